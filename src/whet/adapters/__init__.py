@@ -1,0 +1,1 @@
+"""Low-rank adapters: attach, save, load, merge."""

@@ -1,0 +1,1 @@
+"""The whet command, one file a command."""

@@ -1,0 +1,1 @@
+"""What a run is: strict sections, YAML in, resolved YAML out."""

@@ -1,0 +1,45 @@
+"""The errors a user can act on: what is wrong, where, and what to do about it."""
+
+
+class WhetError(Exception):
+    """A failure with a message for the user and, where there is one, a hint how to mend it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(WhetError):
+    """The configuration is wrong."""
+
+    exit_code = 2
+
+
+class DataError(WhetError):
+    """A data source or a record is wrong."""
+
+    exit_code = 2
+
+
+class ModelError(WhetError):
+    """A model, its files or its name is wrong."""
+
+    exit_code = 2
+
+
+class CheckpointError(WhetError):
+    """A checkpoint or a run directory cannot be used."""
+
+    exit_code = 2
+
+
+class RunError(WhetError):
+    """The run itself failed."""
+
+    exit_code = 1

@@ -1,0 +1,1 @@
+"""What is trained: descriptions, the decoder, families, weights."""
