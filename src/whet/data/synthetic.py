@@ -1,0 +1,52 @@
+"""Data that whet makes up itself, named by a spec such as `synth:house:400`."""
+
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from whet.data.house import house
+from whet.errors import DataError
+
+
+class Generator(NamedTuple):
+    """A source of made-up records: gives the first `n` of them, or raises DataError if it has fewer."""
+
+    make: Callable[[int], list[dict[str, Any]]]  # records are JSON objects
+    default_n: int
+
+
+GENERATORS: dict[str, Generator] = {
+    "house": Generator(lambda n: house("train", n), default_n=400),
+    "house-valid": Generator(lambda n: house("valid", n), default_n=40),
+    "house-test": Generator(lambda n: house("test", n), default_n=200),
+}
+
+
+def generate(spec: str) -> list[dict[str, Any]]:
+    """The records that `synth:NAME[:N]` names."""
+    scheme, _, rest = spec.partition(":")
+    name, colon, count = rest.partition(":")
+    if scheme != "synth":
+        raise DataError(f"{spec!r} is not a synthetic source", hint="write synth:NAME or synth:NAME:N")
+    if name not in GENERATORS:
+        raise DataError(f"{spec!r}: no synthetic source is called {name!r}", hint=_suggestion(name))
+    generator = GENERATORS[name]
+    n = _positive(count, spec) if colon else generator.default_n
+    try:
+        return generator.make(n)
+    except DataError as error:
+        raise DataError(f"{spec!r}: {error.message}", hint=error.hint) from None
+
+
+def _positive(count: str, spec: str) -> int:
+    if not re.fullmatch(r"0*[1-9][0-9]{0,11}", count):
+        wanted = "a positive whole number of at most 12 digits"
+        raise DataError(f"{spec!r}: the number of records must be {wanted}, not {count!r}")
+    return int(count)
+
+
+def _suggestion(name: str) -> str:
+    near = get_close_matches(name, GENERATORS, n=1)
+    known = f"known ones: {', '.join(GENERATORS)}"
+    return f"did you mean {near[0]!r}? {known}" if near else known

@@ -1,0 +1,83 @@
+"""What every model gives to objectives, generation and adapters, whether native or behind the bridge."""
+
+import abc
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from whet.ops.attention import Layout
+from whet.ops.head import Head
+
+
+class LanguageModel(nn.Module, abc.ABC):
+    """A causal language model as two things: hidden states, and the head that reads them."""
+
+    grad_checkpoint: bool  # recompute activations in the backward pass
+    source: Path | None = None  # the directory it was loaded from
+
+    @abc.abstractmethod
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        layout: Layout | None = None,
+        cache: Any = None,  # Any: what this model's own new_cache returned
+    ) -> torch.Tensor:
+        """Final hidden states [B, T, D] of tokens [B, T]."""
+
+    @abc.abstractmethod
+    def head(self) -> Head:
+        """The output projection."""
+
+    @abc.abstractmethod
+    def new_cache(self) -> Any:  # Any: opaque to everyone but the model, apart from `keep(rows)`
+        """An empty key/value cache."""
+
+    @abc.abstractmethod
+    def blocks(self) -> Iterable[nn.Module]:
+        """The layers, in order."""
+
+    @abc.abstractmethod
+    def hf_name(self, name: str) -> str:
+        """Hugging Face's name for one of this model's parameters or modules."""
+
+    @abc.abstractmethod
+    def hf_config(self) -> dict[str, Any]:  # Any: JSON values
+        """The config.json that describes this model."""
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Number of token ids the embedding knows."""
+
+    @property
+    @abc.abstractmethod
+    def max_positions(self) -> int:
+        """The longest sequence the model was made for."""
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 of the architecture."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:  # Any: JSON values
+        """The architecture as plain JSON."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head().weight.device
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of some hidden states [..., D]: for decoding and for looking; losses never build them all."""
+        head = self.head()
+        return head.transform(F.linear(hidden, head.weight, head.bias))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V] of tokens [B, T]."""
+        return self.logits(self.hidden(tokens))

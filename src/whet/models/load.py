@@ -1,0 +1,99 @@
+"""Open a model by name or path, and write one back."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.errors import ModelError
+from whet.hardware import choose_device, choose_precision
+from whet.models import families
+from whet.models.bridge import load_bridge
+from whet.models.decoder import Decoder
+from whet.models.hub import resolve
+from whet.models.language_model import LanguageModel
+from whet.models.weights import TensorFiles, load_parameters, read_json, write_model_directory
+
+log = logging.getLogger("whet")
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> LanguageModel:
+    """A model in evaluation mode: natively where whet has the family, else on transformers' class."""
+    directory = resolve(str(name_or_path))
+    where = choose_device(str(device or "auto"))
+    dtype = dtype or choose_precision("auto", where).frozen
+    config = read_json(directory / "config.json")
+    choice = families.choose(config)
+    if choice.family is None:
+        log.info("model: through transformers (%s)", choice.reason)
+        model: LanguageModel = load_bridge(directory, dtype=dtype, device=where)
+    else:
+        log.info("model: %s", choice.reason)
+        model = _load_native(directory, config, dtype=dtype, device=where)
+    model.source = directory
+    return model.eval()
+
+
+def _load_native(
+    directory: Path,
+    config: dict[str, Any],  # Any: JSON values
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Decoder:
+    family = families.FAMILIES[config["model_type"]]
+    spec = family.from_config(config)
+    with torch.device("meta"):
+        model = Decoder(spec, source_config=config)
+    files = TensorFiles(directory)
+    ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}  # derived, never read
+    if spec.tied_head and (head := family.hf_name("lm_head.weight")) in files:
+        embedding = family.hf_name("embed_tokens.weight")
+        pair = dict(files.read({head, embedding}))
+        if embedding in pair and not torch.equal(pair[head], pair[embedding]):
+            raise ModelError(
+                f"{directory}: config.json says the head is tied to the embedding, but {head} differs from it"
+            )
+        ignored.add(head)
+    names = {name: family.hf_name(name) for name, _ in model.named_parameters()}
+    load_parameters(model, files, names=names, ignored=ignored, dtype=dtype, device=device)
+    return model
+
+
+def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer
+    """The tokenizer of a model directory, by transformers, never with remote code."""
+    from transformers import AutoTokenizer
+
+    directory = resolve(str(name_or_path))
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory} holds no tokenizer that can be read: {error}") from error
+
+
+def save_model(
+    model: LanguageModel,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    directory: str | Path,
+    *,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Write a Hugging Face directory that transformers loads with equal logits."""
+    tensors = {model.hf_name(name): tensor for name, tensor in model.state_dict().items()}
+    # two names on one storage are one tensor: the config says that they are tied
+    seen: dict[tuple[int, torch.Size], str] = {}
+    unique: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if seen.setdefault((tensor.data_ptr(), tensor.shape), name) == name:
+            unique[name] = tensor
+    config = {**model.hf_config(), "dtype": str(next(iter(unique.values())).dtype).removeprefix("torch.")}
+    sharding = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    write_model_directory(
+        Path(directory), unique, config=config, source=model.source, tokenizer=tokenizer, **sharding
+    )

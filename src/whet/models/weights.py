@@ -1,0 +1,180 @@
+"""Weights on disk: safetensors directories in and out, strict about every name and shape."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from whet.errors import ModelError
+from whet.storage import new_directory, write_json, write_safetensors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 5 * 10**9
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:  # Any: JSON values
+    """Read a JSON object, or say which file is broken."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} does not exist") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}, not an object")
+    return value
+
+
+class TensorFiles:
+    """The tensors of a model directory, by name, read one at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, Path] = {}
+        for file in self._shards():
+            with _open(file) as shard:
+                for name in shard.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                    if name in self._files:
+                        raise ModelError(f"tensor {name} is in {self._files[name].name} and in {file.name}")
+                    self._files[name] = file
+
+    def _shards(self) -> list[Path]:
+        index = self.directory / INDEX
+        if not index.is_file():
+            single = self.directory / SINGLE
+            if not single.is_file():
+                raise ModelError(
+                    f"{self.directory} holds neither {SINGLE} nor {INDEX}",
+                    hint="whet reads safetensors and GGUF; pickled weights (.bin, .pt) are never opened",
+                )
+            return [single]
+        names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
+        for name in names:
+            if Path(name).name != name or not (self.directory / name).is_file():
+                raise ModelError(f"{index} names {name!r}, which is not a file of this directory")
+        return [self.directory / name for name in names]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        with _open(self._files[name]) as shard:
+            return tuple(shard.get_slice(name).get_shape())
+
+    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The named tensors, file by file."""
+        for file in dict.fromkeys(self._files[name] for name in names):
+            with _open(file) as shard:
+                for name in shard.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                    if name in names:
+                        yield name, shard.get_tensor(name)
+
+
+def _open(path: Path) -> Any:  # Any: safetensors ships no types
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def load_parameters(
+    model: torch.nn.Module,
+    files: TensorFiles,
+    *,
+    names: Mapping[str, str],
+    ignored: set[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Fill a model built on the meta device; `names` maps its parameters to tensors of the files.
+
+    Every parameter must be there in its shape, and every tensor must be wanted or in `ignored`.
+    """
+    parameters = dict(model.named_parameters())
+    wanted = {names[name]: name for name in parameters}
+    missing = [name for name in wanted if name not in files]
+    unexpected = [name for name in files if name not in wanted and name not in ignored]
+    misshapen = [
+        f"{name} is {list(files.shape(name))}, expected {list(parameters[wanted[name]].shape)}"
+        for name in wanted
+        if name in files and files.shape(name) != tuple(parameters[wanted[name]].shape)
+    ]
+    problems = [
+        f"{label} {_first_few(found)}"
+        for label, found in (("missing:", missing), ("unexpected:", unexpected), ("wrong shape:", misshapen))
+        if found
+    ]
+    if problems:
+        raise ModelError(
+            f"the tensors in {files.directory} do not fit its config.json: " + "; ".join(problems)
+        )
+    for name, tensor in files.read(set(wanted)):
+        path, _, leaf = wanted[name].rpartition(".")
+        owner = model.get_submodule(path)
+        setattr(owner, leaf, torch.nn.Parameter(tensor.to(device=device, dtype=dtype)))
+
+
+def _first_few(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def write_model_directory(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    config: Mapping[str, Any],  # Any: JSON values
+    source: Path | None = None,
+    tokenizer: Any = None,  # Any: a transformers tokenizer
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face model directory: config, tokenizer, weights in one file or in shards."""
+    with new_directory(directory) as staging:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        if source is not None and (source / "generation_config.json").is_file():
+            shutil.copy(source / "generation_config.json", staging)
+        write_json(staging / "config.json", config)
+        shards = _shards(tensors, max_shard_bytes)
+        if len(shards) == 1:
+            write_safetensors(staging / SINGLE, shards[0])
+            return
+        weight_map = {}
+        for number, shard in enumerate(shards, start=1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_safetensors(staging / name, shard)
+            weight_map |= dict.fromkeys(shard, name)
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+    return shards

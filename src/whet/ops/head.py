@@ -1,0 +1,20 @@
+"""The output head as data: what turns hidden states into logits."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = softcap(scale * (hidden @ weight.T + bias)), with softcap(x) = c * tanh(x / c)."""
+
+    weight: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def transform(self, projected: torch.Tensor) -> torch.Tensor:
+        """Scale and cap already projected hidden states."""
+        logits = projected if self.scale == 1.0 else projected * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

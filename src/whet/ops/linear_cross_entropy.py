@@ -1,0 +1,112 @@
+"""Cross-entropy from hidden states and the head, in chunks: the full [tokens, V] logits never exist."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from whet.ops.head import Head
+
+# rows a chunk: enough to keep the matrix product efficient, at most 64 Mi logits at once
+_MAX_CHUNK = 1024
+_MAX_LOGITS = 64 * 2**20
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """How many positions are projected at once for a vocabulary."""
+    return max(1, min(_MAX_CHUNK, _MAX_LOGITS // vocab_size))
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The SUM over positions of weight * -log p(target), in float32.
+
+    `hidden` is [N, D] and `targets` [N]: the supervised positions only. The gradient is computed with the
+    loss, chunk by chunk, so logits are made once and dropped.
+    """
+    if not hidden.shape[0]:
+        return hidden.sum().float()  # zero, and still attached to the graph
+    loss: torch.Tensor = _LinearCrossEntropy.apply(
+        hidden, head.weight, head.bias, targets, weights, head.scale, head.softcap
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: autograd's context
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        head = Head(weight.to(hidden.dtype), bias, scale, softcap)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        # float32: a bf16 sum over many chunks loses small contributions
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and want_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
+                span = slice(start, start + rows)
+                x, target = hidden[span], targets[span, None]
+                row_weight = None if weights is None else weights[span].float()
+                logits = _logits(x, head)
+                log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+                loss = (log_total - logits.gather(1, target))[:, 0]
+                total += loss.sum() if row_weight is None else torch.dot(loss, row_weight)
+                if not (want_hidden or want_weight or want_bias):
+                    continue
+                grad = _projection_gradient(logits, log_total, target, row_weight, head)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                grad = grad.to(hidden.dtype)
+                if grad_hidden is not None:
+                    torch.mm(grad, head.weight, out=grad_hidden[span])
+                if grad_weight is not None:
+                    grad_weight.addmm_(grad.T.float(), x.float())
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
+        grads = [
+            None if grad is None else (grad * upstream).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*grads, None, None, None, None)
+
+
+def _logits(x: torch.Tensor, head: Head) -> torch.Tensor:
+    """Float32 logits of one chunk, transformed in place."""
+    logits = F.linear(x, head.weight).float()
+    if head.bias is not None:
+        logits += head.bias
+    if head.scale != 1.0:
+        logits *= head.scale
+    return logits if head.softcap is None else logits.div_(head.softcap).tanh_().mul_(head.softcap)
+
+
+def _projection_gradient(
+    logits: torch.Tensor,
+    log_total: torch.Tensor,
+    target: torch.Tensor,
+    row_weight: torch.Tensor | None,
+    head: Head,
+) -> torch.Tensor:
+    """The gradient at hidden @ weight.T + bias, which overwrites the logits."""
+    slope = None if head.softcap is None else 1 - (logits / head.softcap).square_()
+    grad = logits.sub_(log_total).exp_()  # the softmax
+    grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
+    if row_weight is not None:
+        grad *= row_weight[:, None]
+    if slope is not None:
+        grad *= slope
+    return grad if head.scale == 1.0 else grad.mul_(head.scale)
