@@ -1,1 +1,58 @@
-"""whet sharpens language models."""
+"""whet sharpens language models: train, fine-tune, evaluate and use them, exactly.
+
+Everything below is imported when it is first used, so that `import whet` and `whet --help` stay quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whet.adapters.files import load_adapter as load_adapter
+    from whet.adapters.files import save_adapter as save_adapter
+    from whet.adapters.load import load as load
+    from whet.adapters.load import save as save
+    from whet.adapters.lora import adapters_off as adapters_off
+    from whet.adapters.lora import attach_lora as attach_lora
+    from whet.adapters.lora import merge as merge
+    from whet.errors import WhetError as WhetError
+    from whet.generation.text import generate as generate
+    from whet.training.callbacks import Callback as Callback
+    from whet.training.callbacks import EarlyStopping as EarlyStopping
+    from whet.training.callbacks import Injector as Injector
+    from whet.training.callbacks import MetricsLogger as MetricsLogger
+    from whet.training.callbacks import StopRun as StopRun
+    from whet.training.checkpoint import load_checkpoint as load_checkpoint
+    from whet.training.checkpoint import save_checkpoint as save_checkpoint
+    from whet.training.optimizers import create_optimizer as create_optimizer
+    from whet.training.run import resume as resume
+    from whet.training.run import train as train
+    from whet.training.schedules import create_schedule as create_schedule
+    from whet.training.trainer import RunResult as RunResult
+    from whet.training.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "adapters.files": ("load_adapter", "save_adapter"),
+    "adapters.load": ("load", "save"),
+    "adapters.lora": ("adapters_off", "attach_lora", "merge"),
+    "errors": ("WhetError",),
+    "generation.text": ("generate",),
+    "training.callbacks": ("Callback", "EarlyStopping", "Injector", "MetricsLogger", "StopRun"),
+    "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "training.optimizers": ("create_optimizer",),
+    "training.run": ("resume", "train"),
+    "training.schedules": ("create_schedule",),
+    "training.trainer": ("RunResult", "Trainer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:  # Any: whatever the name is
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'whet' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"whet.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", *_HOME_OF])

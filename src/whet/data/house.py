@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, product
+from itertools import islice, product
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -92,10 +92,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
         Way("play {}", "playing {}", "{} played"),
         Way("start {}", "starting {}", "{} started"),
     ),
-    "stop": (
-        Way("stop {}", "stopping {}", "{} stopped"),
-        Way("silence {}", "silencing {}", "{} silenced"),
-    ),
+    "stop": (Way("stop {}", "stopping {}", "{} stopped"),),
 }
 
 # Minutes, and the words that mean them. A command that says nothing of time has the delay 0.
@@ -105,7 +102,6 @@ DELAYS: dict[int, tuple[str, ...]] = {
     15: ("in 15 minutes", "in a quarter of an hour", "after a quarter of an hour"),
     20: ("in 20 minutes", "in twenty minutes"),
     30: ("in 30 minutes", "in half an hour", "after half an hour"),
-    60: ("in an hour", "after one hour"),
 }
 
 # A template without a {room} of its own says the room with the device: "the kitchen light".
@@ -162,8 +158,8 @@ BUCKETS: dict[Split, range] = {"train": range(7), "valid": range(7, 8), "test": 
 # One test command in five has an unseen template.
 UNSEEN_EVERY = 5
 
-# Candidates drawn with every word equally often; the sentences left over follow in any order.
-BALANCED_DRAWS = 20_000
+# How many candidates of a template are drawn with all words equally often, before the rest in any order.
+BALANCED_DRAWS = 500
 
 
 @dataclass(frozen=True)
@@ -276,37 +272,48 @@ def _record(command: Command, template: Literal["known", "unseen"]) -> Record:
 
 def _sentences(split: Split, templates: Sequence[str]) -> Iterator[Command]:
     rng = Random(f"whet house {split}")
+    decks = _Decks(rng)
+    streams = {template: _stream(template, split, decks) for template in templates}
+    while streams:
+        for template in _shuffled(list(streams), rng):
+            if command := next(streams[template], None):
+                yield command
+            else:
+                del streams[template]
+
+
+def _stream(template: str, split: Split, decks: _Decks) -> Iterator[Command]:
     seen: set[str] = set()
-    for command in chain(_balanced(templates, rng), _leftover(templates, rng)):
+    for command in _candidates(template, decks):
         sentence = command.sentence()
         if sentence not in seen and split_of(sentence) == split:
             seen.add(sentence)
             yield command
 
 
-def _balanced(templates: Sequence[str], rng: Random) -> Iterator[Command]:
-    decks = _Decks(rng)
-    orders = [(device, action) for device, (_, actions) in DEVICES.items() for action in actions]
+def _candidates(template: str, decks: _Decks) -> Iterator[Command]:
     for _ in range(BALANCED_DRAWS):
-        template = decks.draw("template", templates)
-        room = decks.draw("room", list(ROOMS))
-        device, action = decks.draw("order", orders)
-        delay, when = decks.draw("delay", _delays()) if "{when}" in template else (0, "")
-        yield Command(
-            template=template,
-            room=room,
-            room_name=decks.draw(room, ROOMS[room]),
-            device=device,
-            device_name=decks.draw(device, DEVICES[device].names),
-            action=action,
-            way=decks.draw((device, action), WAYS[action]),
-            delay=delay,
-            when=when,
-        )
+        yield _draw(template, decks)
+    yield from _shuffled(list(commands([template])), decks.rng)
 
 
-def _leftover(templates: Sequence[str], rng: Random) -> Iterator[Command]:
-    yield from _shuffled(list(commands(templates)), rng)
+def _draw(template: str, decks: _Decks) -> Command:
+    room = decks.draw("room", list(ROOMS))
+    device, action = decks.draw(
+        "order", [(device, action) for device in DEVICES for action in DEVICES[device].actions]
+    )
+    delay, when = decks.draw("delay", _delays()) if "{when}" in template else (0, "")
+    return Command(
+        template=template,
+        room=room,
+        room_name=decks.draw(room, ROOMS[room]),
+        device=device,
+        device_name=decks.draw(device, DEVICES[device].names),
+        action=action,
+        way=decks.draw((device, action), WAYS[action]),
+        delay=delay,
+        when=when,
+    )
 
 
 def _delays() -> list[tuple[int, str]]:

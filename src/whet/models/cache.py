@@ -2,7 +2,7 @@
 
 import torch
 
-_GROWTH = 256  # slots added when the cache is full: few copies, little waste
+_GROWTH = 32  # slots added when the cache is full: few copies, little waste
 
 
 class KeyValueCache:

@@ -106,7 +106,7 @@ class Decoder(LanguageModel):
         return hf
 
     def hf_config(self) -> dict[str, object]:
-        """The config.json of this model: what it was loaded with, and the fields that describe its tensors."""
+        """The config.json: what it was loaded with, under the fields that describe its tensors."""
         return {**self._source_config, **config_of(self.spec)}
 
     @property

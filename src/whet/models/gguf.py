@@ -1,7 +1,7 @@
 """GGUF files in: a llama.cpp model becomes a Hugging Face model directory, once.
 
-The header is read here and not with the gguf package's reader: that one trusts the counts a file states (an array
-longer than the file makes it loop without end) and needs seconds for the token list of a small model.
+The header is read here, not with the gguf package's reader: that one trusts the counts a file states (an
+array longer than the file makes it loop without end) and needs seconds for the token list of a small model.
 """
 
 import math
@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +25,8 @@ from whet.storage import new_directory, write_json, write_safetensors, write_tex
 ARCHITECTURES = ("llama",)
 
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_DIMENSIONS = 4
 _MAX_NESTING = 4  # arrays in arrays: nothing uses more, and a hostile file could otherwise exhaust the stack
 
 
@@ -79,12 +78,16 @@ class _Cursor:
         return self.data[self.position - size : self.position]
 
     def error(self, what: str) -> ModelError:
-        return ModelError(
-            f"{self.path} is damaged or cut short: {what}", hint="download or copy the file again"
-        )
+        hint = "download or copy the file again"
+        return ModelError(f"{self.path} is damaged or cut short: {what}", hint=hint)
+
+    def scalar(self, code: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+        # The shortest decimal that names a float32: 1e-5 shall read 1e-05 in config.json.
+        return float(str(np.float32(value))) if code == "f" else value
 
     def integer(self, code: str) -> int:
-        return int(struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0])
+        return int(self.scalar(code))
 
     def count(self, *, least_bytes_each: int) -> int:
         """A number of things to come, refused when the rest of the file could not hold them."""
@@ -106,8 +109,7 @@ class _Cursor:
         if kind == _ARRAY and nesting < _MAX_NESTING:
             return self._array(nesting + 1)
         if kind in _SCALARS:
-            code = "<" + _SCALARS[kind]
-            return _short(code, struct.unpack(code, self.take(struct.calcsize(code)))[0])
+            return self.scalar(_SCALARS[kind])
         raise self.error(f"unknown value type {kind} at offset {self.position}")
 
     def _array(self, nesting: int) -> list[object]:
@@ -118,11 +120,6 @@ class _Cursor:
             count = self.count(least_bytes_each=width)
             return list(struct.unpack(f"<{count}{code}", self.take(count * width)))
         return [self.value(kind, nesting=nesting) for _ in range(self.count(least_bytes_each=8))]
-
-
-def _short(code: str, value: object) -> object:
-    """A float32 as the shortest decimal that names it, so that 1e-5 reads as 1e-5 in config.json."""
-    return float(str(np.float32(value))) if code == "<f" and isinstance(value, float) else value
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -138,9 +135,9 @@ def read_gguf(path: Path) -> GgufFile:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     cursor = _Cursor(path, data)
-    cursor.take(len(_MAGIC))
+    cursor.position = len(_MAGIC)
     version = cursor.integer("I")
-    if version not in _VERSIONS:
+    if version not in (2, 3):
         raise ModelError(
             f"{path} is GGUF version {version}; versions 2 and 3, little-endian, can be read",
             hint="convert the model again with a current llama.cpp",
@@ -166,7 +163,7 @@ def _tensors(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> Ite
         if name in entries:
             raise cursor.error(f"tensor {name} appears twice")
         dimensions = cursor.integer("I")
-        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        if not 1 <= dimensions <= 4:
             raise cursor.error(f"tensor {name} has {dimensions} dimensions")
         shape = tuple(cursor.integer("Q") for _ in range(dimensions))[::-1]  # the file has the fastest first
         entries[name] = (shape, cursor.integer("I"), cursor.integer("Q"))
@@ -182,25 +179,9 @@ def _tensors(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> Ite
         start, size = data_start + offset, math.prod(shape) // values_each * bytes_each
         if not 0 < size <= len(cursor.data) - start:
             raise cursor.error(
-                f"tensor {name} should have {size} bytes at {start}, the file has {len(cursor.data)} in all"
+                f"tensor {name} has {size} bytes at {start}, the file {len(cursor.data)} in all"
             )
         yield name, GgufTensor(shape, kind, start, size)
-
-
-@dataclass(frozen=True)
-class _Llama:
-    """The sizes of a llama model, and which optional tensors it has."""
-
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    attention_bias: bool
-    mlp_bias: bool
 
 
 @dataclass(frozen=True)
@@ -218,27 +199,26 @@ def convert_gguf(source: Path, target: Path) -> None:
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{source}: the architecture {architecture!r} cannot be read from GGUF",
+            f"{source}: the architecture {_shown(architecture)} cannot be read from GGUF",
             hint=f"known here: {', '.join(ARCHITECTURES)}; use the model's safetensors instead",
         )
-    sizes = _sizes(file)
-    slots = _slots(sizes)
+    config = _config(file)
+    slots = _slots(config)
     _check_tensors(file, slots)
-    config = _config(file, sizes)
-    tokenizer, tokenizer_config = build_tokenizer(file.metadata, where=str(source), vocab_size=sizes.vocab)
-    tokens = _token_ids(file, sizes)
+    vocab_size, max_length = config["vocab_size"], config["max_position_embeddings"]
+    built = build_tokenizer(file.metadata, where=str(source), vocab_size=vocab_size, max_length=max_length)
     with new_directory(target) as staging:
         write_safetensors(staging / "model.safetensors", _weights(file, slots))
-        write_json(staging / "config.json", config | tokens)
-        write_json(staging / "generation_config.json", {"_from_model_config": True} | tokens)
-        write_text(staging / "tokenizer.json", tokenizer.to_str(pretty=True))
-        write_json(staging / "tokenizer_config.json", tokenizer_config)
+        write_json(staging / "config.json", config | built.ids)
+        write_json(staging / "generation_config.json", built.ids)
+        write_text(staging / "tokenizer.json", built.tokenizer.to_str(pretty=True))
+        write_json(staging / "tokenizer_config.json", built.config)
 
 
 def _integer(file: GgufFile, key: str, default: int | None = None) -> int:
     value = file.metadata.get(key, default)
     if isinstance(value, list) and value and all(item == value[0] for item in value):
-        value = value[0]  # a list with one entry a layer; only models with equal layers are llama
+        value = value[0]  # one entry a layer; layers that differ are no llama model
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{file.path}: {key} is {_shown(value)}, not a whole number above 0")
     return value
@@ -255,91 +235,146 @@ def _shown(value: object) -> str:
     return "missing" if value is None else repr(value)[:60]
 
 
-def _sizes(file: GgufFile) -> _Llama:
+def _config(file: GgufFile) -> dict[str, Any]:  # Any: the values of a config.json
     hidden = _integer(file, "llama.embedding_length")
     heads = _integer(file, "llama.attention.head_count")
+    kv_heads = _integer(file, "llama.attention.head_count_kv", heads)
     rotary = _integer(file, "llama.rope.dimension_count", max(hidden // heads, 1))
     head_dim = _integer(file, "llama.attention.key_length", rotary)
-    layers = _integer(file, "llama.block_count")
-    kv_heads = _integer(file, "llama.attention.head_count_kv", heads)
     if rotary != head_dim or _integer(file, "llama.attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{file.path}: rotary, key and value sizes differ, which a llama model cannot have")
     if head_dim % 2 or heads % kv_heads:
         raise ModelError(f"{file.path}: {heads} heads of {head_dim} cannot share {kv_heads} key/value heads")
-    if file.metadata.get("llama.expert_count", 0) not in (0, None):
+    if file.metadata.get("llama.expert_count"):
         raise ModelError(f"{file.path}: llama models with experts cannot be read from GGUF")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+    layers = _integer(file, "llama.block_count")
     if layers > len(file.tensors):
         raise ModelError(
-            f"{file.path}: {layers} layers are announced, but the tensors of blk.0 on are missing"
+            f"{file.path}: {layers} layers are announced, with {len(file.tensors)} tensors in all"
         )
-    return _Llama(
-        layers=layers,
-        hidden=hidden,
-        feed_forward=_integer(file, "llama.feed_forward_length"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=file.tensors["token_embd.weight"].shape[0],
-        tied="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": _integer(file, "llama.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": _integer(file, "llama.context_length"),
+        "rms_norm_eps": _number(file, "llama.attention.layer_norm_rms_epsilon"),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **_rope(file, head_dim),
+    }
+
+
+def _rope(file: GgufFile, head_dim: int) -> dict[str, object]:
+    """The rope settings as config.json has them, in today's layout and in the one before it."""
+    prefix = "llama.rope.scaling."
+    given = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)}
+    kind = file.metadata.get(prefix + "type", "linear" if "factor" in given else "none")
+    theta = _number(file, "llama.rope.freq_base", 10000.0)
+    scaling: dict[str, object] = {}
+    if kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": _number(file, prefix + "factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = _integer(file, prefix + "original_context_length")
+    unknown = given - {"type", "factor", "original_context_length", "finetuned"}
+    if kind not in ("none", "linear", "yarn") or (scaling and unknown):
+        what = f"{prefix}{min(unknown)}" if scaling else f"the rope scaling {_shown(kind)}"
+        raise ModelError(f"{file.path}: {what} cannot be read from GGUF", hint="use the model's safetensors")
+    if "rope_freqs.weight" in file.tensors:
+        found = _llama3_scaling(file, theta, head_dim=head_dim)
+        if found and scaling:
+            raise ModelError(f"{file.path}: rope_freqs.weight and {prefix}type={kind} contradict each other")
+        scaling |= found
+    rope = {"rope_theta": theta, "rope_type": "default"} | scaling
+    return {"rope_parameters": rope, "rope_theta": theta, "rope_scaling": rope if scaling else None}
+
+
+def _llama3_scaling(file: GgufFile, theta: float, *, head_dim: int) -> dict[str, object]:
+    """The parameters behind the stored frequency divisors, which the file has without them."""
+    if file.tensors["rope_freqs.weight"].shape != (head_dim // 2,):
+        raise ModelError(f"{file.path}: tensor rope_freqs.weight does not have {head_dim // 2} values")
+    divisors = file.array("rope_freqs.weight")
+    if bool((divisors == 1).all()):
+        return {}
+    low, high, original = 1.0, 4.0, 8192
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    kept = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # the share that is not slowed down
+    for factor in (8.0, 32.0, float(divisors.max())):
+        # The tolerance is for the float32 arithmetic of the program that wrote the file.
+        if np.allclose(divisors, 1 / ((1 - kept) / factor + kept), rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    raise ModelError(
+        f"{file.path}: tensor rope_freqs.weight is not the rope scaling of a Llama 3 model",
+        hint="use the model's safetensors, whose config.json names the scaling",
     )
 
 
-def _slots(sizes: _Llama) -> dict[str, _Slot]:
+def _slots(config: Mapping[str, Any]) -> dict[str, _Slot]:
     """Every tensor the model must have, by its GGUF name."""
-    hidden, inner = sizes.hidden, sizes.feed_forward
-    query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    vocab, hidden, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
+    linear = {
+        "attn_q": ("self_attn.q_proj", (query, hidden), heads),
+        "attn_k": ("self_attn.k_proj", (key, hidden), kv_heads),
+        "attn_v": ("self_attn.v_proj", (key, hidden), 0),
+        "attn_output": ("self_attn.o_proj", (hidden, query), 0),
+        "ffn_gate": ("mlp.gate_proj", (inner, hidden), 0),
+        "ffn_up": ("mlp.up_proj", (inner, hidden), 0),
+        "ffn_down": ("mlp.down_proj", (hidden, inner), 0),
+    }
     slots = {
-        "token_embd.weight": _Slot("model.embed_tokens.weight", (sizes.vocab, hidden)),
+        "token_embd.weight": _Slot("model.embed_tokens.weight", (vocab, hidden)),
         "output_norm.weight": _Slot("model.norm.weight", (hidden,)),
     }
-    if not sizes.tied:
-        slots["output.weight"] = _Slot("lm_head.weight", (sizes.vocab, hidden))
-    linear = {
-        "attn_q": ("self_attn.q_proj", (query, hidden), sizes.heads, sizes.attention_bias),
-        "attn_k": ("self_attn.k_proj", (key, hidden), sizes.kv_heads, sizes.attention_bias),
-        "attn_v": ("self_attn.v_proj", (key, hidden), 0, sizes.attention_bias),
-        "attn_output": ("self_attn.o_proj", (hidden, query), 0, sizes.attention_bias),
-        "ffn_gate": ("mlp.gate_proj", (inner, hidden), 0, sizes.mlp_bias),
-        "ffn_up": ("mlp.up_proj", (inner, hidden), 0, sizes.mlp_bias),
-        "ffn_down": ("mlp.down_proj", (hidden, inner), 0, sizes.mlp_bias),
-    }
-    for layer in range(sizes.layers):
+    if not config["tie_word_embeddings"]:
+        slots["output.weight"] = _Slot("lm_head.weight", (vocab, hidden))
+    for layer in range(config["num_hidden_layers"]):
         ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
         slots[f"{theirs}.attn_norm.weight"] = _Slot(f"{ours}.input_layernorm.weight", (hidden,))
         slots[f"{theirs}.ffn_norm.weight"] = _Slot(f"{ours}.post_attention_layernorm.weight", (hidden,))
-        for name, (module, shape, rotary_heads, bias) in linear.items():
+        for name, (module, shape, rotary_heads) in linear.items():
             slots[f"{theirs}.{name}.weight"] = _Slot(f"{ours}.{module}.weight", shape, rotary_heads)
-            if bias:
+            if config["attention_bias" if name.startswith("attn") else "mlp_bias"]:
                 slots[f"{theirs}.{name}.bias"] = _Slot(f"{ours}.{module}.bias", shape[:1], rotary_heads)
     return slots
-
-
-def _optional(name: str) -> bool:
-    """Whether a tensor may be absent: models with biases on q, k and v often have none on the output."""
-    return name.endswith(".attn_output.bias")
 
 
 def _check_tensors(file: GgufFile, slots: Mapping[str, _Slot]) -> None:
     for name, slot in slots.items():
         tensor = file.tensors.get(name)
-        if tensor is None:
-            if _optional(name):
-                continue
+        if tensor is None and not _zero_when_absent(name):
             raise ModelError(f"{file.path}: tensor {name} is missing")
-        if tensor.shape != slot.shape:
-            raise ModelError(
-                f"{file.path}: tensor {name} is {list(tensor.shape)}; its metadata asks for {list(slot.shape)}"
-            )
+        if tensor is not None and tensor.shape != slot.shape:
+            shapes = f"{list(tensor.shape)}, where the metadata asks for {list(slot.shape)}"
+            raise ModelError(f"{file.path}: tensor {name} is {shapes}")
     unknown = sorted(file.tensors.keys() - slots.keys() - {"rope_freqs.weight"})
     if unknown:
         raise ModelError(
             f"{file.path}: tensor {unknown[0]} is not part of a llama model ({len(unknown)} such)",
             hint="the file is of a variant that cannot be read; use the model's safetensors instead",
         )
+
+
+def _zero_when_absent(name: str) -> bool:
+    """Models with biases on q, k and v often have none on the output; Hugging Face's llama wants all four."""
+    return name.endswith(".attn_output.bias")
 
 
 def _weights(file: GgufFile, slots: Mapping[str, _Slot]) -> dict[str, torch.Tensor]:
@@ -357,47 +392,6 @@ def _weights(file: GgufFile, slots: Mapping[str, _Slot]) -> dict[str, torch.Tens
 
 
 def _split_rotary_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo llama.cpp's order of query and key rows: it keeps rotary pairs side by side, Hugging Face half a head apart."""
+    """Undo llama.cpp's row order: it keeps rotary pairs side by side, Hugging Face half a head apart."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _token_ids(file: GgufFile, sizes: _Llama) -> dict[str, int | list[int]]:
-    """The begin, end and padding tokens, as config.json names them."""
-    ids: dict[str, int | list[int]] = {}
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        value = file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        if isinstance(value, int) and 0 <= value < sizes.vocab:
-            ids[f"{ours}_token_id"] = value
-    return ids
-
-
-def _config(file: GgufFile, sizes: _Llama) -> dict[str, object]:
-    rope = _rope(file, sizes)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "vocab_size": sizes.vocab,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.feed_forward,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": _integer(file, "llama.context_length"),
-        "rms_norm_eps": _number(file, "llama.attention.layer_norm_rms_epsilon"),
-        "initializer_range": 0.02,
-        "attention_bias": sizes.attention_bias,
-        "attention_dropout": 0.0,
-        "mlp_bias": sizes.mlp_bias,
-        "tie_word_embeddings": sizes.tied,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],  # where readers of the older layout look
-        "use_cache": True,
-    }
-
-
-def _rope(file: GgufFile, sizes: _Llama) -> dict[str, object]:
-    return {"rope_theta": _number(file, "llama.rope.freq_base", 10000.0), "rope_type": "default"}

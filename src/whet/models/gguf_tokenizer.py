@@ -1,27 +1,271 @@
 """The tokenizer inside a GGUF file, rebuilt as a Hugging Face one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from whet.errors import ModelError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's visible space
+_MAX_PIECE = (
+    512  # characters; every way to cut a piece in two is tried, which a hostile one could make endless
+)
+
+# Contractions, letters with what precedes them, digits, punctuation, line ends, spaces.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def build_tokenizer(metadata: Mapping[str, object], *, where: str, vocab_size: int):
-    tokens = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(m.split(" ", 1)) for m in metadata["tokenizer.ggml.merges"]]
-    tok = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-    tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens([t for t, k in zip(tokens, metadata["tokenizer.ggml.token_type"]) if k == 3])
-    g = lambda k: tokens[metadata[f"tokenizer.ggml.{k}_token_id"]]
-    return tok, {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": g("bos"),
-        "eos_token": g("eos"),
-        "unk_token": g("unknown"),
-        "pad_token": g("padding"),
-        "model_max_length": metadata["llama.context_length"],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": metadata["tokenizer.chat_template"],
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """A tokenizer, its tokenizer_config.json, and the token ids that config.json repeats."""
+
+    tokenizer: Tokenizer
+    config: dict[str, object]
+    ids: dict[str, int | list[int]]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a kind of byte-level BPE cuts text before merging."""
+
+    pre_tokenizer: pre_tokenizers.PreTokenizer
+    normalizer: normalizers.Normalizer | None = None
+    whole_words_first: bool = False
+    starts_with_bos: bool = False
+
+
+def _splits() -> dict[str, _Split]:
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+    def words(digits: str) -> pre_tokenizers.PreTokenizer:
+        split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
+        return pre_tokenizers.Sequence([split, bytes_only])
+
+    return {
+        "default": _Split(gpt2),
+        "gpt-2": _Split(gpt2),
+        "llama-bpe": _Split(words("{1,3}"), whole_words_first=True, starts_with_bos=True),
+        "qwen2": _Split(words(""), normalizer=normalizers.NFC()),
+        "smollm": _Split(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])),
     }
+
+
+class _Vocabulary:
+    """The token lists of a GGUF file, checked to be of one length and free of repeats."""
+
+    def __init__(self, metadata: Mapping[str, object], where: str, vocab_size: int) -> None:
+        self.metadata = metadata
+        self.where = where
+        self.tokens = self.strings("tokens")
+        if len(self.tokens) > vocab_size:
+            raise self.error(
+                f"there are {len(self.tokens)} tokens, but the model has {vocab_size} rows for them"
+            )
+        self.types = self.numbers("token_type") or [_NORMAL] * len(self.tokens)
+        if len(self.types) != len(self.tokens):
+            raise self.error(f"there are {len(self.tokens)} tokens, but {len(self.types)} token types")
+
+    def error(self, what: str, hint: str | None = None) -> ModelError:
+        return ModelError(f"{self.where}: the tokenizer cannot be read: {what}", hint=hint)
+
+    def get(self, key: str) -> object:
+        return self.metadata.get(f"tokenizer.ggml.{key}")
+
+    def strings(self, key: str) -> list[str]:
+        values = self.get(key)
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.error(f"tokenizer.ggml.{key} is not a list of text")
+        return values
+
+    def numbers(self, key: str) -> list[float]:
+        values = self.get(key) or []
+        if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
+            raise self.error(f"tokenizer.ggml.{key} is not a list of numbers")
+        return values
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self.get(key)
+        return value if isinstance(value, bool) else default
+
+    def special_id(self, role: str) -> int | None:
+        value = self.get(f"{role}_token_id")
+        if value is None:
+            return None
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.error(
+                f"tokenizer.ggml.{role}_token_id is {value!r}, not one of {len(self.tokens)} tokens"
+            )
+        return value
+
+    def by_text(self, texts: Sequence[str]) -> dict[str, int]:
+        vocab = {text: index for index, text in enumerate(texts)}
+        if len(vocab) != len(texts):
+            repeated = next(text for index, text in enumerate(texts) if vocab[text] != index)
+            raise self.error(f"the token {repeated!r} appears twice")
+        return vocab
+
+
+def build_tokenizer(
+    metadata: Mapping[str, object], *, where: str, vocab_size: int, max_length: int
+) -> GgufTokenizer:
+    """Build the tokenizer that the metadata of the GGUF file `where` describes."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"{where}: the tokenizer {kind!r} cannot be read" if kind else f"{where} has no tokenizer",
+            hint="known here: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
+        )
+    vocabulary = _Vocabulary(metadata, where, vocab_size)
+    try:
+        return _build(vocabulary, _byte_level if kind == "gpt2" else _sentencepiece, max_length=max_length)
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise vocabulary.error(str(error)) from error
+
+
+def _build(
+    vocabulary: _Vocabulary, build: Callable[[_Vocabulary], tuple[Tokenizer, bool]], *, max_length: int
+) -> GgufTokenizer:
+    tokenizer, add_bos = build(vocabulary)
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {ours: vocabulary.special_id(theirs) for ours, theirs in roles.items()}
+    _add_tokens(tokenizer, vocabulary, named={index for index in ids.values() if index is not None})
+    named = {role: tokenizer.id_to_token(index) for role, index in ids.items() if index is not None}
+    add_bos = "bos" in named and vocabulary.flag("add_bos_token", default=add_bos)
+    add_eos = "eos" in named and vocabulary.flag("add_eos_token", default=False)
+    _frame(tokenizer, bos=named["bos"] if add_bos else None, eos=named["eos"] if add_eos else None)
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": add_bos,
+        "add_eos_token": add_eos,
+        **{f"{role}_token": text for role, text in named.items()},
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    template = vocabulary.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
+    return GgufTokenizer(tokenizer, config, _config_ids(ids, end_of_turn=vocabulary.special_id("eot")))
+
+
+def _config_ids(ids: Mapping[str, int | None], *, end_of_turn: int | None) -> dict[str, int | list[int]]:
+    named: dict[str, int | list[int]] = {
+        f"{role}_token_id": index for role, index in ids.items() if index is not None and role != "unk"
+    }
+    end = ids["eos"]
+    if end is not None and end_of_turn is not None and end_of_turn != end:
+        named["eos_token_id"] = [end, end_of_turn]  # chat models end a turn and a document differently
+    return named
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    splits = _splits()
+    name = vocabulary.get("pre") or "default"
+    split = splits.get(name) if isinstance(name, str) else None
+    if split is None:
+        raise vocabulary.error(
+            f"its way of splitting text, tokenizer.ggml.pre={name!r}, is unknown",
+            hint=f"known here: {', '.join(splits)}",
+        )
+    merges: list[tuple[str, str]] = []
+    for line in vocabulary.strings("merges"):
+        left, _, right = line.partition(" ")
+        if not left or not right:
+            raise vocabulary.error(f"the merge {line!r} is not two tokens with a space between them")
+        merges.append((left, right))
+    model = models.BPE(vocabulary.by_text(vocabulary.tokens), merges, ignore_merges=split.whole_words_first)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = split.pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    if split.normalizer is not None:
+        tokenizer.normalizer = split.normalizer
+    return tokenizer, split.starts_with_bos
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    # User-defined tokens are found in the text as it is typed, before its spaces become visible.
+    texts = [
+        text.replace(_SPACE, " ") if kind == _USER_DEFINED else text
+        for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+    vocab = vocabulary.by_text(texts)
+    unknown = vocabulary.special_id("unknown")
+    if unknown is None and _UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(_UNKNOWN)
+    model = models.BPE(
+        vocab,
+        _merges_by_score(vocabulary),
+        unk_token=None if unknown is None else texts[unknown],
+        fuse_unk=True,
+        byte_fallback=_BYTE in vocabulary.types,
+    )
+    tokenizer = Tokenizer(model)
+    spaces = normalizers.Replace(" ", _SPACE)
+    text_again = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.flag("add_space_prefix", default=True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        tokenizer.decoder = decoders.Sequence([*text_again, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = spaces
+        tokenizer.decoder = decoders.Sequence(text_again)
+    return tokenizer, True
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every cut of every piece, the best piece first: SentencePiece joins where the union scores best."""
+    scores = vocabulary.numbers("scores")
+    if len(scores) != len(vocabulary.tokens):
+        raise vocabulary.error(f"there are {len(vocabulary.tokens)} tokens, but {len(scores)} scores")
+    pieces = {
+        text: score
+        for text, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
+        if kind == _NORMAL
+    }
+    longest = max(pieces, key=len, default="")
+    if len(longest) > _MAX_PIECE:
+        raise vocabulary.error(f"a token has {len(longest)} characters; {_MAX_PIECE} is the most")
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(pieces, key=lambda text: -pieces[text])
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, *, named: set[int]) -> None:
+    """Make control and user-defined tokens atomic: found in the text before anything is split."""
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
+    for index, kind in enumerate(vocabulary.types):
+        is_special = kind in (_CONTROL, _UNKNOWN) or index in named
+        if is_special or kind == _USER_DEFINED:
+            text = tokenizer.id_to_token(index)
+            if not text:
+                raise vocabulary.error(f"token {index} is special and has no text")
+            token = AddedToken(text, special=is_special, normalized=False)
+            (special if is_special else plain).append(token)
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _frame(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
+    """Put the begin and end tokens around every text, where the model expects them."""
+    if bos is None and eos is None:
+        return
+    around = [*([f"{bos}:{{n}}"] if bos else []), "${name}:{n}", *([f"{eos}:{{n}}"] if eos else [])]
+    first, second = (
+        [part.replace("{n}", number).replace("{name}", name) for part in around]
+        for number, name in (("0", "A"), ("1", "B"))
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=first,
+        pair=first + second,
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text],
+    )

@@ -18,6 +18,7 @@ class LanguageModel(nn.Module, abc.ABC):
 
     grad_checkpoint: bool  # recompute activations in the backward pass
     source: Path | None = None  # the directory it was loaded from
+    name: str | None = None  # what it was asked for by
 
     @abc.abstractmethod
     def hidden(
@@ -74,7 +75,7 @@ class LanguageModel(nn.Module, abc.ABC):
         return self.head().weight.device
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of some hidden states [..., D]: for decoding and for looking; losses never build them all."""
+        """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""
         head = self.head()
         return head.transform(F.linear(hidden, head.weight, head.bias))
 

@@ -1,6 +1,7 @@
 """Open a model by name or path, and write one back."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from whet.models.bridge import load_bridge
 from whet.models.decoder import Decoder
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
-from whet.models.weights import TensorFiles, load_parameters, read_json, write_model_directory
+from whet.models.weights import (
+    MAX_SHARD_BYTES,
+    TensorFiles,
+    load_parameters,
+    read_json,
+    write_model_directory,
+)
 
 log = logging.getLogger("whet")
 
@@ -37,6 +44,7 @@ def load_model(
         log.info("model: %s", choice.reason)
         model = _load_native(directory, config, dtype=dtype, device=where)
     model.source = directory
+    model.name = str(Path(name_or_path).absolute()) if Path(name_or_path).exists() else str(name_or_path)
     return model.eval()
 
 
@@ -82,18 +90,24 @@ def save_model(
     tokenizer: Any,  # Any: a transformers tokenizer
     directory: str | Path,
     *,
-    max_shard_bytes: int | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory that transformers loads with equal logits."""
-    tensors = {model.hf_name(name): tensor for name, tensor in model.state_dict().items()}
+    tensors = {model.hf_name(name): tensor for name, tensor in (state or model.state_dict()).items()}
     # two names on one storage are one tensor: the config says that they are tied
     seen: dict[tuple[int, torch.Size], str] = {}
-    unique: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if seen.setdefault((tensor.data_ptr(), tensor.shape), name) == name:
-            unique[name] = tensor
-    config = {**model.hf_config(), "dtype": str(next(iter(unique.values())).dtype).removeprefix("torch.")}
-    sharding = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    unique = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if seen.setdefault((tensor.data_ptr(), tensor.shape), name) == name
+    }
+    dtype = str(next(iter(unique.values())).dtype).removeprefix("torch.")
     write_model_directory(
-        Path(directory), unique, config=config, source=model.source, tokenizer=tokenizer, **sharding
+        Path(directory),
+        unique,
+        config={**model.hf_config(), "dtype": dtype},
+        source=model.source,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
     )

@@ -37,7 +37,7 @@ class Layout:
 
     @staticmethod
     def cached(visible: torch.Tensor, *, new_tokens: int, padded: bool) -> "Layout":
-        """The last `new_tokens` of the slots in `visible` [B, keys] attend to the real slots up to themselves."""
+        """The last `new_tokens` of `visible` [B, keys] attend to the real slots up to themselves."""
         keys = visible.shape[1]
         if not padded and new_tokens == keys:
             return Layout(visible=visible)
@@ -60,6 +60,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layo
     )
 
 
+@torch.compiler.disable  # lengths change with every batch: compiled, each would be a new graph
 def _attend_by_document(
     queries: torch.Tensor,
     keys: torch.Tensor,

@@ -27,6 +27,8 @@ def linear_cross_entropy(
     """
     if not hidden.shape[0]:
         return hidden.sum().float()  # zero, and still attached to the graph
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     loss: torch.Tensor = _LinearCrossEntropy.apply(
         hidden, head.weight, head.bias, targets, weights, head.scale, head.softcap
     )

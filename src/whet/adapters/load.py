@@ -1,0 +1,61 @@
+"""`whet.load` and `whet.save`: any model a person can name, adapters and finished runs included."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.adapters.files import CONFIG, load_adapter
+from whet.adapters.lora import adapted
+from whet.errors import ModelError
+from whet.models.language_model import LanguageModel
+from whet.models.load import load_model, load_tokenizer, save_model
+from whet.models.weights import TOKENIZER_FILES, read_json
+
+
+def load(
+    name_or_path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer, or None where the directory has none
+    """A model and its tokenizer: by name, or from a model directory, GGUF file, adapter or finished run."""
+    target = usable_directory(name_or_path)
+    if not (isinstance(target, Path) and (target / CONFIG).is_file()):
+        return load_model(target, dtype=dtype, device=device), _tokenizer_if_any(target)
+    base = read_json(target / CONFIG).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{target / CONFIG} does not name its base model")
+    model = load_model(base, dtype=dtype, device=device)
+    load_adapter(model, target)
+    has_tokenizer = any((target / name).is_file() for name in TOKENIZER_FILES)
+    return model.eval(), _tokenizer_if_any(target if has_tokenizer else base)
+
+
+def usable_directory(name_or_path: str | Path) -> str | Path:
+    """A run becomes its `final/`; anything else stays what it is."""
+    path = Path(name_or_path)
+    if (path / "final").is_dir():
+        return path / "final"
+    if (path / "config.yaml").is_file():
+        raise ModelError(
+            f"{path} is a run that has not finished: it has no final/", hint=f"go on with: whet resume {path}"
+        )
+    return path if path.is_dir() else str(name_or_path)
+
+
+def _tokenizer_if_any(target: str | Path) -> Any:  # Any: a transformers tokenizer or None
+    if isinstance(target, Path) and not any((target / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(target)
+
+
+def save(
+    model: LanguageModel, tokenizer: Any, directory: str | Path
+) -> None:  # Any: a transformers tokenizer
+    """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
+    merged = {f"{name}.weight": module.merged_weight() for name, module in adapted(model)}
+    biases = {f"{name}.bias": module.base.bias for name, module in adapted(model)}
+    inner = tuple(f"{name}." for name, _ in adapted(model))
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
+    state |= merged | {name: bias for name, bias in biases.items() if bias is not None}
+    save_model(model, tokenizer, directory, state=state)

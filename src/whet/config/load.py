@@ -1,0 +1,129 @@
+"""YAML in, `section.key=value` overrides, one clear message for what is wrong, resolved YAML out."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from whet.config.sections import RunConfig
+from whet.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 2e-3 is a number (plain YAML 1.1 reads a string) and a key given twice is an error."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:  # Any: YAML values
+        """Build a mapping, refusing what YAML would silently overwrite."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.[\d_]*$|^[-+]?\.(inf|nan)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's config from a YAML file and apply `section.key=value` overrides."""
+    path = Path(source)
+    try:
+        values = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold sections (model, data, run, ...)")
+    for override in overrides:
+        _apply(values, override)
+    return make_config(values, origin=str(path))
+
+
+def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConfig:  # Any: checked here
+    """Validate a plain mapping; every problem is named with its path."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = list(_explain(error))
+        raise ConfigError(f"{origin}: " + "; ".join(problems)) from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved config, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by make_config afterwards
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(
+            f"{override!r} is not an override", hint="write section.key=value, e.g. optim.lr=1e-4"
+        )
+    section = values
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"override {override!r}: {key} is not a section")
+    try:
+        section[keys[-1]] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from error
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        # union branches add their own names to the path: a reader only wants keys
+        place = ".".join(
+            str(part) for part in problem["loc"] if not str(part).startswith(("constrained", "list["))
+        )
+        if problem["type"] == "extra_forbidden":
+            yield f"unknown key {place!r}{_nearest(problem['loc'])}"
+        elif problem["type"] == "missing":
+            yield f"{place} is missing"
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
+            yield f"{place}: {message}{given}"
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    section = _section_at(location[:-1])
+    if section is None:
+        return ""
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
+
+
+def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    section: type[BaseModel] = RunConfig
+    for key in location:
+        field = section.model_fields.get(str(key))
+        if field is None:
+            return None
+        kinds = get_args(field.annotation) if isinstance(field.annotation, UnionType) else (field.annotation,)
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
+            return None
+        section = inner[0]
+    return section

@@ -1,0 +1,136 @@
+"""Batches: what one forward pass takes, and the order in which examples become steps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.data.plan import StepSettings, plan_epoch, split_step
+from whet.data.render import Example
+from whet.ops.attention import Layout
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: rows of tokens and, already shifted, what each position should predict."""
+
+    tokens: torch.Tensor  # [B, T]
+    targets: torch.Tensor  # [B, T]; IGNORED where nothing is learned
+    positions: torch.Tensor  # [B, T]; restarted for each document of a packed row
+    supervised_positions: torch.Tensor  # [N] into the flattened targets: found on the host, without a sync
+    documents: tuple[tuple[int, ...], ...] | None  # packed rows: the lengths of their documents
+    supervised: int  # N
+    real_tokens: int  # positions that are not padding
+    origins: tuple[str, ...]  # where its examples came from
+    weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on a device."""
+        moved: dict[str, Any] = {  # Any: replace() cannot see that only tensor fields change
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
+
+    def layout(self) -> Layout:
+        """Which positions see which."""
+        if self.documents is None:
+            return Layout()
+        return Layout.packed(self.documents, device=self.tokens.device)
+
+
+def make_batch(rows: Sequence[Sequence[Example]]) -> Batch:
+    """Rows of one example (padded to the longest) or of several (packed) as one batch."""
+    width = max(sum(example.length for example in row) for row in rows)
+    tokens = np.zeros((len(rows), width), dtype=np.int64)
+    targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
+    positions = np.zeros((len(rows), width), dtype=np.int64)
+    documents = []
+    real = 0
+    for index, row in enumerate(rows):
+        end = 0
+        for example in row:
+            start, end = end, end + example.length
+            tokens[index, start:end] = example.tokens[:-1]
+            targets[index, start:end] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
+            positions[index, start:end] = np.arange(end - start)
+        positions[index, end:] = np.arange(width - end)
+        padding = (width - end,) if end < width else ()
+        documents.append(tuple(example.length for example in row) + padding)
+        real += end
+    chosen = np.flatnonzero(targets != IGNORED)
+    packed = any(len(row) > 1 for row in rows)
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        positions=torch.from_numpy(positions),
+        supervised_positions=torch.from_numpy(chosen),
+        documents=tuple(documents) if packed else None,
+        supervised=len(chosen),
+        real_tokens=real,
+        origins=tuple(example.origin for row in rows for example in row),
+    )
+
+
+class BatchStream:
+    """An endless stream of optimizer steps, each a list of micro-batches.
+
+    The order is a pure function of (seed, epoch, step in the epoch), so two integers are its whole state.
+    """
+
+    def __init__(self, examples: Sequence[Example], settings: StepSettings, *, seed: int) -> None:
+        self.examples = examples
+        self.settings = settings
+        self.seed = seed
+        self.epoch = 0
+        self.index = 0
+        self._planned: tuple[int, list[list[int]]] | None = None
+        self._lengths = [example.length for example in examples]
+        settings.check(examples)
+
+    def steps_in(self, epoch: int) -> int:
+        """Optimizer steps in one pass."""
+        return len(self._plan(epoch))
+
+    def state(self) -> dict[str, int]:
+        """The position, as integers."""
+        return {"epoch": self.epoch, "index": self.index, "seed": self.seed, "examples": len(self.examples)}
+
+    def seek(self, state: dict[str, int]) -> None:
+        """Go to a position that `state` returned."""
+        self.epoch, self.index = state["epoch"], state["index"]
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        step = self._plan(self.epoch)[self.index]
+        self.index += 1
+        if self.index == len(self._plan(self.epoch)):
+            self.epoch, self.index = self.epoch + 1, 0
+        return self._materialise(step)
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = (epoch, plan_epoch(self._lengths, self.settings, seed=self.seed, epoch=epoch))
+        return self._planned[1]
+
+    def _materialise(self, step: list[int]) -> list[Batch]:
+        return [
+            make_batch([[self.examples[index] for index in row] for row in rows])
+            for rows in split_step(step, self._lengths, self.settings)
+        ]
+
+
+def evaluation_batches(
+    examples: Sequence[Example], settings: StepSettings, *, limit: int | None = None
+) -> list[Batch]:
+    """One pass in order, each micro-batch on its own, at most `limit` of them."""
+    lengths = [example.length for example in examples]
+    rows = split_step(list(range(len(examples))), lengths, settings)
+    return [make_batch([[examples[index] for index in row] for row in batch]) for batch in rows[:limit]]

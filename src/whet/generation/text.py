@@ -1,0 +1,78 @@
+"""Text in, text out."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from whet.errors import DataError
+from whet.generation.engine import generate_tokens
+from whet.generation.sampling import Sampling
+from whet.models.language_model import LanguageModel
+
+Messages = Sequence[dict[str, Any]]  # Any: templates read fields of their own choice
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    prompt_or_messages: str | Messages,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    *,
+    on_text: Callable[[str], None] | None = None,
+) -> str:
+    """The model's answer. A string is one user message where the tokenizer has a chat template.
+
+    `on_text` is handed each new piece of text as soon as it is certain.
+    """
+    prompt = encode_prompt(tokenizer, prompt_or_messages)
+    shown = ""
+
+    def stream(_: int, tokens: list[int]) -> bool:
+        nonlocal shown
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        # an unfinished character decodes to U+FFFD: wait for its other bytes
+        if on_text is not None and not text.endswith("\ufffd"):
+            on_text(text[len(shown) :])
+            shown = text
+        return True
+
+    [tokens] = generate_tokens(
+        model,
+        [prompt],
+        max_tokens=max_tokens,
+        stop_tokens=stop_tokens(model, tokenizer),
+        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
+        seed=seed,
+        watch=stream if on_text is not None else None,
+    )
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text
+
+
+def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[int]:
+    """Token ids of a prompt, through the chat template where there is one."""
+    if tokenizer is None:
+        raise DataError("this model directory has no tokenizer, so it cannot read text")
+    messages = prompt_or_messages
+    if isinstance(messages, str):
+        if not tokenizer.chat_template:
+            return list(tokenizer(messages)["input_ids"])
+        messages = [{"role": "user", "content": messages}]
+    if not tokenizer.chat_template:
+        raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:
+    """Ids that end an answer: the tokenizer's EOS, and those of generation_config.json."""
+    found = {tokenizer.eos_token_id}
+    if model.source is not None and (path := model.source / "generation_config.json").is_file():
+        listed = json.loads(path.read_text()).get("eos_token_id")
+        found |= set(listed) if isinstance(listed, list) else {listed}
+    return {token for token in found if isinstance(token, int)}

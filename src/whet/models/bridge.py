@@ -1,0 +1,305 @@
+"""Every architecture whet has no family for: a transformers causal language model behind whet's contract."""
+
+import contextlib
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
+
+import torch
+from torch import nn
+
+from whet.errors import ModelError
+from whet.models.language_model import LanguageModel
+from whet.models.weights import TensorFiles
+from whet.ops.attention import Layout
+from whet.ops.head import Head
+
+_ORIGIN = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}  # not architecture
+
+
+class BridgeCache:
+    """A transformers cache, and how many tokens it has seen (a recurrent one does not say)."""
+
+    def __init__(self, past: Any) -> None:
+        self.past = past
+        self.length = 0
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop every row that is not listed."""
+        self.past.reorder_cache(rows)  # recurrent layers do not have batch_select_indices
+
+
+class Bridge(LanguageModel):
+    """A transformers model under whet's contract. Its parameters keep their names, after `model.`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.cache_problem: str | None = None  # why it cannot generate
+        self._inputs = frozenset(inspect.signature(self._decoder.forward).parameters)
+        self._cache_name = "cache_params" if "cache_params" in self._inputs else "past_key_values"
+        self._recompute = False  # what was asked for
+        self._recomputing = False  # what transformers' layers are set to
+
+    @property
+    def _decoder(self) -> Any:
+        """The stack under the head; not an attribute, which would register its parameters twice."""
+        decoder = self.model.get_decoder()
+        if decoder is self.model.get_output_embeddings():
+            decoder = self.model.base_model  # modernbert calls its head the decoder
+        return decoder.model if hasattr(decoder, "lm_head") else decoder  # llama4 gives the whole model
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        layout: Layout | None = None,
+        cache: BridgeCache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [B, T, D] after the final norm; packed documents each start at position 0."""
+        # transformers' checkpointed layers silently drop the cache they are given
+        self._set_recomputing(self._recompute and cache is None)
+        if cache is not None:
+            visible = None if layout is None else layout.visible
+            return self._continue(tokens, cache, positions=positions, visible=visible)
+        if layout is not None and layout.documents is not None:
+            return self._by_document(tokens, layout.documents)
+        if positions is None:
+            return self._run(tokens)
+        # without a mask transformers reads a jump in the positions as the start of another document
+        return self._run(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
+
+    def _run(self, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """The decoder on rows of tokens, with those of the inputs that this architecture knows."""
+        inputs = {"use_cache": False} | inputs
+        known = {name: inputs[name] for name in inputs.keys() & self._inputs}
+        hidden: torch.Tensor = self._decoder(input_ids=tokens, **known).last_hidden_state
+        return hidden
+
+    def _continue(
+        self, tokens: torch.Tensor, cache: BridgeCache, *, positions: Any, visible: Any
+    ) -> torch.Tensor:
+        if positions is None:  # bamba would start again from 0
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) + cache.length
+        recurrent = any(hasattr(layer, "recurrent_states") for layer in cache.past.layers)
+        # more than one token at once makes mamba and jamba forget the state they have
+        step = 1 if recurrent and cache.length else tokens.shape[1]
+        outputs = []
+        for new, places in zip(tokens.split(step, 1), positions.split(step, 1), strict=True):
+            start, cache.length = cache.length, cache.length + new.shape[1]
+            inputs = {"position_ids": places, self._cache_name: cache.past, "use_cache": True}
+            if visible is not None:  # a state space model masks the new tokens: it has no old keys
+                oldest = start if self._cache_name == "cache_params" else 0
+                inputs["attention_mask"] = visible[:, oldest : cache.length]
+            outputs.append(self._run(new, **inputs))
+        return torch.cat(outputs, 1)
+
+    def _by_document(self, tokens: torch.Tensor, documents: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        """Each document in a row of its own: right for every architecture, recurrent ones too."""
+        lengths = [length for row in documents for length in row if length]
+        texts = torch.split(tokens.reshape(-1), lengths)
+        places = torch.split(torch.arange(tokens.numel()), lengths)
+        # FSDP gathers parameters once a forward, so every rank has to make as many of them: one
+        sharded = any(hasattr(parameter, "device_mesh") for parameter in self.parameters())
+        results, order = [], []
+        for group in [range(len(lengths))] if sharded else _groups(lengths):
+            rows = nn.utils.rnn.pad_sequence([texts[document] for document in group], batch_first=True)
+            ends = torch.tensor([lengths[document] for document in group])[:, None]
+            real = (torch.arange(rows.shape[1]) < ends).flatten().nonzero()[:, 0].to(rows.device)
+            results.append(self._run(rows).flatten(0, 1).index_select(0, real))
+            order += [places[document] for document in group]
+        back = torch.cat(order).argsort().to(tokens.device)
+        return torch.cat(results).index_select(0, back).view(*tokens.shape, -1)
+
+    def head(self) -> Head:
+        """The output projection, with what the config says is done to the logits (checked at load)."""
+        output, config = self.model.get_output_embeddings(), self.model.config
+        times = _field(config, "logit_scale", "lm_head_multiplier", default=1.0)
+        softcap = _field(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        scale = times / _field(config, "logits_scaling", default=1.0)
+        return Head(output.weight, getattr(output, "bias", None), scale, softcap)
+
+    def new_cache(self) -> BridgeCache:
+        """An empty cache of the kinds this architecture's layers need."""
+        from transformers import DynamicCache
+
+        if self.cache_problem:
+            raise ModelError(f"whet cannot generate with {type(self.model).__name__}: {self.cache_problem}")
+        return BridgeCache(DynamicCache(config=self.model.config))
+
+    @property
+    def grad_checkpoint(self) -> bool:
+        """Whether activations are recomputed in the backward pass (of a model in training mode)."""
+        return self._recompute
+
+    @grad_checkpoint.setter
+    def grad_checkpoint(self, wanted: bool) -> None:
+        if wanted and not self.model.supports_gradient_checkpointing:
+            raise ModelError(f"transformers cannot checkpoint the gradients of {type(self.model).__name__}")
+        self._recompute = wanted
+        self._set_recomputing(wanted)
+
+    def _set_recomputing(self, on: bool) -> None:
+        if on and not self._recomputing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # inputs with a gradient are for reentrant checkpointing; above frozen embeddings they are waste
+            self.model.disable_input_require_grads()
+        elif self._recomputing and not on:
+            self.model.gradient_checkpointing_disable()
+        self._recomputing = on
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """The layers, in order."""
+        lists = [module for module in self._decoder.modules() if isinstance(module, nn.ModuleList)]
+        # by parameters, not by length: a layer may hold more experts than there are layers
+        return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
+
+    def hf_name(self, name: str) -> str:
+        """The name in the transformers class."""
+        return name.removeprefix("model.")
+
+    def hf_config(self) -> dict[str, Any]:
+        """The config.json that describes this model."""
+        config = json.loads(self.model.config.to_json_string(use_diff=False))
+        return {**config, "architectures": [type(self.model).__name__]}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids the embedding knows."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence the model was made for, as far as its config says."""
+        return int(_field(self.model.config, "max_position_embeddings", "max_seq_len", default=2**31 - 1))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the architecture."""
+        return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """The architecture as plain JSON: the config, at every level less where it came from."""
+        text = self.model.config.to_json_string(use_diff=True)
+        return dict(json.loads(text, object_hook=lambda d: {k: d[k] for k in d if k not in _ORIGIN}))
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Documents to run together: padding is never more than the text, whatever their lengths."""
+    group, real = [], 0
+    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        real += lengths[document]
+        if group and lengths[group[0]] * (len(group) + 1) > 2 * real:
+            yield group
+            group, real = [], lengths[document]
+        group.append(document)
+    yield group
+
+
+def load_bridge(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Bridge:
+    """Open a Hugging Face directory on transformers' class for it, and check what whet assumes of it."""
+    from transformers.utils import logging
+
+    # given the directory, transformers would also follow adapters, torch checkpoints and names in config.json
+    files = TensorFiles(directory)
+    with contextlib.ExitStack() as quiet:  # no progress bars, no report: whet says what is wrong itself
+        quiet.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        if logging.is_progress_bar_enabled():
+            quiet.callback(logging.enable_progress_bar)
+        logging.disable_progress_bar()
+        try:
+            bridge = Bridge(_open(directory, dict(files.read(set(files))), dtype=dtype).to(device))
+            _check_behaviour(bridge)
+        except ModelError:
+            raise
+        except Exception as error:  # a broken config or an unknown architecture may lead to any of them
+            reason = str(error).strip().partition("\n")[0] or repr(error)
+            raise ModelError(f"transformers cannot open {directory}: {reason}") from error
+    return bridge
+
+
+def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ModelError(f"{directory}: {config.model_type!r} is not a causal language model in transformers")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{directory}: whet does not read quantised weights of {config.model_type!r} models")
+    text = config.get_text_config(decoder=True)
+    model, report = model_class.from_pretrained(
+        None,
+        config=text if model_class.config_class is type(text) else config,
+        state_dict=tensors,
+        dtype=dtype,
+        # None: SDPA where the class supports it, else eager; SDPA cannot cap the logits of attention
+        attn_implementation="eager" if _field(config, "attn_logit_softcapping") else None,
+        ignore_mismatched_sizes=True,  # so that they are reported with their names
+        output_loading_info=True,
+    )
+    problems = [
+        f"{label}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for label in ("missing", "unexpected", "mismatched")  # the last with the shapes found and expected
+        if (names := sorted(str(key).strip("()") for key in report[f"{label}_keys"]))
+    ]
+    if problems:
+        raise ModelError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")
+    return model
+
+
+@torch.no_grad()
+def _check_behaviour(bridge: Bridge) -> None:
+    """Compare with the class itself, on a few tokens, everything that the bridge takes for granted."""
+    name = type(bridge.model).__name__
+    if bridge.model.get_output_embeddings() is None:
+        raise ModelError(f"{name} has no output embeddings: it is not a language model")
+    tokens = torch.randint(bridge.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens[1, :6] = tokens[0, :6]
+    tokens = tokens.to(bridge.device)
+    hidden = bridge.hidden(tokens)
+    if not hidden.isfinite().all():
+        raise ModelError(f"{name} overflows in {hidden.dtype}", hint="choose another precision")
+    rounding = torch.finfo(hidden.dtype).eps
+    if not _close(hidden[1, :6], hidden[0, :6], tolerance=max(1e-3, 16 * rounding)):
+        raise ModelError(f"{name} is not causal: positions see later tokens")
+    logits = bridge.model(input_ids=tokens, use_cache=False).logits
+    if not _close(bridge.logits(hidden), logits, tolerance=max(1e-5, 4 * rounding)):
+        raise ModelError(f"the head of {name} does something to the logits that whet does not know")
+    last = torch.stack([hidden[1, 7], hidden[0, 11]])
+    try:
+        same = _close(_decode_ragged(bridge, tokens), last, tolerance=max(1e-3, 16 * rounding))
+        bridge.cache_problem = None if same else "left-padded rows decoded from its cache differ"
+    except Exception as error:  # some classes take only a cache of their own kind
+        bridge.cache_problem = str(error)
+
+
+def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
+    """The last hidden states of row 1 less its last 4 tokens and of row 0, decoded side by side."""
+    rows = torch.stack([tokens[0], tokens[1].roll(4), tokens[0]])
+    visible = torch.ones_like(rows, dtype=torch.bool)
+    visible[1, :4] = False
+    positions = (visible.cumsum(1) - 1).clamp(min=0)
+    cache = bridge.new_cache()
+    bridge.hidden(rows[:, :11], positions[:, :11], Layout(visible=visible[:, :11]), cache)
+    cache.keep(torch.tensor([1, 0], device=tokens.device))
+    return bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)[
+        :, 0
+    ]
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float) -> bool:
+    """Whether two tensors have one shape and a relative L2 distance within the tolerance."""
+    norm, expected = torch.linalg.vector_norm, expected.float()
+    same_shape = found.shape == expected.shape
+    return same_shape and bool(norm(found.float() - expected) <= tolerance * norm(expected))
+
+
+def _field(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of these fields that the config of the language part has and that is not None."""
+    config = config.get_text_config(decoder=True)
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)

@@ -1,0 +1,171 @@
+"""Callbacks: injectors write into a step's metrics, all others read them; any may ask the run to stop."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.errors import ConfigError
+from whet.hardware import used_gib
+
+if TYPE_CHECKING:
+    from whet.training.trainer import RunResult, Trainer
+
+Metrics = dict[str, Any]  # Any: numbers, lists of numbers, and the summary's texts
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """Returned by a callback to stop the run after this step.
+
+    `unfinished` says that there was more to do: a checkpoint is saved and `whet resume` goes on from it.
+    """
+
+    reason: str
+    unfinished: bool = False
+
+
+class Callback:
+    """Hooks of a run; each may return a StopRun."""
+
+    def on_train_begin(self, run: "Trainer") -> StopRun | None:
+        """Before the first evaluation."""
+
+    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """After update `step`, counted from 1."""
+
+    def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """After an evaluation; step 0 is the one before the first update."""
+
+    def on_save(self, step: int, path: Path) -> StopRun | None:
+        """After a checkpoint was written."""
+
+    def on_train_end(self, result: "RunResult") -> StopRun | None:
+        """After everything."""
+
+
+class Injector(Callback):
+    """A callback that writes into the step's metrics; injectors run before all others."""
+
+
+class MetricsLogger(Callback):
+    """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
+
+    def __init__(self, path: Path, every: int = 1) -> None:
+        self.path = path
+        self.every = every
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """Append a training row."""
+        if step % self.every == 0:
+            self._write({"step": step, **metrics})
+
+    def on_eval_end(self, step: int, metrics: Metrics) -> None:
+        """Append an evaluation row."""
+        self._write({"step": step, **metrics})
+
+    def on_train_end(self, result: "RunResult") -> None:
+        """Append the summary."""
+        self._write({"summary": result.summary})
+
+    def _write(self, row: Metrics) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(_jsonable(row)) + "\n")
+
+
+def _jsonable(value: Any) -> Any:  # Any: JSON values
+    """JSON has no NaN or infinity: they are written as their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class EarlyStopping(Callback):
+    """Stops when an evaluation metric has not improved for `patience` evaluations."""
+
+    def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best: float | None = None
+        self.without_improvement = 0
+
+    def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Compare with the best so far."""
+        if self.metric not in metrics:
+            known = ", ".join(metrics)
+            raise ConfigError(f"early stopping watches {self.metric!r}, which no evaluation gives ({known})")
+        value = metrics[self.metric]
+        if is_better(self.metric, value, self.best, min_delta=self.min_delta):
+            self.best, self.without_improvement = value, 0
+            return None
+        self.without_improvement += 1
+        if self.without_improvement < self.patience:
+            return None
+        return StopRun(
+            f"{self.metric} has not improved on {self.best:.4g} for {self.patience} evaluations (step {step})"
+        )
+
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """What a resumed run needs to go on counting."""
+        return {"best": self.best, "without_improvement": self.without_improvement}
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Go on from `state`."""
+        self.best, self.without_improvement = state["best"], state["without_improvement"]
+
+
+def is_better(metric: str, value: float, best: float | None, *, min_delta: float = 0.0) -> bool:
+    """Losses and perplexities fall, everything else rises; NaN is never better."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    falls = metric.endswith(("loss", "perplexity"))
+    return value < best - min_delta if falls else value > best + min_delta
+
+
+class MemoryLimit(Callback):
+    """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
+
+    def __init__(self, limit_gib: float) -> None:
+        self.limit_gib = limit_gib
+
+    def on_train_begin(self, run: "Trainer") -> StopRun | None:
+        """Measure where the run computes."""
+        self.device = run.device
+        return self._check()
+
+    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Measure after each step."""
+        return self._check()
+
+    def _check(self) -> StopRun | None:
+        used = used_gib(self.device)
+        if used < self.limit_gib:
+            return None
+        return StopRun(
+            f"{used:.2f} GiB in use, and run.max_memory is {self.limit_gib:g} GiB", unfinished=True
+        )
+
+
+class TimeLimit(Callback):
+    """Stops cleanly, with a checkpoint, when the run has taken its time."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = minutes
+
+    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Compare the time this run has taken, pauses aside, with the limit."""
+        if metrics["elapsed_s"] < self.minutes * 60:
+            return None
+        return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
+
+
+def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Injectors first, each kind in the order given."""
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, Injector))

@@ -1,0 +1,165 @@
+"""Checkpoints: weights, optimizer and state in a directory that is complete or not there."""
+
+import base64
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from whet.errors import CheckpointError
+from whet.models.weights import read_json
+from whet.storage import check_manifest, new_directory, write_json, write_safetensors
+
+log = logging.getLogger("whet")
+
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+State = dict[str, Any]  # Any: JSON values
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: int = 0,
+    metadata: State | None = None,
+) -> None:
+    """Write a checkpoint; of a model with frozen weights, only the trained ones."""
+    with new_directory(Path(path), manifest=True) as staging:
+        write_safetensors(staging / WEIGHTS, _trained(model))
+        if optimizer is not None:
+            write_safetensors(staging / OPTIMIZER, _optimizer_tensors(model, optimizer))
+        write_json(staging / STATE, {"step": step, **(metadata or {})})
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> State:
+    """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata."""
+    path = Path(path)
+    check_manifest(path)
+    weights = _read(path / WEIGHTS)
+    trained = _trained(model)
+    _check_names(weights, trained, path / WEIGHTS)
+    moments = _read(path / OPTIMIZER) if optimizer is not None else {}
+    if optimizer is not None:
+        _restore_optimizer(model, optimizer, moments, path / OPTIMIZER)
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            tensor.copy_(weights[name])
+    return read_json(path / STATE)
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad} or dict(
+        model.named_parameters()
+    )
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return tensors
+
+
+def _check_names(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], path: Path) -> None:
+    odd = sorted(found.keys() ^ expected.keys())
+    odd += [name for name in found.keys() & expected.keys() if found[name].shape != expected[name].shape]
+    if odd:
+        raise CheckpointError(f"{path} does not fit this model: {', '.join(odd[:4])}")
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}::{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def _restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], path: Path
+) -> None:
+    parameters = dict(model.named_parameters())
+    state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    for entry, tensor in tensors.items():
+        name, _, key = entry.rpartition("::")
+        if name not in parameters:
+            raise CheckpointError(f"{path} does not fit this model: {name}")
+        parameter = parameters[name]
+        state.setdefault(parameter, {})[key] = tensor.to(parameter.device)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def random_state() -> State:
+    """The state of every random stream a run draws from."""
+    kind, words, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    return {
+        "python": [version, list(internal), gauss_next],
+        "numpy": [kind, np.asarray(words).tolist(), int(position), int(has_gauss), float(gauss)],
+        "torch": _pack(torch.get_rng_state()),
+        "cuda": [_pack(state) for state in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [],
+    }
+
+
+def restore_random_state(state: State) -> None:
+    """Set every random stream to what `random_state` returned."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, words, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(_unpack(state["torch"]))
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all([_unpack(packed) for packed in state["cuda"]])
+
+
+def _pack(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _unpack(packed: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.uint8)
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives in a run."""
+    return directory / "checkpoints" / f"step-{step:06d}"
+
+
+def newest_valid(directory: Path) -> Path:
+    """The newest checkpoint of a run that is whole; each one skipped is named with the reason."""
+    candidates = sorted((directory / "checkpoints").glob("step-*"), reverse=True)
+    for candidate in candidates:
+        try:
+            check_manifest(candidate)
+        except CheckpointError as error:
+            log.warning("skipped checkpoint %s: %s", candidate.name, error.message)
+            continue
+        return candidate
+    found = f"{len(candidates)} found, none of them whole" if candidates else "none was saved yet"
+    raise CheckpointError(f"{directory} has no checkpoint to go on from ({found})")
+
+
+def prune(directory: Path, *, keep: int, best_step: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints and the best one."""
+    paths = sorted((directory / "checkpoints").glob("step-*"))
+    spared = {*paths[-keep:], checkpoint_path(directory, best_step or -1)}
+    for path in paths:
+        if path not in spared:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,324 @@
+"""A run, assembled from its config: `whet.train` and `whet.resume`."""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import random
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.adapters.files import save_adapter
+from whet.adapters.load import save
+from whet.adapters.lora import attach_lora
+from whet.config.load import load_config, make_config, to_yaml
+from whet.config.sections import RunConfig
+from whet.data.batches import Batch, BatchStream, evaluation_batches
+from whet.data.plan import StepSettings
+from whet.data.render import Question, Renderer, render
+from whet.data.sources import Record, read_records
+from whet.errors import CheckpointError, ConfigError
+from whet.generation.exact_match import exact_match
+from whet.hardware import choose_device, choose_precision
+from whet.models.language_model import LanguageModel
+from whet.models.load import load_model, load_tokenizer
+from whet.objectives.sft import SFT
+from whet.ops.attention import describe_backend
+from whet.storage import write_json, write_text
+from whet.training.callbacks import (
+    Callback,
+    EarlyStopping,
+    Injector,
+    MemoryLimit,
+    Metrics,
+    MetricsLogger,
+    TimeLimit,
+)
+from whet.training.checkpoint import checkpoint_path, load_checkpoint, newest_valid
+from whet.training.compiling import compile_blocks
+from whet.training.signals import StopOnSignal
+from whet.training.trainer import RunResult, Trainer
+
+log = logging.getLogger("whet")
+
+OBJECTIVES = {"sft": SFT}
+
+
+def train(
+    config: RunConfig | Mapping[str, Any] | str | Path, callbacks: Iterable[Callback] = ()
+) -> RunResult:
+    """Run a config from its first step to `final/`."""
+    # Any: checked by make_config
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, RunConfig):
+        config = make_config(config)
+    directory = Path(config.run.dir) / config.run.name
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(
+            f"{directory} exists already, and whet overwrites no run",
+            hint=f"go on with it (whet resume {directory}) or choose another name (run.name=...)",
+        )
+    return _Assembly(config, directory).go(callbacks)
+
+
+def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
+    """Go on with a run from its newest whole checkpoint."""
+    directory = Path(directory)
+    if not (directory / "config.yaml").is_file():
+        raise CheckpointError(f"{directory} is not a run: it has no config.yaml")
+    if (directory / "final").is_dir():
+        raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
+    config = load_config(directory / "config.yaml")
+    return _Assembly(config, directory).go(callbacks, checkpoint=newest_valid(directory))
+
+
+@dataclass(frozen=True)
+class _Split:
+    """One of train, valid and test, ready to use."""
+
+    records: list[Record]
+    batches: list[Batch]
+    questions: list[Question]
+
+
+class _Assembly:
+    """The parts of a run, built in the order in which mistakes are cheapest to find."""
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self.config = config
+        self.directory = directory
+        self.device = choose_device(config.run.device)
+        self.precision = choose_precision(config.run.precision, self.device)
+        self.steps = StepSettings(
+            batch_size=config.run.batch_size,
+            batch_tokens=config.run.batch_tokens,
+            micro_batch_tokens=config.run.micro_batch_tokens,
+            pack=config.data.pack,
+            shuffle=config.data.order == "shuffle",
+        )
+        self.records = {
+            name: read_records(source)
+            for name in ("train", "valid", "test")
+            if (source := getattr(config.data, name)) is not None
+        }
+
+    def go(self, callbacks: Iterable[Callback], checkpoint: Path | None = None) -> RunResult:
+        """Build, train, and leave something people can use."""
+        config = self.config
+        _seed(config.run.seed)
+        self.tokenizer = load_tokenizer(config.model)
+        self.model = self._build_model()
+        renderer = Renderer(self.tokenizer, supervise=config.data.supervise, vocab_size=self.model.vocab_size)
+        stream = self._training_stream(renderer)
+        valid = self._evaluation_split("valid", renderer)
+        test = self._evaluation_split("test", renderer)
+        total_steps = config.run.steps or sum(
+            stream.steps_in(epoch) for epoch in range(config.run.epochs or 0)
+        )
+        log.info(
+            "steps: %d of %s, micro-batches of at most %d tokens",
+            total_steps,
+            f"{config.run.batch_tokens} tokens"
+            if config.run.batch_tokens
+            else f"{config.run.batch_size} examples",
+            self.steps.micro_tokens,
+        )
+        self._write_description(stream)
+        with StopOnSignal() as signals:
+            trainer = Trainer(
+                self.model,
+                OBJECTIVES[config.objective.kind](),
+                stream,
+                config,
+                [*self._own_callbacks(test), signals, *callbacks],
+                total_steps=total_steps,
+                eval_batches=valid.batches if valid else (),
+                evaluators=[lambda: self._exact_match(valid.questions)]
+                if valid and config.eval.generate
+                else (),
+                directory=self.directory,
+                precision=self.precision,
+            )
+            if test is not None:
+                self.test_loss = lambda: trainer.evaluate(test.batches)
+            if checkpoint is not None:
+                trainer.restore(checkpoint)
+                set_aside_later_rows(self.directory / "metrics.jsonl", trainer.state.step)
+                log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
+            result = trainer.fit()
+        if not result.unfinished:
+            self._write_final(result)
+        return result
+
+    def _build_model(self) -> LanguageModel:
+        config, method = self.config, self.config.method
+        full = method.kind == "full"
+        dtype = self.precision.trained if full else self.precision.frozen
+        log.info(
+            "device: %s; precision %s; attention: %s",
+            self.device,
+            self.precision.reason,
+            describe_backend(self.device),
+        )
+        model = load_model(config.model, dtype=dtype, device=self.device)
+        if full:
+            model.requires_grad_(True)
+        else:
+            attach_lora(
+                model,
+                rank=method.rank,
+                alpha=method.alpha,
+                targets=method.targets,
+                variant=method.variant,
+                dropout=method.dropout,
+                layers=method.layers,
+            )
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(self.precision.trained)
+        model.grad_checkpoint = config.run.grad_checkpoint
+        if config.run.compile:
+            log.info("compile: %s", compile_blocks(model))
+        total = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        log.info(
+            "parameters: %s, of which %s train (%.2f%%)", f"{total:,}", f"{trained:,}", 100 * trained / total
+        )
+        return model
+
+    def _training_stream(self, renderer: Renderer) -> BatchStream:
+        data = self.config.data
+        rendered = render(self.records["train"], renderer, max_length=data.max_length, too_long=data.too_long)
+        log.info("train: %s: %s", data.train, rendered.summary())
+        return BatchStream(rendered.examples, self.steps, seed=self.config.run.seed)
+
+    def _evaluation_split(self, name: str, renderer: Renderer) -> _Split | None:
+        if name not in self.records:
+            return None
+        records, data = self.records[name], self.config.data
+        rendered = render(records, renderer, max_length=data.max_length, too_long=data.too_long)
+        log.info("%s: %s: %s", name, getattr(data, name), rendered.summary())
+        self.steps.check(rendered.examples)
+        questions = [question for record in records if (question := renderer.question(record)) is not None]
+        batches = evaluation_batches(rendered.examples, self.steps, limit=self.config.eval.batches)
+        return _Split(records, batches, questions)
+
+    def _exact_match(self, questions: list[Question]) -> Metrics:
+        found = exact_match(self.model, self.tokenizer, questions, max_tokens=self.config.eval.max_new_tokens)
+        return found.metrics()
+
+    def _own_callbacks(self, test: _Split | None) -> list[Callback]:
+        config = self.config
+        own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
+        if test is not None:
+            own.append(_TestAtEnd(self, test))
+        if (early := config.eval.early_stop) is not None:
+            if config.data.valid is None:
+                raise ConfigError("eval.early_stop needs data.valid")
+            own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
+        if config.run.max_memory is not None:
+            own.append(MemoryLimit(config.run.max_memory))
+        if config.run.max_time is not None:
+            own.append(TimeLimit(config.run.max_time))
+        return own
+
+    def _write_description(self, stream: BatchStream) -> None:
+        """What this run is: written before its first step, so that even a failed run can be understood."""
+        if (self.directory / "config.yaml").is_file():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.directory / "config.yaml", to_yaml(self.config))
+        write_json(
+            self.directory / "arch.json",
+            {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()},
+        )
+        write_json(
+            self.directory / "provenance.json",
+            {
+                "versions": versions(),
+                "git_commit": _git_commit(),
+                "data_sha256": {name: _data_hash(records) for name, records in self.records.items()},
+                "examples": len(stream.examples),
+            },
+        )
+
+    def _write_final(self, result: RunResult) -> None:
+        """`final/`: the last weights, or the best ones when the run stopped because nothing improved."""
+        if result.best is not None and self.config.eval.early_stop is not None and result.best["step"]:
+            load_checkpoint(checkpoint_path(self.directory, result.best["step"]), self.model)
+            log.info(
+                "final: the weights of step %d, the best by %s", result.best["step"], result.best["metric"]
+            )
+        final = self.directory / "final"
+        if self.config.method.kind == "lora":
+            save_adapter(self.model, final, tokenizer=self.tokenizer)
+        else:
+            save(self.model, self.tokenizer, final)
+
+
+class _TestAtEnd(Injector):
+    """The test set, evaluated once, into the summary."""
+
+    def __init__(self, run: _Assembly, test: _Split) -> None:
+        self.run = run
+        self.test = test
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Evaluate a finished run on its test records."""
+        if result.unfinished:
+            return
+        metrics = {name.replace("eval_", ""): value for name, value in self.run.test_loss().items()}
+        if self.run.config.eval.generate:
+            metrics |= self.run._exact_match(self.test.questions)
+        result.summary["test"] = metrics
+
+
+def set_aside_later_rows(path: Path, step: int) -> None:
+    """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away."""
+    if not path.is_file():
+        return
+    kept: list[str] = []
+    later: list[str] = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = {}  # a row torn by a crash
+        (kept if row.get("step", step + 1) <= step else later).append(line)
+    if later:
+        with path.with_suffix(".superseded.jsonl").open("a") as file:
+            file.writelines(later)
+        write_text(path, "".join(kept))
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a result may depend on."""
+    packages = ("whet", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _git_commit() -> str | None:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def _data_hash(records: list[Record]) -> str:
+    canonical = "\n".join(json.dumps(record.fields, sort_keys=True) for record in records)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,304 @@
+"""The one trainer: it drives every objective and knows none of them."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.config.sections import RunConfig
+from whet.data.batches import Batch
+from whet.errors import RunError
+from whet.generation.engine import evaluating
+from whet.hardware import Precision, choose_precision, peak_gib
+from whet.models.language_model import LanguageModel
+from whet.objectives.base import Objective
+from whet.storage import write_json
+from whet.training.callbacks import Callback, Metrics, StopRun, in_order, is_better
+from whet.training.checkpoint import (
+    checkpoint_path,
+    load_checkpoint,
+    prune,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+from whet.training.optimizers import create_optimizer, masked_step
+from whet.training.schedules import create_schedule
+
+log = logging.getLogger("whet")
+
+
+@dataclass
+class RunState:
+    """Where a run is, apart from its tensors and its data position."""
+
+    step: int = 0
+    tokens_total: int = 0
+    elapsed_s: float = 0.0
+    best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to."""
+
+    directory: Path | None
+    steps: int
+    metrics: Metrics  # the last training and evaluation numbers
+    best: dict[str, Any] | None  # Any: metric's name, its value, its step
+    history: list[Metrics]
+    stopped_because: str
+    unfinished: bool  # there was more to do: whet resume goes on
+    summary: Metrics = field(default_factory=dict)
+
+
+class Trainer:
+    """Steps a model through batches towards an objective.
+
+    `batches` yields, for each optimizer step, the list of its micro-batches. `evaluators` add their own
+    numbers (exact match, say) to the loss on `eval_batches`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        objective: Objective,
+        batches: Iterable[list[Batch]],
+        config: RunConfig,
+        callbacks: Iterable[Callback] = (),
+        *,
+        total_steps: int | None = None,
+        eval_batches: Sequence[Batch] = (),
+        evaluators: Sequence[Callable[[], Metrics]] = (),
+        directory: Path | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        steps = total_steps or config.run.steps
+        if steps is None:
+            raise RunError("a trainer needs total_steps when the config counts epochs")
+        self.model = model
+        self.objective = objective
+        self.source = batches
+        self.batches: Iterator[list[Batch]] = iter(batches)
+        self.config = config
+        self.callbacks = in_order(callbacks)
+        self.total_steps = steps
+        self.eval_batches = eval_batches
+        self.evaluators = evaluators
+        self.directory = directory
+        self.device = model.device
+        self.precision = precision or choose_precision(config.run.precision, self.device)
+        self.optimizer = create_optimizer(config.optim, model)
+        self.lr_at = create_schedule(config.optim, self.total_steps)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.state = RunState()
+        self.history: list[Metrics] = []
+        self.stop: StopRun | None = None
+        self._clock = time.perf_counter()
+
+    def fit(self) -> RunResult:
+        """Run to the end, or to wherever a callback stops it."""
+        self._clock = time.perf_counter() - self.state.elapsed_s
+        self._tell("on_train_begin", self)
+        if self.state.step == 0:
+            self._evaluate_and_tell()
+        while self.state.step < self.total_steps and self.stop is None:
+            metrics = self.step(next(self.batches))
+            self.history.append({"step": self.state.step, **metrics})
+            self._tell("on_step_end", self.state.step, metrics)
+            if self._due(self.config.eval.every):
+                self._evaluate_and_tell()
+            if self._due(self.config.checkpoint.every) or self.stop is not None:
+                self.save()
+        return self._finish()
+
+    def step(self, micro_batches: Sequence[Batch]) -> Metrics:
+        """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
+        started = time.perf_counter()
+        self.model.train()
+        weights = self._total_weights(micro_batches)
+        loss = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            share = self._weighted_loss(batch.to(self.device), weights)
+            share.backward()
+            loss += share.detach()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        if self.config.optim.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
+        lr = self.lr_at(self.state.step + 1)
+        skip = (~(norm.isfinite() & loss.isfinite())).float()
+        masked_step(self.optimizer, lr=lr, skip=skip)
+        self.state.step += 1
+        # the first read of device numbers: everything above was queued without waiting
+        loss_value, norm_value, skipped = torch.stack((loss, norm.float(), skip)).tolist()
+        if skipped:
+            self._report_nonfinite(micro_batches, loss_value, norm_value)
+        tokens = sum(batch.real_tokens for batch in micro_batches)
+        step_s = time.perf_counter() - started
+        self.state.tokens_total += tokens
+        self.state.elapsed_s = time.perf_counter() - self._clock
+        return {
+            "loss": loss_value,
+            "lr": lr,
+            "grad_norm": norm_value,
+            "tokens": tokens,
+            "supervised_tokens": sum(batch.supervised for batch in micro_batches),
+            "tokens_total": self.state.tokens_total,
+            "tokens_per_s": tokens / step_s,
+            "step_s": step_s,
+            "elapsed_s": self.state.elapsed_s,
+            "peak_gib": peak_gib(self.device),
+            **({"skipped": True} if skipped else {}),
+        }
+
+    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+        """Loss over batches, weighted by tokens, and its perplexity."""
+        started = time.perf_counter()
+        batches = list(batches)
+        weights = self._total_weights(batches)
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
+        with evaluating(self.model):
+            for batch in batches:
+                loss += self._weighted_loss(batch.to(self.device), weights)
+        mean = loss.item()
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this step, unless the run has no directory or it is there already."""
+        if self.directory is None:
+            return None
+        path = checkpoint_path(self.directory, self.state.step)
+        if not path.exists():
+            save_checkpoint(path, self.model, self.optimizer, self.state.step, self._run_state())
+            prune(
+                self.directory,
+                keep=self.config.checkpoint.keep,
+                best_step=(self.state.best or {}).get("step"),
+            )
+            self._tell("on_save", self.state.step, path)
+        return path
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint: everything the run needs, or an error."""
+        state = load_checkpoint(path, self.model, self.optimizer)
+        self.state = RunState(**state["run"])
+        restore_random_state(state["random"])
+        self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
+        for callback in self.callbacks:
+            if type(callback).__name__ in state["callbacks"]:
+                callback.restore(state["callbacks"][type(callback).__name__])  # type: ignore[attr-defined]
+
+    def _run_state(self) -> Metrics:
+        stateful = [callback for callback in self.callbacks if hasattr(callback, "state")]
+        return {
+            "run": asdict(self.state),
+            "random": random_state(),
+            "data": self.source.state() if hasattr(self.source, "state") else {},
+            "callbacks": {type(callback).__name__: callback.state() for callback in stateful},
+        }
+
+    def _total_weights(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        totals: dict[str, float] = dict.fromkeys(self.objective.coefficients, 0.0)
+        for batch in micro_batches:
+            for term, weight in self.objective.weights(batch).items():
+                totals[term] += weight
+        if not any(totals.values()):
+            origins = ", ".join(origin for batch in micro_batches for origin in batch.origins)
+            raise RunError(
+                f"a batch after step {self.state.step} has no supervised token (records: {origins})"
+            )
+        return totals
+
+    def _weighted_loss(self, batch: Batch, weights: dict[str, float]) -> torch.Tensor:
+        with self._autocast():
+            sums = self.objective.loss(self.model, batch).sums
+        terms = [self.objective.coefficients[term] / weights[term] * value for term, value in sums.items()]
+        return torch.stack(terms).sum()
+
+    def _autocast(self) -> torch.autocast:
+        mixed = self.precision.compute != self.precision.trained
+        return torch.autocast(self.device.type, dtype=self.precision.compute, enabled=mixed)
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.state.step % every == 0
+
+    def _evaluate_and_tell(self) -> None:
+        """Evaluate, tell the callbacks, and keep a checkpoint when it is the best so far."""
+        if not self.eval_batches:
+            return
+        started = time.perf_counter()
+        metrics = self.evaluate(self.eval_batches)
+        for evaluator in self.evaluators:
+            metrics |= evaluator()
+        metrics["eval_s"] = time.perf_counter() - started
+        self.history.append({"step": self.state.step, **metrics})
+        early = self.config.eval.early_stop
+        watched = early.metric if early is not None else "eval_loss"
+        best = self.state.best
+        if watched in metrics and is_better(watched, metrics[watched], best["value"] if best else None):
+            self.state.best = {"metric": watched, "value": metrics[watched], "step": self.state.step}
+        self._tell("on_eval_end", self.state.step, metrics)
+        if self.state.best and self.state.best["step"] == self.state.step > 0:
+            self.save()
+
+    def _tell(self, hook: str, *arguments: Any) -> None:  # Any: what the hook takes
+        for callback in self.callbacks:
+            answer = getattr(callback, hook)(*arguments)
+            if isinstance(answer, StopRun) and self.stop is None:
+                self.stop = answer
+                log.info("stopping: %s", answer.reason)
+
+    def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
+        """The weights did not change; keep what is needed to find out why, and stop or go on."""
+        step = self.state.step
+        where = ""
+        if self.directory is not None:
+            path = self.directory / f"nonfinite-step-{step:06d}.json"
+            culprits = [
+                {"records": batch.origins, "tokens": batch.tokens.tolist()} for batch in micro_batches
+            ]
+            write_json(path, {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits})
+            where = f"; the batch is in {path}"
+        message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were{where}"
+        if self.config.run.on_nonfinite == "skip":
+            log.warning(message)
+            return
+        self.state.step -= 1
+        raise RunError(message, hint="lower optim.lr, look at the records, or set run.on_nonfinite to skip")
+
+    def _finish(self) -> RunResult:
+        last_evaluated = next((row["step"] for row in reversed(self.history) if "eval_loss" in row), None)
+        finished = self.stop is None or not self.stop.unfinished
+        if finished and last_evaluated != self.state.step:
+            self._evaluate_and_tell()
+        self.save()
+        latest: Metrics = {}
+        for row in self.history:
+            latest |= row
+        result = RunResult(
+            directory=self.directory,
+            steps=self.state.step,
+            metrics=latest,
+            best=self.state.best,
+            history=self.history,
+            stopped_because="finished" if self.stop is None else self.stop.reason,
+            unfinished=not finished,
+            summary={
+                "steps": self.state.step,
+                "tokens": self.state.tokens_total,
+                "seconds": self.state.elapsed_s,
+                "stopped_because": "finished" if self.stop is None else self.stop.reason,
+                "final": latest,
+                "best": self.state.best,
+                "directory": str(self.directory) if self.directory else None,
+                "fingerprint": self.model.fingerprint,
+            },
+        )
+        self._tell("on_train_end", result)
+        return result

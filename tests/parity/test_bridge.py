@@ -1,0 +1,457 @@
+"""Behind the bridge a transformers model computes what it computes alone: logits, losses, gradients, decoding."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from whet.errors import ModelError
+from whet.models.bridge import _groups, load_bridge
+from whet.ops.attention import Layout
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+VOCAB = 97
+LOGIT_TOLERANCE = 2e-4
+SAME = 1e-5  # relative L2 between two float32 ways to compute one thing
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+# a new family is a row: what its config needs, chosen so that its peculiarities are not at their defaults
+FAMILIES = {
+    "phi3": GROUPED,
+    "gemma2": {
+        **GROUPED,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 6,
+        "final_logit_softcapping": 2.0,
+        "attn_logit_softcapping": 1.5,
+    },
+    "granite": {
+        **GROUPED,
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+    },
+    "phi": {**COMMON, "partial_rotary_factor": 0.5},
+    "cohere": {**GROUPED, "logit_scale": 0.25},
+    "gpt_neox": COMMON,
+    "mistral": {**GROUPED, "sliding_window": 6},
+    "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {**COMMON, "state_size": 8, "time_step_rank": 4},
+    "falcon_h1": {
+        **GROUPED,
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "lm_head_multiplier": 0.3,
+    },
+}
+HEADS = {  # what is done to the logits, other than the projection
+    "gemma2": {"softcap": 2.0},
+    "granite": {"scale": 0.25},
+    "cohere": {"scale": 0.25},
+    "falcon_h1": {"scale": 0.3},
+}
+
+
+def write(directory, family, **overrides):
+    """A random transformers model of a family on disk, with biases and norms that are not their defaults."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**FAMILIES[family], **overrides})
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(directory)
+    return directory
+
+
+def bridge_of(directory, dtype=torch.float32):
+    return load_bridge(directory, dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """One family: the bridge, and the same directory opened by transformers alone."""
+    directory = write(tmp_path_factory.mktemp(request.param), request.param)
+    alone = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return SimpleNamespace(family=request.param, bridge=bridge_of(directory), alone=alone)
+
+
+@pytest.fixture
+def phi3(tmp_path):
+    return write(tmp_path / "model", "phi3")
+
+
+def tokens(batch=2, length=14):
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def distance(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    whole = [torch.cat([grads[name].flatten() for name in expected]) for grads in (found, expected)]
+    assert distance(*whole) < SAME
+
+
+def test_logits_equal_transformers(pair):
+    with torch.no_grad():
+        error = (pair.bridge(tokens()) - pair.alone(tokens()).logits).abs().max().item()
+    print(f"{pair.family}: max abs logit error {error:.1e}")
+    assert error < LOGIT_TOLERANCE
+
+
+def test_head_is_what_the_config_says(pair):
+    """And it matters: the bare projection is not within the tolerance of the logits."""
+    head = pair.bridge.head()
+    expected = {"scale": 1.0, "softcap": None, **HEADS.get(pair.family, {})}
+    assert {"scale": head.scale, "softcap": head.softcap} == expected
+    assert (head.bias is not None) == (pair.family == "phi")
+    with torch.no_grad():
+        hidden = pair.bridge.hidden(tokens())
+        bare = (F.linear(hidden, head.weight) - pair.alone(tokens()).logits).abs().max()
+    assert (bare > 0.1) == (pair.family in {*HEADS, "phi"})
+
+
+def test_attention_is_one_that_can_do_what_the_model_asks(pair):
+    chosen = pair.bridge.model.config._attn_implementation
+    assert chosen == ("eager" if pair.family in {"gemma2", "mamba"} else "sdpa")
+
+
+def test_attention_softcap_is_eager_where_the_class_would_take_sdpa(tmp_path):
+    capped = {**FAMILIES["gemma2"], "head_dim": 8}
+    FAMILIES_ROW = {key: value for key, value in capped.items() if key != "final_logit_softcapping"}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma3_text", **FAMILIES_ROW)
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(tmp_path)
+    assert bridge_of(tmp_path).model.config._attn_implementation == "eager"
+
+
+def test_loss_and_gradients_equal_transformers(pair):
+    inputs, targets = tokens()[:, :-1], tokens()[:, 1:].reshape(-1)
+    expected = F.cross_entropy(pair.alone(inputs).logits.flatten(0, 1), targets, reduction="sum")
+    found = linear_cross_entropy(pair.bridge.hidden(inputs).flatten(0, 1), pair.bridge.head(), targets)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    named = {pair.bridge.hf_name(name): grad for name, grad in gradients(pair.bridge, found).items()}
+    assert_same_gradients(named, gradients(pair.alone, expected))
+
+
+DOCUMENTS = ((1, 9, 4), (14,))
+
+
+def test_packed_documents_equal_documents_alone(pair):
+    """Values and gradients, with lengths so unequal that they run in several groups."""
+    rows = tokens()
+    weights = torch.randn(2, 14, 32, generator=torch.Generator().manual_seed(2))
+    packed = pair.bridge.hidden(rows, layout=Layout(documents=DOCUMENTS))
+    alone = torch.cat(
+        [
+            pair.bridge.hidden(document[None])[0]
+            for row, lengths in zip(rows, DOCUMENTS, strict=True)
+            for document in row.split(lengths)
+        ]
+    ).view_as(packed)
+    assert distance(packed, alone) < SAME
+    # per position, so that no position hides behind the others
+    assert (packed - alone).abs().max() < 1e-4
+    found = gradients(pair.bridge, (packed * weights).sum())
+    assert_same_gradients(found, gradients(pair.bridge, (alone * weights).sum()))
+
+
+@pytest.mark.parametrize("lengths", [[5], [1] * 50, [2000, *[10] * 200], [17, 9, 5, 3], list(range(1, 200))])
+def test_packed_padding_is_bounded(lengths):
+    groups = list(_groups(lengths))
+    assert sorted(document for group in groups for document in group) == list(range(len(lengths)))
+    assert sum(max(lengths[d] for d in group) * len(group) for group in groups) <= 2 * sum(lengths)
+
+
+def test_packed_makes_one_forward_where_parameters_are_sharded(phi3):
+    """FSDP's ranks hang if one of them makes more forwards than another."""
+    bridge = bridge_of(phi3)
+    calls = []
+    bridge.blocks()[0].register_forward_hook(lambda *_: calls.append(1))
+    layout = Layout(documents=((1, 1, 1, 11), (14,)))
+    unsharded = bridge.hidden(tokens(), layout=layout)
+    assert len(calls) == 2
+    next(bridge.parameters()).device_mesh = "as a DTensor has"
+    assert distance(bridge.hidden(tokens(), layout=layout), unsharded) < SAME
+    assert len(calls) == 3
+
+
+def decode(bridge, rows, lengths, *, first):
+    """Left-pad rows to one length, fill the cache with `first` slots, then go on slot by slot."""
+    keys = rows.shape[1]
+    visible = torch.arange(keys) >= keys - torch.tensor(lengths)[:, None]
+    padded = torch.stack([row.roll(keys - length) for row, length in zip(rows, lengths, strict=True)])
+    padded = padded.where(visible, 0)
+    positions = (visible.long().cumsum(1) - 1).clamp(min=0)
+    cache, outputs = bridge.new_cache(), []
+    for start, end in [(0, first), *((slot, slot + 1) for slot in range(first, keys))]:
+        layout = Layout.cached(visible[:, :end], new_tokens=end - start, padded=True)
+        outputs.append(bridge.hidden(padded[:, start:end], positions[:, start:end], layout, cache))
+        assert cache.length == end
+    return torch.cat(outputs, 1), cache
+
+
+@torch.no_grad()
+def test_cached_decode_of_ragged_rows_equals_a_full_forward(pair):
+    rows, lengths = tokens(batch=3), (9, 14, 12)
+    full = pair.bridge.hidden(rows)
+    decoded, _ = decode(pair.bridge, rows, lengths, first=8)
+    for row, length in enumerate(lengths):
+        assert distance(decoded[row, -length:], full[row, :length]) < SAME
+
+
+@torch.no_grad()
+def test_cache_keeps_the_listed_rows(pair):
+    rows, extra = tokens(batch=3), tokens(batch=2, length=3)
+    _, cache = decode(pair.bridge, rows, (14, 14, 14), first=8)
+    kept = torch.tensor([2, 0])
+    cache.keep(kept)
+    found = pair.bridge.hidden(extra, cache=cache)  # several tokens at once, no positions: nothing is padded
+    expected = pair.bridge.hidden(torch.cat([rows[kept], extra], 1))[:, 14:]
+    if pair.family in {"mamba", "falcon_h1"}:  # a state space takes one new token at a time
+        return
+    assert distance(found, expected) < SAME
+
+
+def test_gradient_checkpointing_recomputes_and_gives_equal_gradients(pair):
+    """With only one weight trainable, and so with embeddings that pass no gradient, as in LoRA."""
+    bridge = pair.bridge
+    calls = []
+    inner = next(child for child in bridge.blocks()[-1].children())
+    hook = inner.register_forward_hook(lambda *_: calls.append(1))
+    trainable = [p for p in bridge.blocks()[0].parameters() if p.dim() == 2][0]
+    results, counts = [], []
+    try:
+        bridge.train()
+        bridge.requires_grad_(False)
+        trainable.requires_grad_(True)
+        for wanted in (False, True, False):
+            bridge.grad_checkpoint = wanted
+            calls.clear()
+            results.append(gradients(bridge, bridge.hidden(tokens()).square().sum()))
+            counts.append(len(calls))
+            assert bridge.grad_checkpoint is wanted
+    finally:
+        hook.remove()
+        bridge.requires_grad_(True)
+        bridge.eval()
+    assert counts == [1, 2, 1]
+    assert len(results[0]) == 1
+    assert_same_gradients(results[1], results[0])
+
+
+@torch.no_grad()
+def test_checkpointing_does_not_lose_the_cache(phi3):
+    """A rollout of a policy that is still in training mode."""
+    bridge = bridge_of(phi3).train()
+    bridge.grad_checkpoint = True
+    full = bridge.hidden(tokens())
+    decoded, _ = decode(bridge, tokens(), (14, 14), first=8)
+    assert distance(decoded, full) < SAME
+    assert bridge.grad_checkpoint
+
+
+def test_positions_are_positions_not_documents(phi3):
+    """transformers takes a jump in position_ids for a document boundary; whet says documents by the layout."""
+    bridge = bridge_of(phi3)
+    positions = torch.tensor([[*range(7), *range(20, 27)]]).expand(2, -1)
+    jumped, plain = bridge.hidden(tokens(), positions), bridge.hidden(tokens())
+    assert distance(jumped[:, :7], plain[:, :7]) < SAME
+    split = bridge.hidden(tokens(), layout=Layout(documents=((7, 7), (7, 7))))
+    assert distance(jumped[:, 7:], split[:, 7:]) > 0.01
+
+
+def test_dropout_is_the_models_own(tmp_path):
+    bridge = bridge_of(write(tmp_path, "phi3", resid_pdrop=0.5))
+    assert torch.equal(bridge.hidden(tokens()), bridge.hidden(tokens()))
+    bridge.train()
+    assert not torch.equal(bridge.hidden(tokens()), bridge.hidden(tokens()))
+
+
+def test_names_and_description(pair):
+    bridge = pair.bridge
+    assert {bridge.hf_name(name) for name in bridge.state_dict()} == set(pair.alone.state_dict())
+    assert len(bridge.blocks()) == 2
+    assert bridge.vocab_size == VOCAB
+    assert bridge.max_positions == (64 if pair.family != "mamba" else 2**31 - 1)
+    described = json.loads(json.dumps(bridge.describe()))
+    assert described["model_type"] == pair.family
+    assert not {"_name_or_path", "transformers_version", "dtype"} & described.keys()
+
+
+def test_saved_from_its_own_names_and_config_it_opens_again(pair, tmp_path):
+    stored = {}
+    for name, tensor in pair.bridge.state_dict().items():
+        if tensor.data_ptr() not in {other.data_ptr() for other in stored.values()}:
+            stored[pair.bridge.hf_name(name)] = tensor
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(pair.bridge.hf_config()))
+    again = bridge_of(tmp_path)
+    assert again.fingerprint == pair.bridge.fingerprint
+    with torch.no_grad():
+        assert torch.equal(again(tokens()), pair.bridge(tokens()))
+
+
+def test_fingerprint_is_of_the_architecture(phi3, tmp_path):
+    fingerprint = bridge_of(phi3).fingerprint
+    assert bridge_of(phi3, torch.bfloat16).fingerprint == fingerprint
+    assert bridge_of(write(tmp_path / "other", "phi3", intermediate_size=40)).fingerprint != fingerprint
+
+
+def test_bfloat16_passes_the_checks_made_at_load(pair, tmp_path):
+    pair.alone.save_pretrained(tmp_path)
+    bridge = bridge_of(tmp_path, torch.bfloat16)
+    assert bridge.hidden(tokens()).dtype == torch.bfloat16
+    assert bridge.cache_problem is None
+
+
+def edit_tensors(directory, edit):
+    stored = load_file(directory / "model.safetensors")
+    edit(stored)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(directory, **fields):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def shorten(stored):
+    stored[NORM] = stored[NORM][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda stored: stored.pop(NORM), f"missing: {NORM}"),
+        (lambda stored: stored.update(stray=torch.zeros(2)), "unexpected: stray"),
+        (shorten, f"mismatched: .*{NORM}.*31.*32"),
+    ],
+    ids=["missing", "unexpected", "mismatched"],
+)
+def test_tensors_that_do_not_fit_are_named(phi3, edit, message, capfd):
+    edit_tensors(phi3, edit)
+    with pytest.raises(ModelError, match=message):
+        bridge_of(phi3)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "abacus"}, "abacus"),
+        ({"model_type": "clip"}, "'clip' is not a causal language model"),
+        ({"num_attention_heads": "many"}, "transformers cannot open .*num_attention_heads"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        (
+            {"model_type": "abacus", "auto_map": {"AutoConfig": "evil.Config"}},
+            "transformers cannot open .*",
+        ),
+    ],
+    ids=["unknown", "not-causal-lm", "broken", "quantised", "remote-code"],
+)
+def test_configs_that_cannot_be_opened(phi3, fields, message):
+    edit_config(phi3, **fields)
+    (phi3 / "evil.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(ModelError, match=message) as caught:
+        bridge_of(phi3)
+    assert "\n" not in caught.value.message
+
+
+def test_pickled_weights_are_never_opened(phi3):
+    torch.save(load_file(phi3 / "model.safetensors"), phi3 / "pytorch_model.bin")
+    (phi3 / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors"):
+        bridge_of(phi3)
+
+
+def test_an_adapter_in_the_directory_is_not_applied(phi3):
+    """transformers would load it, and if told so another base model, without being asked."""
+    (phi3 / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere", "r": 1}))
+    bridge_of(phi3)
+
+
+def test_attention_named_by_a_config_is_not_obeyed(phi3):
+    edit_config(phi3, attn_implementation="someone/kernel")
+    assert bridge_of(phi3).model.config._attn_implementation == "sdpa"
+
+
+def test_a_head_that_does_something_else_is_refused(phi3, monkeypatch):
+    from transformers import Phi3ForCausalLM
+
+    plain = Phi3ForCausalLM.forward
+
+    def odd(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits * 1.001
+        return output
+
+    monkeypatch.setattr(Phi3ForCausalLM, "forward", odd)
+    with pytest.raises(ModelError, match="the head of Phi3ForCausalLM does something"):
+        bridge_of(phi3)
+
+
+def test_a_model_without_a_head_is_refused(phi3, monkeypatch):
+    from transformers import Phi3ForCausalLM
+
+    monkeypatch.setattr(Phi3ForCausalLM, "get_output_embeddings", lambda self: None)
+    with pytest.raises(ModelError, match="no output embeddings"):
+        bridge_of(phi3)
+
+
+def test_a_model_that_looks_ahead_is_refused(phi3):
+    edit_config(phi3, is_causal=False)
+    with pytest.raises(ModelError, match="not causal"):
+        bridge_of(phi3)
+
+
+def test_a_cache_that_cannot_be_used_is_an_error_when_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "rwkv", {**COMMON, "context_length": 64, "attention_hidden_size": 32})
+    bridge = bridge_of(write(tmp_path, "rwkv"))
+    assert (
+        distance(
+            bridge.hidden(tokens(), layout=Layout(documents=DOCUMENTS))[0, :1], bridge.hidden(tokens())[0, :1]
+        )
+        < SAME
+    )
+    with pytest.raises(ModelError, match="cannot generate with RwkvForCausalLM"):
+        bridge.new_cache()
