@@ -75,7 +75,7 @@ def write_safetensors(
         for tensor in tensors.values():
             plain = tensor.detach().to("cpu").contiguous().reshape(-1)
             if plain.numel():
-                yield memoryview(plain.view(torch.uint8).numpy())
+                yield plain.view(torch.uint8).numpy().data
 
     write_chunks(path, chunks())
 

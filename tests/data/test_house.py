@@ -85,13 +85,13 @@ def test_a_fifth_of_the_templates_is_kept_out_of_training():
     assert len(UNSEEN_TEMPLATES) * 5 == len(KNOWN_TEMPLATES) + len(UNSEEN_TEMPLATES) == 40
     assert not set(UNSEEN_TEMPLATES) & set(KNOWN_TEMPLATES)
     for split in ("train", "valid"):
-        assert {record["template"] for record in house(split, 400)} == {"known"}
+        assert {record["group"] for record in house(split, 400)} == {"known"}
 
 
 def test_one_test_command_in_five_has_an_unseen_template():
     test = house("test", 200)
-    assert Counter(record["template"] for record in test) == {"known": 160, "unseen": 40}
-    assert [i for i, record in enumerate(test) if record["template"] == "unseen"] == list(range(4, 200, 5))
+    assert Counter(record["group"] for record in test) == {"known": 160, "unseen": 40}
+    assert [i for i, record in enumerate(test) if record["group"] == "unseen"] == list(range(4, 200, 5))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -143,7 +143,7 @@ def test_training_covers_every_template_value_and_word():
     known = {command.sentence(): command for command in commands(KNOWN_TEMPLATES)}
     train = [known[sentence] for sentence in said]
     wanted = {
-        "template": (KNOWN_TEMPLATES, 9),
+        "group": (KNOWN_TEMPLATES, 9),
         "room": (ROOMS, 25),
         "room_name": ([name for names in ROOMS.values() for name in names], 10),
         "device": (DEVICES, 25),

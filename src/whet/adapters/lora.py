@@ -5,6 +5,7 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ class LoRALinear(nn.Module):
         self.settings = settings
         self.scale = settings.alpha / settings.rank
         self.enabled = True
-        like = {"device": base.weight.device, "dtype": torch.float32}
-        self.lora_A = nn.Parameter(torch.empty(settings.rank, base.in_features, **like))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, settings.rank, **like))
+        # float32 whatever the base: small updates to bf16 weights would round away
+        like = partial(torch.zeros, device=base.weight.device, dtype=torch.float32)
+        self.lora_A = nn.Parameter(like(settings.rank, base.in_features))
+        self.lora_B = nn.Parameter(like(base.out_features, settings.rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

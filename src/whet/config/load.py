@@ -1,6 +1,7 @@
 """YAML in, `section.key=value` overrides, one clear message for what is wrong, resolved YAML out."""
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,18 @@ def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConf
 def to_yaml(config: RunConfig) -> str:
     """The resolved config, every default written out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def describe_keys() -> Iterator[str]:
+    """Every config key with its default and meaning, one line each."""
+    for name, field in RunConfig.model_fields.items():
+        section = _section_at((name,))
+        if section is None:
+            yield f"  {name}: {field.description}"
+            continue
+        for key, inner in section.model_fields.items():
+            default = "required" if inner.is_required() else f"default {json.dumps(inner.get_default())}"
+            yield f"  {name}.{key}: {inner.description} ({default})"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by make_config afterwards

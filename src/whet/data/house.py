@@ -16,7 +16,7 @@ from whet.errors import DataError
 
 T = TypeVar("T")
 Split = Literal["train", "valid", "test"]
-Record = dict[str, Any]  # a JSON object: {"messages": [...], "template": "known" | "unseen"}
+Record = dict[str, Any]  # a JSON object: {"messages": [...], "group": "known" | "unseen"}
 
 
 class Device(NamedTuple):
@@ -267,7 +267,7 @@ def _record(command: Command, template: Literal["known", "unseen"]) -> Record:
         {"role": "user", "content": command.sentence()},
         {"role": "assistant", "content": command.answer()},
     ]
-    return {"messages": messages, "template": template}
+    return {"messages": messages, "group": template}
 
 
 def _sentences(split: Split, templates: Sequence[str]) -> Iterator[Command]:

@@ -41,6 +41,7 @@ class Question:
     """A prompt as token ids and the answer expected, for exact match by generation."""
 
     tokens: list[int]
+    text: str  # what a person would say was asked
     answer: str
     origin: str
     group: str | None = None
@@ -80,14 +81,14 @@ class Renderer:
             if messages[-1]["role"] != "assistant" or len(messages) < 2:
                 return None
             prompt = self._render(messages[:-1], record, prompt=True)
-            answer = str(messages[-1]["content"])
+            asked, answer = str(messages[-2]["content"]), str(messages[-1]["content"])
             tokens = self._encode(prompt, [], record).tokens
         else:
-            prompt, answer = _plain_parts(record)
-            if not prompt:
+            asked, answer = _plain_parts(record)
+            if not asked:
                 return None
-            tokens = self._encode_plain(prompt, [], record, ended=False).tokens
-        return Question(tokens, answer, record.origin, record.fields.get("group"))
+            tokens = self._encode_plain(asked, [], record, ended=False).tokens
+        return Question(tokens, asked, answer, record.origin, record.fields.get("group"))
 
     def _conversation(self, record: Record) -> list[Message] | None:
         """The record as chat messages, or None when it is plain text."""

@@ -60,11 +60,10 @@ class Bridge(LanguageModel):
         cache: BridgeCache | None = None,
     ) -> torch.Tensor:
         """Hidden states [B, T, D] after the final norm; packed documents each start at position 0."""
-        # transformers' checkpointed layers silently drop the cache they are given
-        self._set_recomputing(self._recompute and cache is None)
+        self._set_recomputing(self._recompute and cache is None)  # layers that recompute drop the cache
         if cache is not None:
             visible = None if layout is None else layout.visible
-            return self._continue(tokens, cache, positions=positions, visible=visible)
+            return self._cached(tokens, cache, positions, visible)
         if layout is not None and layout.documents is not None:
             return self._by_document(tokens, layout.documents)
         if positions is None:
@@ -77,11 +76,9 @@ class Bridge(LanguageModel):
         inputs = {"use_cache": False} | inputs
         known = {name: inputs[name] for name in inputs.keys() & self._inputs}
         hidden: torch.Tensor = self._decoder(input_ids=tokens, **known).last_hidden_state
-        return hidden
+        return hidden.to(self.head().weight.dtype)  # mamba's are float32, whatever the weights are
 
-    def _continue(
-        self, tokens: torch.Tensor, cache: BridgeCache, *, positions: Any, visible: Any
-    ) -> torch.Tensor:
+    def _cached(self, tokens: torch.Tensor, cache: BridgeCache, positions: Any, visible: Any) -> torch.Tensor:
         if positions is None:  # bamba would start again from 0
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) + cache.length
         recurrent = any(hasattr(layer, "recurrent_states") for layer in cache.past.layers)
@@ -90,11 +87,10 @@ class Bridge(LanguageModel):
         outputs = []
         for new, places in zip(tokens.split(step, 1), positions.split(step, 1), strict=True):
             start, cache.length = cache.length, cache.length + new.shape[1]
-            inputs = {"position_ids": places, self._cache_name: cache.past, "use_cache": True}
-            if visible is not None:  # a state space model masks the new tokens: it has no old keys
-                oldest = start if self._cache_name == "cache_params" else 0
-                inputs["attention_mask"] = visible[:, oldest : cache.length]
-            outputs.append(self._run(new, **inputs))
+            oldest = start if self._cache_name == "cache_params" else 0  # a state space has no old keys
+            mask = None if visible is None else visible[:, oldest : cache.length]
+            inputs = {"position_ids": places, "attention_mask": mask, self._cache_name: cache.past}
+            outputs.append(self._run(new, use_cache=True, **inputs))
         return torch.cat(outputs, 1)
 
     def _by_document(self, tokens: torch.Tensor, documents: tuple[tuple[int, ...], ...]) -> torch.Tensor:
@@ -145,8 +141,7 @@ class Bridge(LanguageModel):
     def _set_recomputing(self, on: bool) -> None:
         if on and not self._recomputing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            # inputs with a gradient are for reentrant checkpointing; above frozen embeddings they are waste
-            self.model.disable_input_require_grads()
+            self.model.disable_input_require_grads()  # for reentrant checkpointing; here it is wasted work
         elif self._recomputing and not on:
             self.model.gradient_checkpointing_disable()
         self._recomputing = on
@@ -189,7 +184,8 @@ class Bridge(LanguageModel):
 
 def _groups(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
     """Documents to run together: padding is never more than the text, whatever their lengths."""
-    group, real = [], 0
+    group: list[int] = []
+    real = 0
     for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         real += lengths[document]
         if group and lengths[group[0]] * (len(group) + 1) > 2 * real:
@@ -265,14 +261,14 @@ def _check_behaviour(bridge: Bridge) -> None:
     if not hidden.isfinite().all():
         raise ModelError(f"{name} overflows in {hidden.dtype}", hint="choose another precision")
     rounding = torch.finfo(hidden.dtype).eps
-    if not _close(hidden[1, :6], hidden[0, :6], tolerance=max(1e-3, 16 * rounding)):
+    loose, tight = max(1e-3, 16 * rounding), max(1e-5, 4 * rounding)
+    if not _close(hidden[1, :6], hidden[0, :6], within=loose):
         raise ModelError(f"{name} is not causal: positions see later tokens")
     logits = bridge.model(input_ids=tokens, use_cache=False).logits
-    if not _close(bridge.logits(hidden), logits, tolerance=max(1e-5, 4 * rounding)):
+    if not _close(bridge.logits(hidden), logits, within=tight):
         raise ModelError(f"the head of {name} does something to the logits that whet does not know")
-    last = torch.stack([hidden[1, 7], hidden[0, 11]])
     try:
-        same = _close(_decode_ragged(bridge, tokens), last, tolerance=max(1e-3, 16 * rounding))
+        same = _close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11]], within=loose)
         bridge.cache_problem = None if same else "left-padded rows decoded from its cache differ"
     except Exception as error:  # some classes take only a cache of their own kind
         bridge.cache_problem = str(error)
@@ -287,16 +283,14 @@ def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
     cache = bridge.new_cache()
     bridge.hidden(rows[:, :11], positions[:, :11], Layout(visible=visible[:, :11]), cache)
     cache.keep(torch.tensor([1, 0], device=tokens.device))
-    return bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)[
-        :, 0
-    ]
+    last = bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)
+    return last[:, 0]
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float) -> bool:
+def _close(found: torch.Tensor, expected: torch.Tensor, *, within: float) -> bool:
     """Whether two tensors have one shape and a relative L2 distance within the tolerance."""
     norm, expected = torch.linalg.vector_norm, expected.float()
-    same_shape = found.shape == expected.shape
-    return same_shape and bool(norm(found.float() - expected) <= tolerance * norm(expected))
+    return found.shape == expected.shape and bool(norm(found.float() - expected) <= within * norm(expected))
 
 
 def _field(config: Any, *names: str, default: Any = None) -> Any:

@@ -158,7 +158,7 @@ def write_model_directory(
         if len(shards) == 1:
             write_safetensors(staging / SINGLE, shards[0])
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_safetensors(staging / name, shard)

@@ -60,7 +60,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layo
     )
 
 
-@torch.compiler.disable  # lengths change with every batch: compiled, each would be a new graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # new lengths a batch: each would be a new graph
 def _attend_by_document(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -71,11 +71,10 @@ def _attend_by_document(
     grouped = queries.shape[1] != keys.shape[1]
     rows = []
     for row, lengths in enumerate(documents):
-        parts = zip(
-            *(tensor[row : row + 1].split(lengths, dim=2) for tensor in (queries, keys, values)), strict=True
-        )
+        q, k, v = (tensor[row : row + 1].split(lengths, dim=2) for tensor in (queries, keys, values))
         outputs = [
-            F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped) for part in parts
+            F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
+            for part in zip(q, k, v, strict=True)
         ]
         rows.append(torch.cat(outputs, dim=2))
     return torch.cat(rows)

@@ -1,7 +1,6 @@
 """The one trainer: it drives every objective and knows none of them."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,6 @@ import torch
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import RunError
-from whet.generation.engine import evaluating
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Objective
@@ -27,6 +25,7 @@ from whet.training.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
+from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.schedules import create_schedule
 
@@ -121,10 +120,12 @@ class Trainer:
         """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
         started = time.perf_counter()
         self.model.train()
-        weights = self._total_weights(micro_batches)
+        weights = total_weights(self.objective, micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            share = self._weighted_loss(batch.to(self.device), weights)
+            share = weighted_loss(
+                self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
+            )
             share.backward()
             loss += share.detach()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
@@ -158,16 +159,7 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
-        started = time.perf_counter()
-        batches = list(batches)
-        weights = self._total_weights(batches)
-        loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        with evaluating(self.model):
-            for batch in batches:
-                loss += self._weighted_loss(batch.to(self.device), weights)
-        mean = loss.item()
-        perplexity = math.exp(mean) if mean < 700 else math.inf
-        return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
+        return evaluate_loss(self.model, self.objective, batches, precision=self.precision)
 
     def save(self) -> Path | None:
         """Write a checkpoint of this step, unless the run has no directory or it is there already."""
@@ -202,28 +194,6 @@ class Trainer:
             "data": self.source.state() if hasattr(self.source, "state") else {},
             "callbacks": {type(callback).__name__: callback.state() for callback in stateful},
         }
-
-    def _total_weights(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        totals: dict[str, float] = dict.fromkeys(self.objective.coefficients, 0.0)
-        for batch in micro_batches:
-            for term, weight in self.objective.weights(batch).items():
-                totals[term] += weight
-        if not any(totals.values()):
-            origins = ", ".join(origin for batch in micro_batches for origin in batch.origins)
-            raise RunError(
-                f"a batch after step {self.state.step} has no supervised token (records: {origins})"
-            )
-        return totals
-
-    def _weighted_loss(self, batch: Batch, weights: dict[str, float]) -> torch.Tensor:
-        with self._autocast():
-            sums = self.objective.loss(self.model, batch).sums
-        terms = [self.objective.coefficients[term] / weights[term] * value for term, value in sums.items()]
-        return torch.stack(terms).sum()
-
-    def _autocast(self) -> torch.autocast:
-        mixed = self.precision.compute != self.precision.trained
-        return torch.autocast(self.device.type, dtype=self.precision.compute, enabled=mixed)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0

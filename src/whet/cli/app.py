@@ -1,0 +1,64 @@
+"""The `whet` command: parsing, errors and exit codes. Each command lives in a file of its own."""
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from whet.cli import chat, doctor, evaluate, generate, pull, resume, train
+from whet.errors import WhetError
+
+app = typer.Typer(
+    name="whet",
+    help="whet sharpens language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: a third faster to show
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train", context_settings={"help_option_names": []})(train.command)
+app.command("resume")(resume.command)
+app.command("chat")(chat.command)
+app.command("generate")(generate.command)
+app.command("eval")(evaluate.command)
+app.command("pull")(pull.command)
+app.command("doctor")(doctor.command)
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+) -> None:
+    """whet sharpens language models."""
+
+
+def main() -> NoReturn:
+    """Run the command line: one message and an exit code for every error, a traceback only with --debug."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1  # accepted before and after the command's name
+    try:
+        app(arguments)
+    except WhetError as error:
+        if debug:
+            raise
+        _complain(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone: nothing is left to say
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            raise
+        _complain(
+            f"unexpected {type(error).__name__}: {error}\n  hint: run it again with --debug for the traceback"
+        )
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _complain(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)

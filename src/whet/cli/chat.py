@@ -1,0 +1,61 @@
+"""whet chat: talk to a model."""
+
+import typer
+
+from whet.cli.generate import MAX_TOKENS, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
+
+HELP = "q ends, r starts over, h shows this line"
+
+
+def command(
+    model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
+    system: str | None = typer.Option(None, help="A system message."),
+    max_tokens: int = MAX_TOKENS,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    top_k: int = TOP_K,
+    min_p: float = MIN_P,
+    seed: int | None = SEED,
+) -> None:
+    """Chat with a model; answers appear as they are made."""
+    from whet.adapters.load import load
+    from whet.cli.console import notes
+    from whet.generation.text import generate
+
+    talker, tokenizer = load(model)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    notes().print(f"{model}: {HELP}", highlight=False)
+    while (said := _ask()) is not None:
+        if said in ("", "h"):
+            notes().print(HELP, highlight=False)
+        elif said == "q":
+            return
+        elif said == "r":
+            messages = list(start)
+        else:
+            messages.append({"role": "user", "content": said})
+            answer = generate(
+                talker,
+                tokenizer,
+                messages,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                seed=seed,
+                on_text=lambda piece: print(piece, end="", flush=True),
+            )
+            print()
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str | None:
+    """The next line of the person at the keyboard (or of a pipe), None at its end."""
+    import sys
+
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None

@@ -1,0 +1,39 @@
+"""whet doctor: what this machine has, and what whet makes of it."""
+
+
+def command() -> None:
+    """Show device, precision and why, versions, memory and cache."""
+    import platform
+
+    import psutil
+    import torch
+
+    from whet.hardware import GIB, choose_device, choose_precision
+    from whet.models.hub import cache_dir, cached_models
+    from whet.ops.attention import describe_backend
+    from whet.training.run import versions
+
+    device, memory = choose_device(), psutil.virtual_memory()
+    rows = {
+        "system": f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores",
+        "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free",
+        "device": _describe(device),
+        "precision": choose_precision("auto", device).reason,
+        "attention": describe_backend(device),
+        "threads": str(torch.get_num_threads()),
+        **versions(),
+        "cache": str(cache_dir()),
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+    for name, size in cached_models():
+        print(f"{'':<{width}}  {name}  {size / GIB:.2f} GiB")
+
+
+def _describe(device: object) -> str:
+    import torch
+
+    if getattr(device, "type", "") != "cuda":
+        return f"{device} (torch {torch.__version__} sees no CUDA device)"
+    return f"{device}: {torch.cuda.get_device_name()}"

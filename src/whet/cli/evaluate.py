@@ -1,0 +1,41 @@
+"""whet eval: loss, perplexity and exact match of a model on some records."""
+
+import json
+
+import typer
+
+
+def command(
+    model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
+    data: str = typer.Option(..., "--data", help="Records: a .jsonl file, or synth:NAME:N."),
+    generate: bool = typer.Option(True, help="Also generate each answer, for exact match."),
+    samples: int = typer.Option(3, min=0, help="Show this many questions with their answers."),
+    max_tokens: int = typer.Option(256, min=1, help="Longest generated answer."),
+    max_length: int = typer.Option(2048, min=2, help="Longest example, in tokens."),
+    as_json: bool = typer.Option(False, "--json", help="Print the numbers as one JSON object."),
+) -> None:
+    """Evaluate MODEL on DATA."""
+    from whet.adapters.load import load
+    from whet.cli.console import notes, set_up_logging
+    from whet.data.sources import read_records
+    from whet.errors import DataError
+    from whet.reporting.progress import describe
+    from whet.training.evaluation import ModelEvaluation
+
+    set_up_logging()
+    records = read_records(data)
+    loaded, tokenizer = load(model)
+    if tokenizer is None:
+        raise DataError(f"{model} has no tokenizer, so it cannot read {data}")
+    evaluation = ModelEvaluation(loaded, tokenizer, records, max_length=max_length)
+    notes().print(f"{data}: {evaluation.summary}", highlight=False)
+    metrics = evaluation.loss()
+    if generate and evaluation.questions:
+        for question, answer in evaluation.answers(samples, max_tokens=max_tokens):
+            notes().print(
+                f"  asked     {question.text}\n  expected  {question.answer}\n  answered  {answer}\n",
+                markup=False,
+            )
+        with notes().status("generating"):
+            metrics |= evaluation.exact_match(max_tokens=max_tokens)
+    print(json.dumps(metrics) if as_json else describe(metrics))

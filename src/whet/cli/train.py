@@ -1,0 +1,62 @@
+"""whet train: a run from its config."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from whet.training.callbacks import Callback
+    from whet.training.trainer import RunResult
+
+
+def _show_help(context: typer.Context, asked: bool) -> None:
+    """The usual help, and below it every key of a config with its default and meaning."""
+    if asked:
+        from whet.config.load import describe_keys
+
+        print(context.get_help(), "\nConfig keys:", *describe_keys(), sep="\n")
+        raise typer.Exit
+
+
+def command(
+    config: str = typer.Argument(help="A YAML file; docs/config.md lists every key."),
+    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
+    _: bool = typer.Option(
+        False,
+        "--help",
+        "-h",
+        is_eager=True,
+        callback=_show_help,
+        help="Show this message and every config key.",
+    ),
+) -> None:
+    """Train: everything in CONFIG, with overrides."""
+    from whet.config.load import load_config
+    from whet.training.run import train
+
+    settings = load_config(config, overrides or ())
+    follow(lambda callbacks: train(settings, callbacks))
+
+
+def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
+    """Show a run's progress, say what came of it, and exit 3 when there is more to do."""
+    from whet.cli.console import notes, set_up_logging
+    from whet.reporting.progress import RunProgress
+
+    set_up_logging()
+    progress = RunProgress(notes())
+    try:
+        result = run([progress])
+    finally:
+        progress.close()
+    if result.unfinished:
+        notes().print(f"go on with: whet resume {result.directory}", highlight=False)
+        raise typer.Exit(3)
+    summary = result.summary
+    print(
+        f"{result.steps} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s; "
+        f"result in {result.directory}/final"
+    )
+    print(f"try it: whet chat {result.directory}")

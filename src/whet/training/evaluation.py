@@ -1,0 +1,108 @@
+"""The loss of an objective over some batches, weighted by their units."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from whet.data.batches import Batch, evaluation_batches
+from whet.data.plan import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
+from whet.data.render import Question, Renderer, render
+from whet.data.sources import Record
+from whet.errors import DataError
+from whet.generation.engine import evaluating, generate_tokens
+from whet.generation.exact_match import exact_match
+from whet.generation.text import stop_tokens
+from whet.hardware import Precision
+from whet.models.language_model import LanguageModel
+from whet.objectives.base import Objective
+from whet.objectives.sft import SFT
+
+
+def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
+    """Supervised units of each term over all batches; none at all is an error, never a NaN."""
+    totals: dict[str, float] = dict.fromkeys(objective.coefficients, 0.0)
+    for batch in batches:
+        for term, weight in objective.weights(batch).items():
+            totals[term] += weight
+    if not any(totals.values()):
+        origins = ", ".join(origin for batch in batches for origin in batch.origins)
+        raise DataError(f"a batch has no supervised token (records: {origins})")
+    return totals
+
+
+def weighted_loss(
+    model: LanguageModel,
+    objective: Objective,
+    batch: Batch,
+    *,
+    weights: dict[str, float],
+    precision: Precision,
+) -> torch.Tensor:
+    """A micro-batch's share of the loss: coefficient * sum / total weight, added over terms."""
+    mixed = precision.compute != precision.trained
+    with torch.autocast(batch.tokens.device.type, dtype=precision.compute, enabled=mixed):
+        sums = objective.loss(model, batch).sums
+    terms = [objective.coefficients[term] / weights[term] * value for term, value in sums.items()]
+    return torch.stack(terms).sum()
+
+
+def evaluate_loss(
+    model: LanguageModel, objective: Objective, batches: Iterable[Batch], *, precision: Precision
+) -> dict[str, float]:
+    """eval_loss, eval_perplexity and eval_s."""
+    started = time.perf_counter()
+    batches = list(batches)
+    weights = total_weights(objective, batches)
+    loss = torch.zeros((), device=model.device, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches:
+            loss += weighted_loss(
+                model, objective, batch.to(model.device), weights=weights, precision=precision
+            )
+    mean = loss.item()
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
+
+
+class ModelEvaluation:
+    """A model on some records: loss, exact match, and a few answers to look at."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Any,  # Any: a transformers tokenizer
+        records: Sequence[Record],
+        *,
+        max_length: int,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        renderer = Renderer(tokenizer, vocab_size=model.vocab_size)
+        rendered = render(records, renderer, max_length=max_length, too_long="truncate")
+        self.summary = rendered.summary()
+        tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
+        settings = StepSettings(None, tokens, tokens, pack=True, shuffle=False)
+        self.batches = evaluation_batches(rendered.examples, settings)
+        self.questions = [q for record in records if (q := renderer.question(record)) is not None]
+
+    def loss(self) -> dict[str, float]:
+        """eval_loss, eval_perplexity and eval_s."""
+        compute = self.model.head().weight.dtype
+        precision = Precision(compute, compute, compute, "as loaded")
+        return evaluate_loss(self.model, SFT(), self.batches, precision=precision)
+
+    def exact_match(self, *, max_tokens: int) -> dict[str, float]:
+        """Share of questions answered exactly as expected, by group where records name one."""
+        return exact_match(self.model, self.tokenizer, self.questions, max_tokens=max_tokens).metrics()
+
+    def answers(self, count: int, *, max_tokens: int) -> Iterator[tuple[Question, str]]:
+        """The first questions with the model's greedy answers."""
+        stops = stop_tokens(self.model, self.tokenizer)
+        for question in self.questions[:count]:
+            [tokens] = generate_tokens(
+                self.model, [question.tokens], max_tokens=max_tokens, stop_tokens=stops
+            )
+            yield question, self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
