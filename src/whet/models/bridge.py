@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
@@ -62,8 +63,7 @@ class Bridge(LanguageModel):
         """Hidden states [B, T, D] after the final norm; packed documents each start at position 0."""
         self._set_recomputing(self._recompute and cache is None)  # layers that recompute drop the cache
         if cache is not None:
-            visible = None if layout is None else layout.visible
-            return self._cached(tokens, cache, positions, visible)
+            return self._cached(tokens, cache, positions, layout.visible if layout else None)
         if layout is not None and layout.documents is not None:
             return self._by_document(tokens, layout.documents)
         if positions is None:
@@ -213,7 +213,7 @@ def load_bridge(directory: Path, *, dtype: torch.dtype, device: torch.device) ->
         except ModelError:
             raise
         except Exception as error:  # a broken config or an unknown architecture may lead to any of them
-            reason = str(error).strip().partition("\n")[0] or repr(error)
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
             raise ModelError(f"transformers cannot open {directory}: {reason}") from error
     return bridge
 
@@ -238,10 +238,12 @@ def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dty
         ignore_mismatched_sizes=True,  # so that they are reported with their names
         output_loading_info=True,
     )
+    shapes = [f"{name} is {[*stored]}, not {[*wanted]}" for name, stored, wanted in report["mismatched_keys"]]
+    found = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "shapes": shapes}
     problems = [
-        f"{label}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        for label in ("missing", "unexpected", "mismatched")  # the last with the shapes found and expected
-        if (names := sorted(str(key).strip("()") for key in report[f"{label}_keys"]))
+        f"{label}: {', '.join(sorted(names)[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for label, names in found.items()
+        if names
     ]
     if problems:
         raise ModelError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")
@@ -271,7 +273,7 @@ def _check_behaviour(bridge: Bridge) -> None:
         same = _close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11]], within=loose)
         bridge.cache_problem = None if same else "left-padded rows decoded from its cache differ"
     except Exception as error:  # some classes take only a cache of their own kind
-        bridge.cache_problem = str(error)
+        bridge.cache_problem = textwrap.shorten(str(error), 200)
 
 
 def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:

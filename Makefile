@@ -1,0 +1,44 @@
+# make demo: fine-tune a real language model. make test, make check: what CI runs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+JOBS ?= 2
+
+.PHONY: demo test test-slow check format clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed-dev
+	$(BIN)/whet pull smollm2-135m-instruct
+	WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS)
+
+test-slow: $(VENV)/installed-dev
+	$(BIN)/whet pull smollm2-135m-instruct
+	WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing whet into $(VENV) (about a minute)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing the tools for tests and checks into $(VENV)"
+	@$(PIP) --editable ".[dev]"
+	@touch $@

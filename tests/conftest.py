@@ -1,0 +1,38 @@
+"""Shared fixtures: a tiny model directory with a tokenizer, and the real model from the cache."""
+
+import os
+
+os.environ.setdefault("WHET_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+from tiny import write_tiny_model
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # several workers with several threads each wait for one another
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory):
+    """A random two-layer llama with a small byte-level tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(directory)
+    return directory
+
+
+@pytest.fixture
+def tiny(tiny_directory):
+    """The tiny model and its tokenizer, fresh."""
+    import whet
+
+    return whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2_directory():
+    """SmolLM2-135M-Instruct from whet's cache, where `make test` puts it before the tests start."""
+    from whet.models.hub import resolve
+
+    return resolve("smollm2-135m-instruct")

@@ -1,0 +1,96 @@
+"""The chunked loss equals the plain formula in float64, value and gradients, for every field of the head."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from whet.ops import linear_cross_entropy as module
+from whet.ops.head import Head
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 3.0},
+    "everything": {"bias": True, "scale": 1.5, "softcap": 5.0},
+}
+
+
+def tensors(bias=False, rows=37):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 16, generator=generator, requires_grad=True)
+    bias = torch.randn(50, generator=generator, requires_grad=True) if bias else None
+    targets = torch.randint(0, 50, (rows,), generator=generator)
+    weights = torch.rand(rows, generator=generator)
+    return hidden, weight, bias, targets, weights
+
+
+def naive(hidden, weight, bias, targets, weights, *, scale, softcap):
+    logits = F.linear(hidden, weight, bias) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return losses.sum() if weights is None else (losses * weights).sum()
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows", [1, 10, 1000])
+def test_equals_the_float64_formula(name, weighted, rows, monkeypatch):
+    monkeypatch.setattr(module, "chunk_rows", lambda vocab_size: rows)
+    settings = {"scale": 1.0, "softcap": None, **HEADS[name]}
+    hidden, weight, bias, targets, weights = tensors(bias=settings.pop("bias", False))
+    weights = weights if weighted else None
+    loss = linear_cross_entropy(hidden, Head(weight, bias, **settings), targets, weights=weights)
+    (loss * 0.7).backward()
+
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    expected = naive(*wide, targets, None if weights is None else weights.double(), **settings)
+    (expected * 0.7).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip((hidden, weight, bias), wide, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_never_builds_more_than_a_chunk_of_logits(monkeypatch):
+    monkeypatch.setattr(module, "chunk_rows", lambda vocab_size: 8)
+    seen = []
+    original = F.linear
+    monkeypatch.setattr(module.F, "linear", lambda x, w: seen.append(len(x)) or original(x, w))
+    hidden, weight, _, targets, _ = tensors()
+    linear_cross_entropy(hidden, Head(weight), targets).backward()
+    assert seen == [8, 8, 8, 8, 5]
+
+
+def test_chunks_are_bounded_for_any_vocabulary():
+    for vocab_size in (100, 49_152, 256_000, 10**9):
+        rows = module.chunk_rows(vocab_size)
+        assert rows >= 1
+        assert rows == 1 or rows * vocab_size <= 64 * 2**20
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none():
+    hidden, weight, _, targets, _ = tensors()
+    frozen = weight.detach()
+    linear_cross_entropy(hidden, Head(frozen), targets).backward()
+    assert frozen.grad is None
+    assert hidden.grad is not None
+
+
+def test_no_supervised_position_is_zero_with_a_gradient_of_zero():
+    hidden, weight, _, targets, _ = tensors()
+    loss = linear_cross_entropy(hidden[:0], Head(weight), targets[:0])
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad.abs().sum() == 0
+
+
+def test_bf16_hidden_states_stay_within_bf16_rounding():
+    hidden, weight, _, targets, _ = tensors(rows=200)
+    exact = naive(hidden.double(), weight.double(), None, targets, None, scale=1.0, softcap=None)
+    loss = linear_cross_entropy(hidden.bfloat16(), Head(weight), targets)
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() / exact.item() - 1) < 0.01

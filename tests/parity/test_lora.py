@@ -1,0 +1,190 @@
+"""Adapters compute what PEFT's compute, and each library reads what the other writes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import write_tiny_model
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+
+import whet
+from whet.adapters.files import adapter_tensors
+from whet.adapters.lora import adapted, adapters_off
+from whet.errors import ConfigError, ModelError
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+TARGETS = {"all": "all-linear", "attention": ["q_proj", "v_proj"], "one": ["down_proj"]}
+
+
+def tokens():
+    return torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+def randomise(model):
+    """Give B values too: a fresh adapter changes nothing."""
+    generator = torch.Generator().manual_seed(4)
+    for name, tensor in sorted(adapter_tensors(model).items()):
+        tensor.data = torch.randn(tensor.shape, generator=generator) * 0.2
+        assert "lora_" in name
+    return model
+
+
+def peft_twin(directory, model, **settings):
+    """A PEFT model with the same adapter weights."""
+    config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    twin = get_peft_model(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), config)
+    names = {
+        name.replace(".default", ""): parameter for name, parameter in twin.named_parameters() if "lora_" in name
+    }
+    ours = adapter_tensors(model)
+    assert names.keys() == ours.keys()
+    with torch.no_grad():
+        for name, parameter in names.items():
+            parameter.copy_(ours[name])
+    return twin, names
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_and_gradients_equal_pefts(tmp_path, targets, bias):
+    write_tiny_model(tmp_path, attention_bias=bias)
+    model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
+    randomise(whet.attach_lora(model, rank=3, alpha=5, targets=TARGETS[targets]))
+    twin, names = peft_twin(tmp_path, model, r=3, lora_alpha=5, target_modules=TARGETS[targets])
+    inputs, labels = tokens()[:, :-1], tokens()[:, 1:].reshape(-1)
+
+    logits = twin(input_ids=inputs).logits
+    torch.testing.assert_close(model(inputs), logits, rtol=1e-4, atol=1e-5)
+    F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
+    linear_cross_entropy(model.hidden(inputs).flatten(0, 1), model.head(), labels).backward()
+    for name, tensor in adapter_tensors(model).items():
+        torch.testing.assert_close(tensor.grad, names[name].grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"targets": ["q_proj"]}, {"layers": 1}, {"layers": [0]}])
+def test_peft_loads_a_saved_adapter_with_equal_logits(tiny_directory, tmp_path, settings):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    randomise(whet.attach_lora(model, rank=4, alpha=8, **settings))
+    whet.save_adapter(model, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    active = {name for name, module in loaded.named_modules() if hasattr(module, "lora_A") and module.lora_A}
+    assert len(active) == len(list(adapted(model)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()), loaded(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
+    again, _ = whet.load(tmp_path / "adapter", dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(again(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_whet_loads_what_peft_saves(tiny_directory, tmp_path, targets):
+    base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    theirs = get_peft_model(
+        base, LoraConfig(r=2, lora_alpha=7, target_modules=TARGETS[targets], init_lora_weights=False)
+    )
+    theirs.save_pretrained(tmp_path)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    whet.load_adapter(model, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()), theirs(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_on_the_bridge_load_in_peft(tmp_path):
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, logits_scaling=4.0, pad_token_id=None,
+    )  # fmt: skip
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
+    model, _ = whet.load(tmp_path / "granite", dtype=torch.float32, device="cpu")
+    randomise(whet.attach_lora(model, rank=4))
+    whet.save_adapter(model, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "granite", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()), loaded(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(tiny):
+    model, _ = tiny
+    with torch.no_grad():
+        before = model(tokens())
+        whet.attach_lora(model, rank=8)
+        assert torch.equal(model(tokens()), before)
+    for _, module in adapted(model):
+        bound = (1 / module.base.in_features) ** 0.5  # kaiming_uniform with a = sqrt(5)
+        assert module.lora_A.abs().max() <= bound
+        assert module.lora_A.std() > bound / 3
+        assert module.lora_B.abs().max() == 0
+
+
+def test_merged_equals_adapted_and_off_equals_base(tiny, tmp_path):
+    model, tokenizer = tiny
+    with torch.no_grad():
+        base = model(tokens())
+        randomise(whet.attach_lora(model, rank=4))
+        adapted_logits = model(tokens())
+        with adapters_off(model):
+            assert torch.equal(model(tokens()), base)
+        assert not torch.allclose(adapted_logits, base, atol=1e-2)
+        whet.save(model, tokenizer, tmp_path / "merged")
+        assert torch.equal(model(tokens()), adapted_logits), "saving must not change the model"
+        whet.merge(model)
+        assert not list(adapted(model))
+        torch.testing.assert_close(model(tokens()), adapted_logits, rtol=1e-4, atol=1e-4)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        torch.testing.assert_close(plain(tokens()).logits, adapted_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_acts_in_training_only_and_keeps_the_mean(tiny):
+    model, _ = tiny
+    randomise(whet.attach_lora(model, rank=4, dropout=0.5))
+    name, layer = next(iter(adapted(model)))
+    x = torch.randn(4, layer.base.in_features)
+    with torch.no_grad():
+        layer.eval()
+        quiet = layer(x)
+        torch.testing.assert_close(quiet, F.linear(x, layer.merged_weight()), rtol=1e-4, atol=1e-4)
+        layer.train()
+        draws = torch.stack([layer(x) for _ in range(4000)])
+    assert draws[0].ne(draws[1]).any(), name
+    torch.testing.assert_close(draws.mean(0), quiet, rtol=0.1, atol=0.1)
+
+
+def test_layers_counts_from_the_end_or_lists(tiny_directory):
+    for layers, expected in ((1, {1}), ([0], {0}), (2, {0, 1})):
+        model, _ = whet.load(tiny_directory, device="cpu")
+        whet.attach_lora(model, layers=layers)
+        assert {int(name.split(".")[1]) for name, _ in adapted(model)} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank 0 does not fit"),
+        ({"rank": 17}, "rank 17 does not fit a 32 x 16 layer"),
+        ({"targets": ["q_prj"]}, "did you mean q_proj"),
+        ({"variant": "bora"}, "unknown adapter variant 'bora'"),
+        ({"layers": 9}, "layers 9 do not fit a model of 2 layers"),
+        ({"dropout": 1.0}, "dropout 1.0"),
+    ],
+)
+def test_bad_settings_are_refused(tiny, settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        whet.attach_lora(tiny[0], **settings)
+    assert caught.value.exit_code == 2
+
+
+def test_attaching_twice_is_refused(tiny):
+    whet.attach_lora(tiny[0])
+    with pytest.raises(ConfigError, match="has adapters already"):
+        whet.attach_lora(tiny[0])
+
+
+def test_an_adapter_of_another_model_is_refused_with_the_difference(tiny, tmp_path):
+    write_tiny_model(tmp_path / "wide", hidden_size=48)
+    wide, _ = whet.load(tmp_path / "wide", device="cpu")
+    whet.save_adapter(whet.attach_lora(wide, rank=4), tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"does not fit this model: .*lora_A.weight is \[4, 48\], expected \[4, 32\]"):
+        whet.load_adapter(tiny[0], tmp_path / "adapter")

@@ -1,0 +1,80 @@
+"""Small things to test with: a random model on disk, examples and batches of it."""
+
+import random
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from whet.data.render import Example
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def write_tokenizer(directory):
+    """Byte-level, 256 bytes and four special tokens: every text round-trips."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def write_tiny_model(directory, **overrides):
+    """A random llama of about 40k parameters with the tokenizer above."""
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 256,
+        "pad_token_id": None,
+        "initializer_range": 0.2,
+    }
+    LlamaForCausalLM(LlamaConfig(**{**config, **overrides})).save_pretrained(directory)
+    write_tokenizer(directory)
+
+
+def random_examples(count, *, seed=0, shortest=3, longest=40, vocab=260):
+    """Examples of random tokens, about half of them supervised, each with at least one."""
+    rng = random.Random(seed)
+    examples = []
+    for index in range(count):
+        length = rng.randint(shortest, longest)
+        supervised = [rng.random() < 0.5 for _ in range(length)]
+        supervised[-1] = True
+        examples.append(Example([rng.randrange(vocab) for _ in range(length)], supervised, f"example {index}"))
+    return examples
+
+
+def run_config(tiny_directory, tmp_path, **sections):
+    """A complete config of a short LoRA run on the tiny model, with some keys replaced."""
+    config = {
+        "model": str(tiny_directory),
+        "method": {"kind": "lora", "rank": 4},
+        "data": {"train": "synth:house:24", "valid": "synth:house-valid:6", "max_length": 256},
+        "optim": {"lr": 1e-2, "warmup": 2},
+        "run": {
+            "name": "test",
+            "dir": str(tmp_path / "runs"),
+            "steps": 4,
+            "batch_size": 4,
+            "micro_batch_tokens": 512,
+            "device": "cpu",
+        },
+    }
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys} if isinstance(keys, dict) else keys
+    return config
