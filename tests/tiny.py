@@ -55,7 +55,9 @@ def random_examples(count, *, seed=0, shortest=3, longest=40, vocab=260):
         length = rng.randint(shortest, longest)
         supervised = [rng.random() < 0.5 for _ in range(length)]
         supervised[-1] = True
-        examples.append(Example([rng.randrange(vocab) for _ in range(length)], supervised, f"example {index}"))
+        examples.append(
+            Example([rng.randrange(vocab) for _ in range(length)], supervised, f"example {index}")
+        )
     return examples
 
 
@@ -68,7 +70,7 @@ def run_config(tiny_directory, tmp_path, **sections):
         "optim": {"lr": 1e-2, "warmup": 2},
         "run": {
             "name": "test",
-            "dir": str(tmp_path / "runs"),
+            "dir": f"{tmp_path}/runs",
             "steps": 4,
             "batch_size": 4,
             "micro_batch_tokens": 512,

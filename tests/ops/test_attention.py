@@ -47,7 +47,9 @@ def test_packed_documents_see_only_themselves(masked):
         for length in lengths:
             allowed[row, start : start + length, start : start + length] = causal(length)
             start += length
-    torch.testing.assert_close(attend(q, k, v, layout).double(), dense(q, k, v, allowed), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        attend(q, k, v, layout).double(), dense(q, k, v, allowed), rtol=1e-5, atol=1e-5
+    )
 
 
 def _masked(documents):
@@ -60,7 +62,9 @@ def _masked(documents):
         return tensor
 
     original, original_arange = torch.Tensor.to, torch.arange
-    torch.Tensor.to = lambda self, *a, **k: self if a and isinstance(a[0], Accelerator) else original(self, *a, **k)
+    torch.Tensor.to = lambda self, *a, **k: (
+        self if a and isinstance(a[0], Accelerator) else original(self, *a, **k)
+    )
     torch.arange = lambda *a, device=None, **k: original_arange(*a, device=real, **k)
     try:
         return Layout.packed(documents, device=Accelerator())

@@ -34,7 +34,9 @@ def peft_twin(directory, model, **settings):
     config = LoraConfig(task_type="CAUSAL_LM", **settings)
     twin = get_peft_model(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), config)
     names = {
-        name.replace(".default", ""): parameter for name, parameter in twin.named_parameters() if "lora_" in name
+        name.replace(".default", ""): parameter
+        for name, parameter in twin.named_parameters()
+        if "lora_" in name
     }
     ours = adapter_tensors(model)
     assert names.keys() == ours.keys()
@@ -186,5 +188,7 @@ def test_an_adapter_of_another_model_is_refused_with_the_difference(tiny, tmp_pa
     write_tiny_model(tmp_path / "wide", hidden_size=48)
     wide, _ = whet.load(tmp_path / "wide", device="cpu")
     whet.save_adapter(whet.attach_lora(wide, rank=4), tmp_path / "adapter")
-    with pytest.raises(ModelError, match=r"does not fit this model: .*lora_A.weight is \[4, 48\], expected \[4, 32\]"):
+    with pytest.raises(
+        ModelError, match=r"does not fit this model: .*lora_A.weight is \[4, 48\], expected \[4, 32\]"
+    ):
         whet.load_adapter(tiny[0], tmp_path / "adapter")

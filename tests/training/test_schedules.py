@@ -55,7 +55,9 @@ def test_without_warmup_the_cosine_starts_at_once():
     ratio=st.floats(0, 1),
     step=st.integers(0, 500),
 )
-def test_rates_stay_between_zero_and_the_peak_and_never_rise_after_the_warmup(schedule, steps, warmup, ratio, step):
+def test_rates_stay_between_zero_and_the_peak_and_never_rise_after_the_warmup(
+    schedule, steps, warmup, ratio, step
+):
     rate = lr_at(steps=steps, schedule=schedule, warmup=warmup, min_lr_ratio=ratio)
     assert 0 <= rate(step) <= 1 + 1e-12
     if step >= warmup:

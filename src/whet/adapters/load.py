@@ -8,9 +8,10 @@ import torch
 from whet.adapters.files import CONFIG, load_adapter
 from whet.adapters.lora import adapted
 from whet.errors import ModelError
+from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
-from whet.models.load import load_model, load_tokenizer, save_model
-from whet.models.weights import TOKENIZER_FILES, read_json
+from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
+from whet.models.weights import read_json
 
 
 def load(
@@ -27,8 +28,7 @@ def load(
         raise ModelError(f"{target / CONFIG} does not name its base model")
     model = load_model(base, dtype=dtype, device=device)
     load_adapter(model, target)
-    has_tokenizer = any((target / name).is_file() for name in TOKENIZER_FILES)
-    return model.eval(), _tokenizer_if_any(target if has_tokenizer else base)
+    return model.eval(), _tokenizer_if_any(target if has_tokenizer(target) else base)
 
 
 def usable_directory(name_or_path: str | Path) -> str | Path:
@@ -44,9 +44,8 @@ def usable_directory(name_or_path: str | Path) -> str | Path:
 
 
 def _tokenizer_if_any(target: str | Path) -> Any:  # Any: a transformers tokenizer or None
-    if isinstance(target, Path) and not any((target / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return load_tokenizer(target)
+    directory = target if isinstance(target, Path) else resolve(target)
+    return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 
 def save(

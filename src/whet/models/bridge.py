@@ -42,8 +42,7 @@ class Bridge(LanguageModel):
         self.cache_problem: str | None = None  # why it cannot generate
         self._inputs = frozenset(inspect.signature(self._decoder.forward).parameters)
         self._cache_name = "cache_params" if "cache_params" in self._inputs else "past_key_values"
-        self._recompute = False  # what was asked for
-        self._recomputing = False  # what transformers' layers are set to
+        self._recompute = self._recomputing = False  # what was asked for; what the layers are set to
 
     @property
     def _decoder(self) -> Any:
@@ -270,7 +269,7 @@ def _check_behaviour(bridge: Bridge) -> None:
     if not _close(bridge.logits(hidden), logits, within=tight):
         raise ModelError(f"the head of {name} does something to the logits that whet does not know")
     try:
-        same = _close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11]], within=loose)
+        same = _close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11], None], within=loose)
         bridge.cache_problem = None if same else "left-padded rows decoded from its cache differ"
     except Exception as error:  # some classes take only a cache of their own kind
         bridge.cache_problem = textwrap.shorten(str(error), 200)
@@ -285,8 +284,7 @@ def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
     cache = bridge.new_cache()
     bridge.hidden(rows[:, :11], positions[:, :11], Layout(visible=visible[:, :11]), cache)
     cache.keep(torch.tensor([1, 0], device=tokens.device))
-    last = bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)
-    return last[:, 0]
+    return bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor, *, within: float) -> bool:

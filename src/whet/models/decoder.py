@@ -71,7 +71,7 @@ class Decoder(LanguageModel):
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         x = self.embed_tokens(tokens)
         turns = self._rotation(positions, dtype=x.dtype)
-        recompute = self.grad_checkpoint and torch.is_grad_enabled()
+        recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
                 x = checkpoint(layer, x, turns, layout, None, use_reentrant=False)

@@ -16,6 +16,7 @@ from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.weights import (
     MAX_SHARD_BYTES,
+    TOKENIZER_FILES,
     TensorFiles,
     load_parameters,
     read_json,
@@ -74,11 +75,17 @@ def _load_native(
     return model
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds tokenizer files."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer
-    """The tokenizer of a model directory, by transformers, never with remote code."""
+    """The tokenizer of a model or adapter directory, by transformers, never with remote code."""
     from transformers import AutoTokenizer
 
-    directory = resolve(str(name_or_path))
+    path = Path(name_or_path)
+    directory = path if has_tokenizer(path) else resolve(str(name_or_path))
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -1,0 +1,236 @@
+"""The trainer: what it logs, when it evaluates, saves and stops, and that a bad step changes nothing."""
+
+import json
+import math
+
+import pytest
+import torch
+from tiny import random_examples, run_config
+
+import whet
+from whet.config.load import make_config
+from whet.data.batches import BatchStream, evaluation_batches
+from whet.data.plan import StepSettings
+from whet.errors import ConfigError, DataError, RunError
+from whet.objectives.sft import SFT
+from whet.training.callbacks import Callback, EarlyStopping, Injector, StopRun
+from whet.training.checkpoint import load_checkpoint, save_checkpoint
+from whet.training.trainer import Trainer
+
+SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=128, pack=True, shuffle=True)
+
+
+def trainer(tiny_directory, tmp_path=None, callbacks=(), examples=None, **sections):
+    torch.manual_seed(0)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    whet.attach_lora(model, rank=4)
+    examples = examples or random_examples(20)
+    return Trainer(
+        model,
+        SFT(),
+        BatchStream(examples, SETTINGS, seed=0),
+        make_config(run_config(tiny_directory, tmp_path or ".", **sections)),
+        callbacks,
+        eval_batches=evaluation_batches(random_examples(6, seed=9), SETTINGS),
+        directory=tmp_path,
+    )
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_train_begin(self, run):
+        self.calls.append(("begin", run.state.step))
+
+    def on_step_end(self, step, metrics):
+        self.calls.append(("step", step))
+
+    def on_eval_end(self, step, metrics):
+        self.calls.append(("eval", step))
+
+    def on_save(self, step, path):
+        self.calls.append(("save", step))
+
+    def on_train_end(self, result):
+        self.calls.append(("end", result.steps))
+
+
+def test_evaluation_before_the_first_step_at_intervals_and_after_the_last(tiny_directory):
+    recorder = Recorder()
+    trainer(tiny_directory, callbacks=[recorder], run={"steps": 5}, eval={"every": 2}).fit()
+    events = [event for event in recorder.calls if event[0] in ("eval", "step")]
+    assert events == [
+        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4), ("step", 5), ("eval", 5),
+    ]  # fmt: skip
+    assert recorder.calls[0] == ("begin", 0)
+    assert recorder.calls[-1] == ("end", 5)
+
+
+def test_an_evaluation_due_at_the_last_step_happens_once(tiny_directory):
+    recorder = Recorder()
+    trainer(tiny_directory, callbacks=[recorder], run={"steps": 4}, eval={"every": 2}).fit()
+    assert [step for kind, step in recorder.calls if kind == "eval"] == [0, 2, 4]
+
+
+def test_a_training_row_has_every_promised_field(tiny_directory):
+    result = trainer(tiny_directory).fit()
+    row = next(row for row in result.history if "loss" in row)
+    assert row.keys() >= {
+        "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "tokens_total", "tokens_per_s", "step_s",
+        "elapsed_s", "peak_gib",
+    }  # fmt: skip
+    rows = [row for row in result.history if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["tokens_total"] == sum(row["tokens"] for row in rows)
+    assert [row["lr"] for row in rows[:2]] == [0.005, 0.01]
+    evaluation = next(row for row in result.history if "eval_loss" in row)
+    assert evaluation["eval_perplexity"] == pytest.approx(math.exp(evaluation["eval_loss"]))
+
+
+def test_the_evaluation_loss_is_weighted_by_tokens(tiny_directory):
+    run = trainer(tiny_directory)
+    examples = random_examples(5, seed=4)
+    whole = run.evaluate(evaluation_batches(examples, SETTINGS))["eval_loss"]
+    parts = [run.evaluate(evaluation_batches([example], SETTINGS))["eval_loss"] for example in examples]
+    counts = [example.supervised_count for example in examples]
+    assert whole == pytest.approx(
+        sum(p * c for p, c in zip(parts, counts, strict=True)) / sum(counts), rel=1e-5
+    )
+
+
+def test_grad_norm_is_reported_before_clipping_and_the_update_is_clipped(tiny_directory):
+    run = trainer(
+        tiny_directory, optim={"clip": 1e-4, "name": "sgd", "momentum": 0.0, "lr": 1.0, "warmup": 0}
+    )
+    before = [p.detach().clone() for p in run.trained]
+    metrics = run.step(next(run.batches))
+    assert metrics["grad_norm"] > 1e-3
+    moved = torch.stack([(p - b).norm() for p, b in zip(run.trained, before, strict=True)]).norm().item()
+    assert moved == pytest.approx(1e-4 * metrics["lr"], rel=1e-2)
+
+
+def test_training_lowers_the_loss(tiny_directory):
+    result = trainer(tiny_directory, run={"steps": 30}, examples=random_examples(4)).fit()
+    losses = [row["loss"] for row in result.history if "loss" in row]
+    assert losses[-1] < losses[0] - 1.0
+
+
+def poison(run, at):
+    """Make the loss NaN in one step."""
+    original = run.objective.loss
+
+    def loss(model, batch):
+        result = original(model, batch)
+        if run.state.step + 1 == at and model.training:
+            return type(result)({"loss": result.sums["loss"] * math.nan})
+        return result
+
+    run.objective.loss = loss
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_directory, tmp_path, optimizer):
+    run = trainer(tiny_directory, tmp_path, optim={"name": optimizer, "weight_decay": 0.1})
+    poison(run, at=3)
+    weights = {}
+
+    class Keep(Callback):
+        def on_step_end(self, step, metrics):
+            weights[step] = [p.detach().clone() for p in run.trained]
+
+    run.callbacks.append(Keep())
+    with pytest.raises(
+        RunError, match=r"step 3: loss nan.*weights were left as they were.*nonfinite-step-000003"
+    ) as e:
+        run.fit()
+    assert e.value.exit_code == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights[2], run.trained, strict=True))
+    saved = json.loads((tmp_path / "nonfinite-step-000003.json").read_text())
+    assert saved["micro_batches"][0]["records"]
+    assert saved["micro_batches"][0]["tokens"]
+
+
+def test_a_nonfinite_step_can_be_skipped(tiny_directory):
+    run = trainer(tiny_directory, run={"on_nonfinite": "skip"})
+    poison(run, at=2)
+    result = run.fit()
+    rows = [row for row in result.history if "loss" in row]
+    assert result.steps == 4
+    assert [row.get("skipped", False) for row in rows] == [False, True, False, False]
+    assert all(p.isfinite().all() for p in run.trained)
+
+
+def test_a_step_without_supervised_tokens_is_an_error_that_names_the_records(tiny_directory):
+    run = trainer(tiny_directory)
+    batch = next(run.batches)[0]
+    empty = type(batch)(**{**vars(batch), "supervised": 0})
+    with pytest.raises(DataError, match="no supervised token .records: example"):
+        run.step([empty])
+
+
+def test_early_stopping_stops_and_says_why(tiny_directory):
+    stop = EarlyStopping(patience=2, min_delta=100.0)
+    result = trainer(tiny_directory, callbacks=[stop], run={"steps": 20}, eval={"every": 2}).fit()
+    assert result.steps == 4  # the first evaluation sets the mark, two more do not beat it
+    assert "has not improved" in result.stopped_because
+    assert not result.unfinished
+
+
+def test_early_stopping_watches_a_metric_that_exists(tiny_directory):
+    with pytest.raises(ConfigError, match="watches 'f1', which no evaluation gives"):
+        trainer(tiny_directory, callbacks=[EarlyStopping("f1")]).fit()
+
+
+def test_exact_match_improves_when_it_rises():
+    stop = EarlyStopping("exact_match", patience=1)
+    assert stop.on_eval_end(0, {"exact_match": 0.1}) is None
+    assert stop.on_eval_end(1, {"exact_match": 0.2}) is None
+    assert isinstance(stop.on_eval_end(2, {"exact_match": 0.2}), StopRun)
+
+
+def test_injectors_write_before_others_read_and_any_callback_may_stop(tiny_directory):
+    read = []
+
+    class Reader(Callback):
+        def on_step_end(self, step, metrics):
+            read.append(metrics["exp_answer"])
+            return StopRun("enough") if step == 2 else None
+
+    class Writer(Injector):
+        def on_step_end(self, step, metrics):
+            metrics["exp_answer"] = 42 + step
+
+    result = trainer(tiny_directory, callbacks=[Reader(), Writer()]).fit()
+    assert read == [43, 44]
+    assert (result.steps, result.stopped_because) == (2, "enough")
+
+
+def test_checkpoints_at_intervals_the_best_and_the_last_are_kept(tiny_directory, tmp_path):
+    run = trainer(
+        tiny_directory,
+        tmp_path,
+        run={"steps": 9},
+        checkpoint={"every": 2, "keep": 2},
+        eval={"every": 1},
+        optim={"lr": 1e-9},
+    )
+    losses = iter([5.0, 4.0, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    run.evaluate = lambda batches: {"eval_loss": next(losses)}
+    result = run.fit()
+    assert result.best == {"metric": "eval_loss", "value": 1.0, "step": 3}
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-000003", "step-000008", "step-000009"]
+
+
+def test_a_checkpoint_round_trips_weights_optimizer_and_metadata(tiny_directory, tmp_path):
+    run = trainer(tiny_directory)
+    run.step(next(run.batches))
+    save_checkpoint(tmp_path / "c", run.model, run.optimizer, 1, {"note": "hello"})
+    other = trainer(tiny_directory)
+    metadata = load_checkpoint(tmp_path / "c", other.model, other.optimizer)
+    assert metadata == {"step": 1, "note": "hello"}
+    for a, b in zip(run.trained, other.trained, strict=True):
+        assert torch.equal(a, b)
+        for key, value in run.optimizer.state[a].items():
+            assert torch.equal(value, other.optimizer.state[b][key])
