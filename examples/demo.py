@@ -34,7 +34,7 @@ def examine(model, tokenizer, console: Console) -> None:
 
 def main() -> None:
     set_up_logging()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     started = time.perf_counter()
     config = load_config(CONFIG)
     name, number = config.run.name, 2

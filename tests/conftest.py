@@ -8,6 +8,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 import torch
+
 from tiny import write_tiny_model
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -143,7 +143,7 @@ def test_training_covers_every_template_value_and_word():
     known = {command.sentence(): command for command in commands(KNOWN_TEMPLATES)}
     train = [known[sentence] for sentence in said]
     wanted = {
-        "group": (KNOWN_TEMPLATES, 9),
+        "template": (KNOWN_TEMPLATES, 9),
         "room": (ROOMS, 25),
         "room_name": ([name for names in ROOMS.values() for name in names], 10),
         "device": (DEVICES, 25),

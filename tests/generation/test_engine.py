@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny import random_examples
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import whet
+from tiny import random_examples
 from whet.errors import ConfigError, DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling, row_generators, sample

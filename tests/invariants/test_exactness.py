@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from tiny import random_examples
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import whet
+from tiny import random_examples
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.plan import StepSettings

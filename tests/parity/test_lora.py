@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
+from tiny import write_tiny_model
 from whet.adapters.files import adapter_tensors
 from whet.adapters.lora import adapted, adapters_off
 from whet.errors import ConfigError, ModelError

@@ -9,10 +9,10 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import run_config
 from transformers import AutoModelForCausalLM
 
 import whet
+from tiny import run_config
 from whet.errors import CheckpointError, ConfigError
 from whet.training.callbacks import Callback, StopRun
 

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from tiny import random_examples, run_config
 
 import whet
+from tiny import random_examples, run_config
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, evaluation_batches
 from whet.data.plan import StepSettings
@@ -61,7 +61,8 @@ def test_evaluation_before_the_first_step_at_intervals_and_after_the_last(tiny_d
     trainer(tiny_directory, callbacks=[recorder], run={"steps": 5}, eval={"every": 2}).fit()
     events = [event for event in recorder.calls if event[0] in ("eval", "step")]
     assert events == [
-        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4), ("step", 5), ("eval", 5),
+        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4), ("step", 5),
+        ("eval", 5),
     ]  # fmt: skip
     assert recorder.calls[0] == ("begin", 0)
     assert recorder.calls[-1] == ("end", 5)
@@ -77,8 +78,8 @@ def test_a_training_row_has_every_promised_field(tiny_directory):
     result = trainer(tiny_directory).fit()
     row = next(row for row in result.history if "loss" in row)
     assert row.keys() >= {
-        "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "tokens_total", "tokens_per_s", "step_s",
-        "elapsed_s", "peak_gib",
+        "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "tokens_total", "tokens_per_s",
+        "step_s", "elapsed_s", "peak_gib",
     }  # fmt: skip
     rows = [row for row in result.history if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -165,7 +166,7 @@ def test_a_step_without_supervised_tokens_is_an_error_that_names_the_records(tin
     run = trainer(tiny_directory)
     batch = next(run.batches)[0]
     empty = type(batch)(**{**vars(batch), "supervised": 0})
-    with pytest.raises(DataError, match="no supervised token .records: example"):
+    with pytest.raises(DataError, match=r"no supervised token .records: example"):
         run.step([empty])
 
 

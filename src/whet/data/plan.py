@@ -1,5 +1,6 @@
 """Which examples make a step, and how it is cut into micro-batches: pure functions of lengths and seeds."""
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ from whet.data.render import Example
 from whet.errors import ConfigError, DataError
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
-_OPEN_STEPS = 32  # steps that can still take an example while an epoch is planned
 
 
 @dataclass(frozen=True)
@@ -67,37 +67,39 @@ def plan_epoch(lengths: Sequence[int], settings: StepSettings, *, seed: int, epo
         return [order[start : start + settings.batch_size] for start in range(0, count, settings.batch_size)]
     if settings.batch_tokens is None:
         raise ConfigError("a step needs batch_size or batch_tokens")
-    steps = _first_fit(order, lengths, settings.batch_tokens)
+    steps = _best_fit(order, lengths, settings.batch_tokens)
     if not settings.shuffle:
         return steps
     return [steps[index] for index in permutation(len(steps), seed=seed, epoch=epoch, salt=1)]
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each index into the first recent bin with room for it."""
+def _best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each index into the fullest bin that still has room for it, the oldest of equals."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    open_bins: list[tuple[int, int]] = []  # (room, bin), sorted
     for index in order:
-        for place in range(max(0, len(bins) - _OPEN_STEPS), len(bins)):
-            if lengths[index] <= room[place]:
-                bins[place].append(index)
-                room[place] -= lengths[index]
-                break
+        length = lengths[index]
+        place = bisect.bisect_left(open_bins, (length, -1))
+        if place < len(open_bins):
+            room, chosen = open_bins.pop(place)
         else:
-            bins.append([index])
-            room.append(capacity - lengths[index])
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(index)
+        if room > length:
+            bisect.insort(open_bins, (room - length, chosen))
     return bins
 
 
 def split_step(step: Sequence[int], lengths: Sequence[int], settings: StepSettings) -> list[list[list[int]]]:
     """Cut a step into micro-batches of rows of examples.
 
-    Packed: one row a micro-batch, filled first-fit-decreasing. Padded: rows of one example, neighbours in
+    Packed: one row a micro-batch, filled best-fit-decreasing. Padded: rows of one example, neighbours in
     length together, at most micro_tokens positions with the padding.
     """
     longest_first = sorted(step, key=lambda index: (-lengths[index], index))
     if settings.pack:
-        return [[row] for row in _first_fit(longest_first, lengths, settings.micro_tokens)]
+        return [[row] for row in _best_fit(longest_first, lengths, settings.micro_tokens)]
     batches: list[list[list[int]]] = []
     for index in longest_first:
         if batches and lengths[batches[-1][0][0]] * (len(batches[-1]) + 1) <= settings.micro_tokens:

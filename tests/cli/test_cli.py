@@ -1,0 +1,318 @@
+"""The command line as a person meets it: what it prints, what it refuses, and its exit codes."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import whet
+from tiny import run_config, write_tiny_model
+from whet.cli import app
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def run(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["whet", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as stopped:
+            app.main()
+        captured = capsys.readouterr()
+        return stopped.value.code, captured.out, captured.err
+
+    return run
+
+
+def write_config(tiny_directory, tmp_path, **sections):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run_config(tiny_directory, tmp_path, **sections)))
+    return path
+
+
+def write_records(tmp_path, *records):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_directory, tmp_path_factory):
+    """A finished run."""
+    return whet.train(run_config(tiny_directory, tmp_path_factory.mktemp("cli"))).directory
+
+
+def test_train_says_what_it_does_and_where_the_result_is(cli, tiny_directory, tmp_path):
+    code, out, err = cli("train", write_config(tiny_directory, tmp_path), "run.steps=3")
+    assert code == 0
+    assert "3 steps" in out
+    assert "runs/test/final" in out
+    assert "whet chat" in out
+    for said in (
+        "fp32: ",
+        "whet's own llama",
+        "of which",
+        "train: synth:house:24: 24 examples",
+        "step 3/3  loss",
+    ):
+        assert said in err
+    assert "Traceback" not in err
+
+
+def test_plain_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
+    _, out, err = cli("train", write_config(tiny_directory, tmp_path))
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=1", "unknown key 'optim.lrr', did you mean 'lr'?"),
+        ("data.train=nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("model=no-such-model", "no-such-model"),
+        ("model=./no/such/directory", "no/such/directory"),
+        ("run.steps=0", "run.steps: Input should be greater than 0"),
+        ("method.targets=[q_prj]", "did you mean q_proj?"),
+        ("method.rank=500", "rank 500 does not fit"),
+        ("run.device=warp", "unknown device 'warp'"),
+        ("run.micro_batch_tokens=16", "do not fit run.micro_batch_tokens=16"),
+        ("data.train=synth:hose:5", "house"),
+        ("eval.early_stop={metric: f1}", "watches 'f1', which no evaluation gives"),
+    ],
+)
+def test_bad_input_gets_one_message_and_exit_code_2(cli, tiny_directory, tmp_path, override, message):
+    code, out, err = cli("train", write_config(tiny_directory, tmp_path), override)
+    assert code == 2
+    assert message in err
+    assert err.splitlines()[-1].startswith(("error: ", "  hint: "))
+    assert "Traceback" not in err
+    assert not out
+
+
+GOOD = {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([GOOD, '{"prompt": '], "data.jsonl:2: not valid JSON"),
+        ([GOOD, "[1]"], "data.jsonl:2: a record must be a JSON object"),
+        ([], "data.jsonl holds no records"),
+        (
+            [GOOD, {"messages": [{"role": "user", "content": "hi"}]}],
+            "data.jsonl:2: no token of this example is superv",
+        ),
+        ([GOOD, {"input": "x"}], "data.jsonl:2: a record with the fields 'input' fits no shape"),
+    ],
+)
+def test_bad_data_is_named_with_file_and_line(cli, tiny_directory, tmp_path, records, message):
+    config = write_config(tiny_directory, tmp_path)
+    code, _, err = cli("train", config, f"data.train={write_records(tmp_path, *records)}")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "runs" / "test").exists(), "a refused run leaves nothing behind"
+
+
+def test_tokens_outside_the_vocabulary_are_an_error(cli, tmp_path, tiny_directory):
+    write_tiny_model(tmp_path / "small", vocab_size=200)
+    code, _, err = cli("train", write_config(tmp_path / "small", tmp_path))
+    assert code == 2
+    assert "is outside the model's vocabulary of 200" in err
+    assert "synth:house:24#1" in err
+
+
+def test_wrong_shapes_are_named(cli, tmp_path, tiny_directory):
+    shutil.copytree(tiny_directory, tmp_path / "broken")
+    config = json.loads((tmp_path / "broken" / "config.json").read_text())
+    (tmp_path / "broken" / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    code, _, err = cli("train", write_config(tmp_path / "broken", tmp_path))
+    assert code == 2
+    assert "wrong shape: model.layers.0.mlp" in err
+    assert "expected [80, 32]" in err
+
+
+def test_an_unknown_model_lists_what_was_tried(cli):
+    code, _, err = cli("pull", "smollm2-135m-instrct")
+    assert code == 2
+    assert "smollm2-135m-instruct" in err
+
+
+def test_an_existing_run_is_refused(cli, tiny_directory, tmp_path):
+    config = write_config(tiny_directory, tmp_path)
+    assert cli("train", config)[0] == 0
+    code, _, err = cli("train", config)
+    assert code == 2
+    assert "overwrites no run" in err
+
+
+def test_a_stopped_run_exits_3_and_resume_finishes_it(cli, tiny_directory, tmp_path):
+    code, out, err = cli("train", write_config(tiny_directory, tmp_path), "run.max_memory=0.01")
+    assert code == 3
+    assert "whet resume" in err
+    run = tmp_path / "runs" / "test"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"]["max_memory"] = None
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    code, out, err = cli("resume", run)
+    assert code == 0
+    assert "resuming after step" in err
+    assert (run / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_a_nonfinite_loss_exits_1_and_keeps_what_is_written(cli, tiny_directory, tmp_path, monkeypatch):
+    from whet.objectives.sft import SFT
+
+    original, calls = SFT.loss, []
+
+    def poisoned(self, model, batch):
+        result = original(self, model, batch)
+        calls.append(model.training)
+        return type(result)({"loss": result.sums["loss"] * (float("nan") if calls.count(True) >= 3 else 1.0)})
+
+    monkeypatch.setattr(SFT, "loss", poisoned)
+    code, _, err = cli("train", write_config(tiny_directory, tmp_path, checkpoint={"every": 1}))
+    assert code == 1
+    assert "loss nan" in err
+    assert "lower optim.lr" in err
+    assert list((tmp_path / "runs" / "test" / "checkpoints").iterdir())
+
+
+def test_debug_shows_the_traceback(tiny_directory, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["whet", "train", "nowhere.yaml", "--debug"])
+    with pytest.raises(whet.WhetError):
+        app.main()
+
+
+def test_an_unexpected_error_is_one_line_with_a_way_to_more(cli, monkeypatch):
+    monkeypatch.setattr("whet.models.hub.resolve", lambda name: 1 / 0)
+    code, _, err = cli("pull", "x")
+    assert code == 1
+    assert err.splitlines() == [
+        "error: unexpected ZeroDivisionError: division by zero", "  hint: run it again with --debug for the traceback"
+    ]  # fmt: skip
+
+
+def test_generate_prints_the_answer_alone(cli, trained):
+    code, out, err = cli("generate", trained, "Turn on the light", "--max-tokens", 5)
+    assert code == 0
+    assert out.strip() == whet.generate(*whet.load(trained), "Turn on the light", max_tokens=5).strip()
+
+
+def test_compare_shows_base_and_fine_tuned(cli, trained, tiny_directory):
+    code, out, _ = cli("generate", trained, "Turn on the light", "--max-tokens", 5, "--compare")
+    assert code == 0
+    assert out.startswith("base:       ")
+    base = whet.generate(*whet.load(tiny_directory), "Turn on the light", max_tokens=5)
+    assert base.splitlines()[0] in out if base.strip() else True
+    assert "\nfine-tuned: " in out
+    code, _, err = cli("generate", tiny_directory, "hi", "--compare")
+    assert code == 2
+    assert "no base to compare with" in err
+
+
+def test_sampling_options_are_seeded_and_checked(cli, trained):
+    arguments = ("generate", trained, "hi", "--max-tokens", 12, "--temperature", 1.5, "--seed")
+    assert cli(*arguments, 1)[1] == cli(*arguments, 1)[1]
+    assert cli(*arguments, 1)[1] != cli(*arguments, 2)[1]
+    code, _, err = cli("generate", trained, "hi", "--top-p", 3)
+    assert code == 2
+    assert "top_p 3.0 is not in (0, 1]" in err
+
+
+def test_chat_answers_line_by_line_and_remembers(cli, trained):
+    code, out, err = cli("chat", trained, "--max-tokens", 4, stdin="hello\nh\nr\nhello\nq\nnever read\n")
+    assert code == 0
+    assert "q ends" in err
+    answer = whet.generate(*whet.load(trained), "hello", max_tokens=4)
+    assert out == f"{answer}\n{answer}\n"
+
+
+def test_chat_ends_with_its_input(cli, trained):
+    assert cli("chat", trained, "--max-tokens", 2, stdin="hello")[0] == 0
+
+
+def test_eval_reports_loss_and_exact_match(cli, trained, tmp_path):
+    code, out, err = cli(
+        "eval", trained, "--data", "synth:house-test:10", "--json", "--max-tokens", 6, "--samples", 1
+    )
+    assert code == 0
+    metrics = json.loads(out)
+    assert metrics.keys() >= {
+        "eval_loss",
+        "eval_perplexity",
+        "exact_match",
+        "exact_match_known",
+        "exact_match_unseen",
+    }
+    assert "asked" in err
+    plain = cli("eval", trained, "--data", "synth:house-test:10", "--no-generate")[1]
+    assert "eval loss" in plain
+    assert "exact match" not in plain
+
+
+def test_eval_refuses_missing_data(cli, trained):
+    code, _, err = cli("eval", trained, "--data", "nowhere.jsonl")
+    assert code == 2
+    assert "nowhere.jsonl does not exist" in err
+
+
+def test_an_unfinished_run_says_how_to_go_on(cli, tiny_directory, tmp_path):
+    cli("train", write_config(tiny_directory, tmp_path), "run.max_memory=0.01")
+    code, _, err = cli("chat", tmp_path / "runs" / "test")
+    assert code == 2
+    assert "whet resume" in err
+
+
+def test_doctor_tells_device_precision_versions_and_cache(cli):
+    code, out, _ = cli("doctor")
+    assert code == 0
+    for said in ("device", "precision", "torch", "transformers", "cache", "cores"):
+        assert said in out
+
+
+def test_usage_errors_exit_2(cli):
+    assert cli("train")[0] == 2
+    assert cli("fly")[0] == 2
+    assert cli("eval", "model")[0] == 2
+
+
+def test_train_help_lists_every_key(cli):
+    code, out, _ = cli("train", "--help")
+    assert code == 0
+    for key in ("optim.warmup", "run.max_memory", "method.targets", "data.too_long"):
+        assert key in out
+
+
+def test_ctrl_c_in_a_real_process_saves_and_exits_3(tiny_directory, tmp_path):
+    """As a person does it: start, wait for a step, press Ctrl-C, resume."""
+    config = write_config(tiny_directory, tmp_path, run={"steps": 100_000}, log={"every": 1})
+    whet_command = str(Path(sys.executable).with_name("whet"))
+    process = subprocess.Popen([whet_command, "train", str(config)], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "test" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not (metrics.is_file() and '"loss"' in metrics.read_text()):
+            assert time.monotonic() < deadline, "no step was taken"
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 3, err
+    assert "finishing this step, then saving" in err
+    assert "go on with: whet resume" in err
+    assert "Traceback" not in err
+    assert list((tmp_path / "runs" / "test" / "checkpoints").glob("step-*/MANIFEST.json"))

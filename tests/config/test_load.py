@@ -1,0 +1,104 @@
+"""Configs: strict, with every problem named at once, and written back whole."""
+
+import pytest
+import yaml
+
+from whet.config.load import load_config, make_config, to_yaml
+from whet.errors import ConfigError
+
+GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_size": 4}}
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def problem(tmp_path, *overrides, values=GOOD):
+    path = write(tmp_path, yaml.safe_dump(values))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_scientific_notation_is_a_number(tmp_path):
+    path = write(
+        tmp_path,
+        "model: m\ndata: {train: a}\nrun: {steps: 3, batch_size: 4}\noptim: {lr: 2e-3, min_lr_ratio: 1E-1}",
+    )
+    config = load_config(path)
+    assert (config.optim.lr, config.optim.min_lr_ratio) == (0.002, 0.1)
+    assert load_config(path, ["optim.lr=5e-5"]).optim.lr == 5e-5
+
+
+def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
+    path = write(tmp_path, yaml.safe_dump(GOOD))
+    config = load_config(
+        path, ["eval.early_stop.patience=7", "run.seed=0", "method.targets=[q_proj, v_proj]"]
+    )
+    assert config.eval.early_stop.patience == 7
+    assert config.run.seed == 0
+    assert config.method.targets == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=3", "unknown key 'optim.lrr', did you mean 'lr'?"),
+        ("optm.lr=3", "unknown key 'optm', did you mean 'optim'?"),
+        ("eval.early_stop.patienc=3", "unknown key 'eval.early_stop.patienc', did you mean 'patience'?"),
+        ("data.zzz=1", "unknown key 'data.zzz' (known: train, valid"),
+        ("run.steps=0", "run.steps: Input should be greater than 0 (given: 0)"),
+        ("run.batch_size=0", "run.batch_size: Input should be greater than 0"),
+        ("eval.every=0", "eval.every: Input should be greater than 0"),
+        ("checkpoint.every=0", "checkpoint.every: Input should be greater than 0"),
+        ("log.every=0", "log.every: Input should be greater than 0"),
+        ("method.kind=lorra", "method.kind: Input should be 'full' or 'lora' (given: 'lorra')"),
+        ("optim.lr=fast", "optim.lr: Input should be a valid number"),
+        ("run.epochs=2", "run: give either steps or epochs"),
+        ("run.batch_tokens=512", "run: give either batch_size or batch_tokens"),
+        ("run.name=a/b", "run.name: a run's name is one path segment"),
+        ("run.name=..", "run.name: a run's name is one path segment"),
+        ("optim", "'optim' is not an override"),
+        ("model.x=1", "model is not a section"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_path(tmp_path, override, message):
+    assert message in problem(tmp_path, override)
+
+
+def test_every_problem_is_named_at_once(tmp_path):
+    message = problem(
+        tmp_path, values={"model": "m", "data": {"train": "a"}, "run": {"steps": -1, "batch_sise": 2}}
+    )
+    assert "run.steps" in message
+    assert "did you mean 'batch_size'?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not valid YAML"),
+        ("- 1", "must hold sections"),
+        ("", "must hold sections"),
+        ("model: a\nmodel: b\n", "the key 'model' is given twice"),
+        ("model: m\nrun: {steps: 1, steps: 2}\n", "the key 'steps' is given twice"),
+        ("model: m\n", "data is missing; run is missing"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match="run.yaml") as caught:
+        load_config(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="none.yaml does not exist"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path):
+    config = make_config({**GOOD, "eval": {"early_stop": {"patience": 2}}, "method": {"layers": [0, 1]}})
+    assert load_config(write(tmp_path, to_yaml(config))) == config

@@ -1,0 +1,182 @@
+"""Which tokens an example has and which of them are learned."""
+
+import json
+
+import pytest
+
+from tiny import TEMPLATE
+from whet.data.render import Renderer, render
+from whet.data.sources import Record, read_records
+from whet.errors import DataError
+
+
+def renderer(tiny, **settings):
+    return Renderer(tiny[1], vocab_size=260, **settings)
+
+
+def record(**fields):
+    return Record(fields, "here.jsonl:7")
+
+
+def learned(tiny, example):
+    """The supervised tokens as text."""
+    chosen = [token for token, mark in zip(example.tokens, example.supervised, strict=True) if mark]
+    return tiny[1].decode(chosen)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3?"},
+    {"role": "assistant", "content": "7, naïve friend"},
+]
+
+
+@pytest.mark.parametrize(
+    ("supervise", "expected"),
+    [
+        ("assistant", "4<|end|>7, naïve friend<|end|>"),
+        ("last", "7, naïve friend<|end|>"),
+        ("all", "<|system|>Be brief.<|end|><|user|>2+2?<|end|><|assistant|>4<|end|><|user|>and 3?<|end|>"
+                "<|assistant|>7, naïve friend<|end|>"),
+    ],
+)  # fmt: skip
+def test_chat_supervises_the_turns_asked_for_and_their_end(tiny, supervise, expected):
+    example = renderer(tiny, supervise=supervise).example(record(messages=CHAT))
+    assert learned(tiny, example) == expected
+    whole = tiny[1].apply_chat_template(CHAT, tokenize=False)
+    assert tiny[1].decode(example.tokens) == whole
+
+
+def test_prompt_and_completion_become_two_turns_where_there_is_a_template(tiny):
+    example = renderer(tiny).example(record(prompt="2+2?", completion="4"))
+    assert tiny[1].decode(example.tokens) == "<|user|>2+2?<|end|><|assistant|>4<|end|>"
+    assert learned(tiny, example) == "4<|end|>"
+
+
+def test_without_a_template_prompt_and_completion_are_joined_and_ended(tiny):
+    tiny[1].chat_template = None
+    example = renderer(tiny).example(record(prompt="2+2=", completion="4"))
+    assert tiny[1].decode(example.tokens) == "2+2=4<|end|>"
+    assert learned(tiny, example) == "4<|end|>"
+    with pytest.raises(DataError, match="need a chat template, and this tokenizer has none"):
+        renderer(tiny).example(record(messages=CHAT))
+
+
+def test_text_is_learned_whole_with_one_end(tiny):
+    example = renderer(tiny).example(record(text="hello"))
+    assert learned(tiny, example) == "hello<|end|>"
+    assert example.supervised_count == 5  # the first token has nothing to be predicted from
+
+
+def test_pad_equal_to_eos_does_not_unlearn_the_end(tiny):
+    """Masks go by position: a pad token that is also EOS must not remove EOS from the targets."""
+    assert tiny[1].pad_token_id == tiny[1].eos_token_id
+    example = renderer(tiny).example(record(messages=CHAT))
+    assert example.supervised[-1]
+    assert example.tokens[-1] == tiny[1].eos_token_id
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_counts(tiny):
+    tiny[1].chat_template = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] if loop.last else '...' }}"
+    )
+    with pytest.raises(
+        DataError, match=r"here.jsonl:7: the chat template rewrites earlier turns.*\n.*supervise"
+    ):
+        renderer(tiny).example(record(messages=CHAT))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"question": "x", "reply": "y"}, "fields 'question', 'reply' fits no shape"),
+        ({}, "fields none fits no shape"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hi"}, "must be a list"),
+        ({"messages": [{"content": "hi"}]}, "message 1 must be an object with a role"),
+        ({"messages": [{"role": "user"}]}, r"message 1 .user. has no text content"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no token of this example is supervised"),
+        ({"prompt": "a", "completion": 3}, "completion must be a string, not int"),
+        ({"text": None}, "text must be a string"),
+        ({"prompt": "only"}, "fits no shape"),
+    ],
+)
+def test_a_bad_record_is_named_with_its_place(tiny, fields, message):
+    with pytest.raises(DataError, match=message) as caught:
+        renderer(tiny).example(record(**fields))
+    assert "here.jsonl:7" in caught.value.message
+    assert caught.value.exit_code == 2
+
+
+def test_tokens_outside_the_vocabulary_are_named(tiny):
+    with pytest.raises(
+        DataError, match=r"here.jsonl:7: token 259 \('<\|system\|>'\) is outside the model's voc"
+    ):
+        Renderer(tiny[1], vocab_size=258).example(record(messages=CHAT))
+
+
+def test_too_long_is_cut_dropped_or_refused_and_counted(tiny):
+    records = [record(prompt="a" * n, completion="b" * 5) for n in (1, 10, 50)]  # lengths 10, 19, 59
+    make = renderer(tiny)
+    cut = render(records, make, max_length=17, too_long="truncate")
+    # the second keeps part of its answer; the third would keep none of it, and is dropped
+    assert [len(example.tokens) for example in cut.examples] == [10, 17]
+    assert (cut.truncated, cut.dropped) == (1, 1)
+    assert "1 truncated, 1 dropped" in cut.summary()
+    dropped = render(records, make, max_length=17, too_long="drop")
+    assert (len(dropped.examples), dropped.truncated, dropped.dropped) == (1, 0, 2)
+    with pytest.raises(DataError, match=r"here.jsonl:7: 19 tokens, and data.max_length is 17"):
+        render(records, make, max_length=17, too_long="error")
+    with pytest.raises(DataError, match="no example is left: all 2 were dropped"):
+        render(records[1:], make, max_length=3, too_long="truncate")
+
+
+def test_questions_end_where_the_answer_begins(tiny):
+    question = renderer(tiny).question(record(messages=CHAT, group="known"))
+    assert tiny[1].decode(question.tokens).endswith("<|user|>and 3?<|end|><|assistant|>")
+    assert (question.answer, question.text, question.group) == ("7, naïve friend", "and 3?", "known")
+    assert renderer(tiny).question(record(text="x")) is None
+    assert renderer(tiny).question(record(messages=CHAT[:2])) is None
+    assert renderer(tiny, supervise="all").question(record(prompt="p", completion="c")).answer == "c"
+
+
+def test_jsonl_is_read_line_by_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n\n  \n{"text": "b"}')
+    assert [(r.fields["text"], r.origin) for r in read_records(str(path))] == [
+        ("a", f"{path}:1"),
+        ("b", f"{path}:4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"text": \n', r"data.jsonl:2: not valid JSON"),
+        (b'{"text": "a"}\n[1, 2]\n', r"data.jsonl:2: a record must be a JSON object, not list"),
+        (b'{"text": "\xff"}\n', r"data.jsonl:1: not UTF-8 text"),
+        (b"[" * 100_000 + b"\n", r"data.jsonl:1: nested too deeply|data.jsonl:1: not valid JSON"),
+        (b"", "holds no records"),
+        (b"\n\n", "holds no records"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path, content, message):
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_records(str(tmp_path / "data.jsonl"))
+
+
+def test_missing_files_and_directories_are_named(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        read_records(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="is a directory"):
+        read_records(str(tmp_path))
+
+
+def test_tools_reach_the_template(tiny):
+    tiny[1].chat_template = "{{ tools | tojson if tools else '' }}" + TEMPLATE
+    example = renderer(tiny).example(record(messages=CHAT[1:3], tools=[{"name": "add"}]))
+    assert json.dumps([{"name": "add"}]) in tiny[1].decode(example.tokens)
+    assert learned(tiny, example) == "4<|end|>"

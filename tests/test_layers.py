@@ -1,0 +1,85 @@
+"""Imports point down only, and starting up stays cheap."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import whet
+
+ROOT = Path(whet.__file__).parent
+
+# each room may import from the rooms in its own list and from its own files; top to bottom as in the design
+ROOMS = [
+    {"cli"},
+    {"reporting"},
+    {"training"},
+    {"objectives"},
+    {"generation", "analysis", "parallel"},
+    {"adapters"},
+    {"data"},
+    {"models"},
+    {"ops"},
+    {"config", "hardware", "storage"},
+    {"errors"},
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def room_of(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Rooms of whet that a file imports, type-checking blocks aside."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("whet."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("whet."))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    for imported in imports(path):
+        assert imported in LEVEL, f"{path.name} imports an unknown room {imported}"
+        assert imported == room or LEVEL[imported] > LEVEL[room], f"{room} must not import {imported}"
+
+
+def test_every_public_name_exists():
+    for name in dir(whet):
+        assert getattr(whet, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        _ = whet.lod
+
+
+def test_importing_whet_loads_nothing_heavy():
+    heavy = "import sys, whet, whet.cli.app; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_help_appears_in_under_0_3_seconds():
+    command = [str(Path(sys.executable).with_name("whet")), "--help"]
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - started)
+    assert "train" in found.stdout
+    assert min(times) < 0.3
