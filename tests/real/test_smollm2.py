@@ -62,7 +62,8 @@ def test_logits_and_gradients_equal_transformers(smollm2, reference, tokens):
         expected = theirs[model.hf_name(name)].grad
         squares[0] += (parameter.grad - expected).double().square().sum().item()
         squares[1] += expected.double().square().sum().item()
-    assert (squares[0] / squares[1]) ** 0.5 < 1e-5  # relative L2 over all weights
+    # relative L2 over all weights; in float32, transformers is 3e-5 from the float64 gradient and whet 5e-6
+    assert (squares[0] / squares[1]) ** 0.5 < 1e-4
     model.zero_grad(set_to_none=True)
     reference.zero_grad(set_to_none=True)
 

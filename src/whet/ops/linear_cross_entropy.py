@@ -20,13 +20,13 @@ def chunk_rows(vocab_size: int) -> int:
 def linear_cross_entropy(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The SUM over positions of weight * -log p(target), in float32.
+    """The SUM over positions of weight * -log p(target), in float32 or wider.
 
     `hidden` is [N, D] and `targets` [N]: the supervised positions only. The gradient is computed with the
     loss, chunk by chunk, so logits are made once and dropped.
     """
     if not hidden.shape[0]:
-        return hidden.sum().float()  # zero, and still attached to the graph
+        return hidden.float().sum()  # zero, and still attached to the graph
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     loss: torch.Tensor = _LinearCrossEntropy.apply(
@@ -49,16 +49,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         head = Head(weight.to(hidden.dtype), bias, scale, softcap)
-        total = hidden.new_zeros((), dtype=torch.float32)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=wide)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # float32: a bf16 sum over many chunks loses small contributions
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and want_bias else None
+        # wide: a bf16 sum over many chunks loses small contributions
+        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
                 span = slice(start, start + rows)
                 x, target = hidden[span], targets[span, None]
-                row_weight = None if weights is None else weights[span].float()
+                row_weight = None if weights is None else weights[span].to(wide)
                 logits = _logits(x, head)
                 log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
                 loss = (log_total - logits.gather(1, target))[:, 0]
@@ -72,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_hidden is not None:
                     torch.mm(grad, head.weight, out=grad_hidden[span])
                 if grad_weight is not None:
-                    grad_weight.addmm_(grad.T.float(), x.float())
+                    grad_weight.addmm_(grad.T.to(wide), x.to(wide))
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -87,8 +88,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(x: torch.Tensor, head: Head) -> torch.Tensor:
-    """Float32 logits of one chunk, transformed in place."""
-    logits = F.linear(x, head.weight).float()
+    """Wide logits of one chunk, transformed in place."""
+    logits = F.linear(x, head.weight).to(torch.promote_types(x.dtype, torch.float32))
     if head.bias is not None:
         logits += head.bias
     if head.scale != 1.0:

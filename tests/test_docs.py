@@ -1,0 +1,236 @@
+"""What the documentation shows works: its configs, Python, commands, links, and the table of every key.
+
+A fenced block says what it is: `yaml` (a whole config), `yaml fragment` (some sections of one), `python` (run, page by
+page, from top to bottom), `bash` (its whet and make commands are parsed). A second word with a dot, as in
+`jsonl train.jsonl`, names a file that the page's Python finds. `python tests/test_docs.py` prints the tables for
+docs/config.md.
+"""
+
+import contextlib
+import json
+import re
+import shlex
+import types
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from whet.cli.app import app
+from whet.config.load import load_config, make_config
+from whet.config.sections import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
+MODEL = "smollm2-135m-instruct"
+BASE = {"model": MODEL, "data": {"train": "train.jsonl"}, "run": {"steps": 1, "batch_size": 1}}
+
+
+class Fence(NamedTuple):
+    page: Path
+    line: int
+    info: list[str]
+    text: str
+
+    def __str__(self):
+        return f"{self.page.name}-{self.line}"
+
+
+def fences(page):
+    """The fenced blocks of a page."""
+    found, info, start, lines = [], None, 0, []
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if not line.startswith("```"):
+            lines.append(line)
+        elif info is None:
+            info, start, lines = line.removeprefix("```").split(), number, []
+        else:
+            found.append(Fence(page, start, info, "\n".join(lines) + "\n"))
+            info = None
+    assert info is None, f"{page}:{start}: the block has no end"
+    return found
+
+
+def blocks(kind):
+    return [fence for page in PAGES for fence in fences(page) if fence.info[:1] == [kind]]
+
+
+def over_base(sections):
+    """A complete config: some sections of one over the smallest there is."""
+    config = dict(BASE)
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys} if isinstance(keys, dict) else keys
+    run = config["run"]  # a fragment that counts epochs or tokens does so instead of the base
+    for given, instead in (("epochs", "steps"), ("batch_tokens", "batch_size")):
+        if given in run:
+            config["run"] = run = {key: value for key, value in run.items() if key != instead}
+    return config
+
+
+def test_there_are_pages_with_blocks_of_every_kind():
+    assert all(blocks(kind) for kind in ("yaml", "python", "bash"))
+
+
+@pytest.mark.parametrize("fence", blocks("yaml"), ids=str)
+def test_configs_are_valid(fence, tmp_path):
+    if "fragment" in fence.info:
+        import yaml
+
+        make_config(over_base(yaml.safe_load(fence.text)), origin=str(fence))
+        return
+    path = tmp_path / "config.yaml"
+    path.write_text(fence.text)
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p in {f.page for f in blocks("python")}], ids=lambda p: p.stem
+)
+def test_python_runs(page, tmp_path, monkeypatch, tiny_directory):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for fence in fences(page):
+        text = fence.text.replace(MODEL, str(tiny_directory))
+        if len(fence.info) > 1 and "." in fence.info[1]:
+            (tmp_path / fence.info[1]).write_text(text)
+        if fence.info == ["python"]:
+            # blank lines in front, so that a traceback names the line of the page
+            exec(compile("\n" * fence.line + text, str(page), "exec"), namespace)
+
+
+def shell_lines():
+    """Each command of the bash blocks, as words: variables in front and what a pipe does with it left out."""
+    for fence in blocks("bash"):
+        for line in fence.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]
+            for end in ("|", "&&", ";", ">"):
+                words = words[: words.index(end)] if end in words else words
+            if words:
+                yield pytest.param(words, id=f"{fence}-{'-'.join(words)[:40]}")
+
+
+def test_whet_and_make_are_shown():
+    shown = {Path(line.values[0][0]).name for line in shell_lines()}
+    assert {"whet", "make", "pip"} <= shown
+
+
+@pytest.mark.parametrize("words", list(shell_lines()))
+def test_commands_exist(words, tmp_path):
+    program, *arguments = words
+    if Path(program).name == "whet":
+        check_whet(arguments, tmp_path)
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+        assert {word for word in arguments if "=" not in word} <= set(targets)
+    for word in words:
+        if word.startswith(("examples/", "tests/", "docs/")):
+            assert (ROOT / word).exists()
+
+
+def check_whet(arguments, tmp_path):
+    """Command, arguments and options exist, and the overrides give a valid config; nothing is run."""
+    group = typer.main.get_command(app)
+    with contextlib.suppress(typer.Exit):  # --help prints and ends
+        context = group.make_context("whet", list(arguments))
+        words = [word for word in arguments if word != "--debug"]
+        name, command, rest = group.resolve_command(context, words)
+        parsed = command.make_context(name, rest, parent=context)
+        if overrides := parsed.params.get("overrides"):
+            (tmp_path / "base.yaml").write_text(json.dumps(BASE))  # JSON is YAML
+            load_config(tmp_path / "base.yaml", overrides)
+
+
+def test_the_page_of_keys_lists_every_key_with_its_default_and_meaning():
+    page = (ROOT / "docs" / "config.md").read_text()
+    for table in key_tables():
+        assert table in page, f"docs/config.md lacks this; see `python tests/test_docs.py`:\n\n{table}"
+    rows = re.findall(r"^\| `([a-z_.]+)` \|", page, flags=re.M)
+    assert len(rows) == sum(table.count("\n| `") for table in key_tables())  # and no key that does not exist
+
+
+def key_tables():
+    """A table for each section of a config, from the sections themselves."""
+    yield table("Top level", {"model": RunConfig.model_fields["model"]}, "The model to train.")
+    for name, field in RunConfig.model_fields.items():
+        if name != "model":
+            yield from section_tables(name, field.annotation)
+
+
+def section_tables(name, section):
+    keys = {f"{name}.{key}": field for key, field in section.model_fields.items()}
+    yield table(f"`{name}`", keys, section.__doc__)
+    for key, field in keys.items():
+        for inner in get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from section_tables(key, inner)
+
+
+def table(title, fields, meaning):
+    rows = [
+        f"| `{key}` | {values(field.annotation, field.metadata)} | {default(field)} | {field.description} |"
+        for key, field in fields.items()
+    ]
+    return "\n".join(
+        [f"### {title}\n\n{meaning}\n\n| key | values | default | meaning |", "|---|---|---|---|", *rows]
+    )
+
+
+def default(field):
+    return "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
+
+
+def values(kind, limits=()):
+    """What may be given, in words."""
+    if get_origin(kind) is Annotated:
+        kind, *limits = get_args(kind)
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if isinstance(kind, types.UnionType) or type(None) in get_args(kind):
+        return " or ".join(values(inner, limits) for inner in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a section"
+    names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", type(None): "`null`"}
+    names |= {
+        list[int]: "list of whole numbers",
+        list[str]: "list of texts",
+        tuple[float, float]: "two numbers",
+    }
+    return names[kind] + (bounds(limits) if kind in (int, float) else "")
+
+
+def bounds(limits):
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    flat = [inner for limit in limits for inner in getattr(limit, "metadata", [limit])]
+    found = [
+        f"{sign} {getattr(limit, name)}"
+        for limit in flat
+        for name, sign in signs.items()
+        if hasattr(limit, name)
+    ]
+    return " " + " and ".join(found) if found else ""
+
+
+def links():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not target.startswith(("http://", "https://", "mailto:")):
+                yield pytest.param(page, target, id=f"{page.name}-{target}")
+
+
+@pytest.mark.parametrize(("page", "target"), list(links()))
+def test_links_lead_somewhere(page, target):
+    path, _, anchor = target.partition("#")
+    found = page.parent / path if path else page
+    assert found.exists()
+    if anchor:
+        headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.M)
+        assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+if __name__ == "__main__":
+    print("\n\n".join(key_tables()))
