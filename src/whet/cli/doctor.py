@@ -11,7 +11,7 @@ def command() -> None:
     from whet.hardware import GIB, choose_device, choose_precision
     from whet.models.hub import cache_dir, cached_models
     from whet.ops.attention import describe_backend
-    from whet.training.run import versions
+    from whet.training.provenance import versions
 
     device, memory = choose_device(), psutil.virtual_memory()
     rows = {

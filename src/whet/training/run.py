@@ -1,12 +1,8 @@
 """A run, assembled from its config: `whet.train` and `whet.resume`."""
 
-import hashlib
-import importlib.metadata
 import json
 import logging
-import platform
 import random
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +39,7 @@ from whet.training.callbacks import (
 )
 from whet.training.checkpoint import checkpoint_path, load_checkpoint, newest_valid
 from whet.training.compiling import compile_blocks
+from whet.training.provenance import provenance
 from whet.training.signals import StopOnSignal
 from whet.training.trainer import RunResult, Trainer
 
@@ -131,7 +128,7 @@ class _Assembly:
             else f"{config.run.batch_size} examples",
             self.steps.micro_tokens,
         )
-        self._write_description(stream)
+        self._write_description()
         with StopOnSignal() as signals:
             trainer = Trainer(
                 self.model,
@@ -230,7 +227,7 @@ class _Assembly:
             own.append(TimeLimit(config.run.max_time))
         return own
 
-    def _write_description(self, stream: BatchStream) -> None:
+    def _write_description(self) -> None:
         """What this run is: written before its first step, so that even a failed run can be understood."""
         if (self.directory / "config.yaml").is_file():
             return
@@ -240,15 +237,7 @@ class _Assembly:
             self.directory / "arch.json",
             {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()},
         )
-        write_json(
-            self.directory / "provenance.json",
-            {
-                "versions": versions(),
-                "git_commit": _git_commit(),
-                "data_sha256": {name: _data_hash(records) for name, records in self.records.items()},
-                "examples": len(stream.examples),
-            },
-        )
+        write_json(self.directory / "provenance.json", provenance(self.records))
 
     def _write_final(self, result: RunResult) -> None:
         """`final/`: the last weights, or the best ones when the run stopped because nothing improved."""
@@ -297,25 +286,6 @@ def set_aside_later_rows(path: Path, step: int) -> None:
         with path.with_suffix(".superseded.jsonl").open("a") as file:
             file.writelines(later)
         write_text(path, "".join(kept))
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything a result may depend on."""
-    packages = ("whet", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-def _git_commit() -> str | None:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
-
-
-def _data_hash(records: list[Record]) -> str:
-    canonical = "\n".join(json.dumps(record.fields, sort_keys=True) for record in records)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _seed(seed: int) -> None:

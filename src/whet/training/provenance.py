@@ -1,0 +1,42 @@
+"""Where a result came from: versions, commit and the hash of the data."""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+
+import whet
+from whet.data.sources import Record
+
+
+def provenance(records: Mapping[str, Sequence[Record]]) -> dict[str, object]:
+    """What is stored beside a run so that it can be repeated."""
+    return {
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "data_sha256": {name: data_hash(found) for name, found in records.items()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a result may depend on."""
+    packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), "whet": whet.__version__, **found}
+
+
+def git_commit() -> str | None:
+    """The commit of the repository whet is run from, where there is one."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
+    return found.stdout.strip() or None
+
+
+def data_hash(records: Sequence[Record]) -> str:
+    """SHA-256 of the records, whatever file they came from."""
+    canonical = "\n".join(json.dumps(record.fields, sort_keys=True) for record in records)
+    return hashlib.sha256(canonical.encode()).hexdigest()

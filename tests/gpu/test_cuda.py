@@ -1,0 +1,146 @@
+"""What only a CUDA device can show; skipped where there is none."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import whet
+from tiny import random_examples, run_config
+from whet.config.load import make_config
+from whet.data.batches import BatchStream, make_batch
+from whet.data.plan import StepSettings
+from whet.generation.engine import generate_tokens
+from whet.hardware import choose_precision
+from whet.objectives.sft import SFT
+from whet.training.callbacks import Callback, StopRun
+from whet.training.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+def test_packed_equals_solo(tiny_directory, dtype, tolerance):
+    model, _ = whet.load(tiny_directory, dtype=dtype, device=CUDA)
+    examples = random_examples(5, seed=1)
+    batch = make_batch([examples[:2], examples[2:]]).to(CUDA)
+    with torch.no_grad():
+        packed = model.hidden(batch.tokens, batch.positions, batch.layout()).float()
+        for row, group in enumerate((examples[:2], examples[2:])):
+            start = 0
+            for example in group:
+                solo = model.hidden(torch.tensor([example.tokens[:-1]], device=CUDA)).float()
+                torch.testing.assert_close(
+                    packed[row, start : start + example.length], solo[0], rtol=0, atol=tolerance
+                )
+                start += example.length
+
+
+def trainer(tiny_directory, precision, method="lora"):
+    torch.manual_seed(0)
+    chosen = choose_precision(precision, CUDA)
+    model, _ = whet.load(
+        tiny_directory, dtype=chosen.frozen if method == "lora" else chosen.trained, device=CUDA
+    )
+    if method == "lora":
+        whet.attach_lora(model, rank=4)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(chosen.trained)
+    config = make_config(run_config(tiny_directory, ".", run={"device": "cuda", "precision": precision}))
+    settings = StepSettings(4, None, 128, pack=True, shuffle=True)
+    return Trainer(model, SFT(), BatchStream(random_examples(20), settings, seed=0), config, precision=chosen)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_every_precision_learns(tiny_directory, precision, method):
+    run = trainer(tiny_directory, precision, method)
+    expected = torch.bfloat16 if precision == "bf16-pure" else torch.float32
+    assert all(p.dtype == expected for p in run.trained)
+    batch = next(run.batches)
+    losses = [run.step(batch)["loss"] for _ in range(25)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_bf16_gradients_point_where_fp32_gradients_point(tiny_directory):
+    found = []
+    for precision in ("fp32", "bf16"):
+        run = trainer(tiny_directory, precision, "full")
+        grads = []
+        run.optimizer.register_step_pre_hook(
+            lambda *_, run=run, grads=grads: grads.extend(p.grad.flatten().float().cpu() for p in run.trained)
+        )
+        run.step(next(run.batches))
+        found.append(torch.cat(grads))
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.99
+
+
+def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory):
+    run = trainer(tiny_directory, "bf16")
+    run.step(next(run.batches))
+    before = [p.detach().clone() for p in run.trained]
+    original = run.objective.loss
+    run.objective.loss = lambda model, batch: type(r := original(model, batch))(
+        {"loss": r.sums["loss"] * math.nan}
+    )
+    with pytest.raises(whet.WhetError, match="weights were left as they were"):
+        run.step(next(run.batches))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trained, strict=True))
+
+
+def test_nothing_in_a_step_waits_for_the_device_before_its_numbers_are_read(tiny_directory, monkeypatch):
+    run = trainer(tiny_directory, "bf16")
+    run.step(next(run.batches))
+    batches = [batch.to(CUDA) for batch in next(run.batches)]
+    original = torch.Tensor.tolist
+
+    def read(tensor):
+        torch.cuda.set_sync_debug_mode("default")
+        return original(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run.step(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_generation_gives_the_tokens_of_the_cpu(tiny_directory):
+    prompts = [example.tokens for example in random_examples(5, seed=1)]
+    found = [
+        generate_tokens(
+            whet.load(tiny_directory, dtype=torch.float32, device=device)[0],
+            prompts,
+            max_tokens=20,
+            stop_tokens=set(),
+        )
+        for device in ("cpu", "cuda")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, compiled):
+    class StopAt2(Callback):
+        def on_step_end(self, step, metrics):
+            return StopRun("test", unfinished=True) if step == 2 else None
+
+    keys = {
+        "run": {"device": "cuda", "steps": 5, "compile": compiled},
+        "method": {"kind": "lora", "rank": 4, "dropout": 0.1},
+    }
+    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **keys))
+    part = whet.train(run_config(tiny_directory, tmp_path / "part", **keys), [StopAt2()])
+    done = whet.resume(part.directory)
+    a, b = (load_file(run.directory / "final" / "adapter_model.safetensors") for run in (whole, done))
+    assert all(torch.equal(a[key], b[key]) for key in a)
