@@ -25,7 +25,11 @@ from whet.config.sections import RunConfig
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
 MODEL = "smollm2-135m-instruct"
-BASE = {"model": MODEL, "data": {"train": "train.jsonl"}, "run": {"steps": 1, "batch_size": 1}}
+BASE = {
+    "model": MODEL,
+    "data": {"train": "train.jsonl", "valid": "valid.jsonl"},
+    "run": {"steps": 1, "batch_size": 1},
+}
 
 
 class Fence(NamedTuple):
@@ -197,8 +201,9 @@ def values(kind, limits=()):
     names |= {
         list[int]: "list of whole numbers",
         list[str]: "list of texts",
-        tuple[float, float]: "two numbers",
     }
+    if get_origin(kind) is tuple:
+        return "two numbers" + bounds(get_args(get_args(kind)[0])[1:])
     return names[kind] + (bounds(limits) if kind in (int, float) else "")
 
 

@@ -75,6 +75,7 @@ def run_config(tiny_directory, tmp_path, **sections):
             "batch_size": 4,
             "micro_batch_tokens": 512,
             "device": "cpu",
+            "precision": "fp32",
         },
     }
     for name, keys in sections.items():

@@ -47,6 +47,13 @@ def write_text(path: Path, text: str) -> None:
     write_chunks(path, [text.encode()])
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Change a text file all at once: a reader, or a crash, sees the old one or the new one."""
+    staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    write_text(staging, text)
+    staging.replace(path)
+
+
 def write_json(path: Path, value: Any) -> None:  # Any: whatever json.dumps takes
     """Write readable JSON through the one writer."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -95,8 +102,15 @@ def _fsync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(path: Path, *, manifest: bool = False) -> Iterator[Path]:
-    """Fill a directory that appears under its name only when it is complete, replacing an older one."""
+def new_directory(path: Path, *, manifest: bool = False, replace: bool = False) -> Iterator[Path]:
+    """Fill a directory that appears under its name only when it is complete.
+
+    What is there already is replaced only when the caller says so: it may be somebody's work.
+    """
+    if not replace and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists already, and whet overwrites nothing", hint="choose another name"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     shutil.rmtree(staging, ignore_errors=True)

@@ -36,7 +36,8 @@ def test_scientific_notation_is_a_number(tmp_path):
 def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
     path = write(tmp_path, yaml.safe_dump(GOOD))
     config = load_config(
-        path, ["eval.early_stop.patience=7", "run.seed=0", "method.targets=[q_proj, v_proj]"]
+        path,
+        ["eval.early_stop.patience=7", "data.valid=b.jsonl", "run.seed=0", "method.targets=[q_proj, v_proj]"],
     )
     assert config.eval.early_stop.patience == 7
     assert config.run.seed == 0
@@ -62,6 +63,11 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
         ("run.name=a/b", "run.name: a run's name is one path segment"),
         ("run.name=..", "run.name: a run's name is one path segment"),
         ("optim", "'optim' is not an override"),
+        ("optim.lr=.inf", "optim.lr: Input should be"),
+        ("optim.betas=[0.9, 1.5]", "optim.betas.1: Input should be less than 1"),
+        ("method.targets=3", "method.targets: Input should be a valid string"),
+        ("eval.early_stop={}", "eval.early_stop needs data.valid"),
+        ("eval={early_stop: {metric: exact_match}}", "eval.early_stop needs data.valid"),
         ("model.x=1", "model is not a section"),
     ],
 )
@@ -100,5 +106,6 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_the_resolved_config_reads_back_equal(tmp_path):
-    config = make_config({**GOOD, "eval": {"early_stop": {"patience": 2}}, "method": {"layers": [0, 1]}})
+    data = {"train": "a.jsonl", "valid": "b.jsonl"}
+    config = make_config({**GOOD, "data": data, "eval": {"early_stop": {}}, "method": {"layers": [0, 1]}})
     assert load_config(write(tmp_path, to_yaml(config))) == config

@@ -140,4 +140,6 @@ def test_evaluation_covers_everything_once_in_at_most_the_batches_asked_for():
     examples = random_examples(20)
     batches = evaluation_batches(examples, sized(batch_size=1))
     assert sorted(o for batch in batches for o in batch.origins) == sorted(e.origin for e in examples)
-    assert len(evaluation_batches(examples, sized(batch_size=1), limit=2)) == 2
+    limited = evaluation_batches(examples, sized(batch_size=1), limit=2)
+    assert len(limited) == 2
+    assert "example 0" in limited[0].origins, "the first ones, not the longest ones"

@@ -142,6 +142,14 @@ def test_questions_end_where_the_answer_begins(tiny):
     assert renderer(tiny, supervise="all").question(record(prompt="p", completion="c")).answer == "c"
 
 
+def test_an_answer_that_is_a_tool_call_is_no_question(tiny):
+    for turn in (
+        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ):
+        assert renderer(tiny).question(record(messages=[CHAT[1], turn])) is None
+
+
 def test_jsonl_is_read_line_by_line(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a"}\n\n  \n{"text": "b"}')

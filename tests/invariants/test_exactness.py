@@ -20,7 +20,11 @@ TOLERANCE = 2e-6
 
 def config(tiny_directory):
     return make_config(
-        {"model": str(tiny_directory), "data": {"train": "unused"}, "run": {"steps": 3, "batch_size": 6}}
+        {
+            "model": str(tiny_directory),
+            "data": {"train": "unused"},
+            "run": {"steps": 3, "batch_size": 6, "precision": "fp32"},
+        }
     )
 
 

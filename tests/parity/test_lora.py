@@ -10,7 +10,7 @@ import whet
 from tiny import write_tiny_model
 from whet.adapters.files import adapter_tensors
 from whet.adapters.lora import adapted, adapters_off
-from whet.errors import ConfigError, ModelError
+from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 
 TARGETS = {"all": "all-linear", "attention": ["q_proj", "v_proj"], "one": ["down_proj"]}
@@ -137,6 +137,17 @@ def test_merged_equals_adapted_and_off_equals_base(tiny, tmp_path):
         torch.testing.assert_close(model(tokens()), adapted_logits, rtol=1e-4, atol=1e-4)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         torch.testing.assert_close(plain(tokens()).logits, adapted_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_saving_never_replaces_what_is_there(tiny, tmp_path):
+    model, tokenizer = tiny
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="overwrites nothing"):
+        whet.save(model, tokenizer, tmp_path)
+    with pytest.raises(CheckpointError, match="overwrites nothing"):
+        whet.save_adapter(whet.attach_lora(model), tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_dropout_acts_in_training_only_and_keeps_the_mean(tiny):

@@ -49,7 +49,7 @@ def test_a_run_leaves_what_the_design_says(finished, tiny_directory):
     config = yaml.safe_load((directory / "config.yaml").read_text())
     assert config["optim"]["betas"] == [0.9, 0.999], "defaults are written out"
     arch = json.loads((directory / "arch.json").read_text())
-    assert arch["fingerprint"] == whet.load(tiny_directory)[0].fingerprint
+    assert arch["fingerprint"] == whet.load(tiny_directory, device="cpu")[0].fingerprint
     provenance = json.loads((directory / "provenance.json").read_text())
     assert provenance["versions"]["torch"] == torch.__version__
     assert provenance["data_sha256"].keys() == {"train", "valid", "test"}
@@ -71,7 +71,7 @@ def test_the_metrics_of_a_run_tell_its_story(finished):
 
 
 def test_a_lora_run_ends_in_an_adapter_that_peft_loads(finished, tiny_directory):
-    model, tokenizer = whet.load(finished.directory)
+    model, tokenizer = whet.load(finished.directory, device="cpu")
     assert tokenizer.chat_template
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(base, finished.directory / "final")
@@ -84,9 +84,9 @@ def test_a_lora_run_ends_in_an_adapter_that_peft_loads(finished, tiny_directory)
 
 def test_a_full_run_ends_in_a_model_that_transformers_loads(tiny_directory, tmp_path):
     result = whet.train(run_config(tiny_directory, tmp_path, **METHODS["full"]))
-    model, _ = whet.load(result.directory)
+    model, _ = whet.load(result.directory, device="cpu")
     theirs = AutoModelForCausalLM.from_pretrained(result.directory / "final")
-    base, _ = whet.load(tiny_directory)
+    base, _ = whet.load(tiny_directory, device="cpu")
     tokens = torch.randint(0, 260, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
@@ -167,7 +167,7 @@ def test_an_existing_run_is_never_overwritten(finished, tiny_directory):
     config = run_config(tiny_directory, "unused", run={"dir": str(finished.directory.parent)})
     with pytest.raises(ConfigError, match="overwrites no run") as caught:
         whet.train(config)
-    assert "whet resume" in caught.value.hint
+    assert "whet resume" not in caught.value.hint, "it has finished"
     assert sorted((finished.directory).rglob("*")) == before
 
 
@@ -191,9 +191,76 @@ def test_a_memory_limit_stops_with_a_checkpoint(tiny_directory, tmp_path):
     assert list((result.directory / "checkpoints").iterdir())
 
 
-def test_a_time_limit_stops_with_a_checkpoint_and_resume_goes_on(tiny_directory, tmp_path):
-    result = whet.train(run_config(tiny_directory, tmp_path, run={"max_time": 1e-6}))
-    assert (result.steps, result.unfinished) == (1, True)
+def test_a_time_limit_counts_from_the_start_of_each_part(tiny_directory, tmp_path, monkeypatch):
+    clock = iter(range(0, 10_000, 20))  # twenty seconds between any two looks at it
+    monkeypatch.setattr("whet.training.callbacks.time.monotonic", lambda: float(next(clock)))
+    result = whet.train(run_config(tiny_directory, tmp_path, run={"max_time": 0.5, "steps": 4}))
+    assert (result.steps, result.unfinished) == (2, True)
+    assert "run.max_time of 0.5 minutes is over" in result.stopped_because
+    result = whet.resume(result.directory)
+    assert (result.steps, result.unfinished) == (4, True), "a resumed run has its own time"
+
+
+def test_resume_refuses_other_data(tiny_directory, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "x"}) + "\n" for n in range(9)))
+    first = whet.train(run_config(tiny_directory, tmp_path, data={"train": str(data)}), [StopAt(2)])
+    original = data.read_text()
+    data.write_text(original.replace('"3"', '"4"'))
+    with pytest.raises(CheckpointError, match=r"data.train is no longer what .* was trained on"):
+        whet.resume(first.directory)
+    data.write_text(original)
+    assert whet.resume(first.directory).steps == 4
+
+
+def test_a_torn_checkpoint_is_written_again_when_the_run_passes_it(tiny_directory, tmp_path):
+    first = whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 1, "keep": 9}), [StopAt(3)])
+    torn = first.directory / "checkpoints" / "step-000003"
+    (torn / "weights.safetensors").write_bytes(b"")
+    whet.resume(first.directory)
+    from whet.storage import check_manifest
+
+    check_manifest(torn)
+
+
+def test_a_finished_run_can_be_trained_further(finished, tmp_path):
+    sections = {"model": str(finished.directory), "method": {"kind": "lora", "rank": 2}}
+    second = whet.train(run_config(None, tmp_path, **sections))
+    base, _ = whet.load(finished.directory, device="cpu")
+    model, _ = whet.load(second.directory, device="cpu")
+    tokens = torch.randint(0, 260, (2, 20))
+    with torch.no_grad():
+        with whet.adapters_off(model):
+            torch.testing.assert_close(model(tokens), base(tokens), rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(tokens), base(tokens), atol=1e-3)
+
+
+def test_when_nothing_improves_early_stopping_gives_the_untouched_weights_back(
+    tiny_directory, tmp_path, monkeypatch
+):
+    losses = iter([1.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})
+    sections = {"run": {"steps": 40}, "eval": {"every": 1, "early_stop": {"patience": 2}}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    final = load_file(result.directory / "final" / "adapter_model.safetensors")
+    assert all(value.abs().max() == 0 for key, value in final.items() if "lora_B" in key)
+
+
+def test_the_test_figures_are_those_of_the_weights_in_final(tiny_directory, tmp_path):
+    sections = {
+        "data": {"test": "synth:house-test:5"},
+        "run": {"steps": 30},
+        "optim": {"lr": 0.3, "schedule": "constant"},
+        "eval": {"every": 2, "early_stop": {"patience": 1}},
+    }
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    from whet.data.sources import read_records
+    from whet.training.evaluation import ModelEvaluation
+
+    model, tokenizer = whet.load(result.directory, device="cpu", dtype=torch.float32)
+    found = ModelEvaluation(model, tokenizer, read_records("synth:house-test:5"), max_length=256).loss()
+    assert result.best["step"] < result.steps
+    assert result.summary["test"]["loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

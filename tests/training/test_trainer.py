@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch
 import whet
 from tiny import random_examples, run_config
 from whet.config.load import make_config
-from whet.data.batches import BatchStream, evaluation_batches
+from whet.data.batches import BatchStream, evaluation_batches, make_batch
 from whet.data.plan import StepSettings
 from whet.errors import ConfigError, DataError, RunError
+from whet.objectives.base import Loss
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, EarlyStopping, Injector, StopRun
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
@@ -152,6 +154,17 @@ def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_director
     assert saved["micro_batches"][0]["tokens"]
 
 
+def test_a_run_stopped_by_a_nonfinite_step_is_saved_before_that_step(tiny_directory, tmp_path):
+    run = trainer(tiny_directory, tmp_path)
+    poison(run, at=3)
+    with pytest.raises(RunError):
+        run.fit()
+    again = trainer(tiny_directory, tmp_path)
+    again.restore(tmp_path / "checkpoints" / "step-000002")
+    whole = trainer(tiny_directory)
+    assert again.fit().metrics["loss"] == whole.fit().metrics["loss"]
+
+
 def test_a_nonfinite_step_can_be_skipped(tiny_directory):
     run = trainer(tiny_directory, run={"on_nonfinite": "skip"})
     poison(run, at=2)
@@ -176,6 +189,77 @@ def test_early_stopping_stops_and_says_why(tiny_directory):
     assert result.steps == 4  # the first evaluation sets the mark, two more do not beat it
     assert "has not improved" in result.stopped_because
     assert not result.unfinished
+
+
+def test_early_stopping_copes_with_nan():
+    stop = EarlyStopping(patience=1)
+    assert "has not improved" in stop.on_eval_end(0, {"eval_loss": math.nan}).reason
+
+
+def test_terms_are_divided_by_their_own_weights_and_metrics_by_the_first(tiny_directory):
+    """Two terms, one of which has no units in one micro-batch, and none at all in the evaluation."""
+
+    class Two:
+        coefficients: ClassVar = {"a": 1.0, "b": 0.5}
+
+        def weights(self, batch):
+            return {
+                "a": float(batch.supervised),
+                "b": float(batch.real_tokens if batch.real_tokens > 30 else 0),
+            }
+
+        def loss(self, model, batch):
+            touched = model.hidden(batch.tokens).sum() * 0
+            has_b = batch.real_tokens > 30
+            return Loss(
+                {
+                    "a": touched + 3.0 * batch.supervised,
+                    "b": touched + (8.0 * batch.real_tokens if has_b else 0),
+                },
+                {"share": torch.tensor(2.0 * batch.supervised)},
+            )
+
+    run = trainer(tiny_directory)
+    run.objective = Two()
+    long, short = (
+        make_batch([[e]]) for e in (random_examples(1, shortest=40)[0], random_examples(1, longest=9)[0])
+    )
+    metrics = run.step([long, short])
+    assert metrics["loss"] == pytest.approx(3.0 + 0.5 * 8.0)
+    assert metrics["share"] == pytest.approx(2.0)
+    found = run.evaluate([short])
+    assert (found["eval_loss"], found["eval_share"]) == pytest.approx((3.0, 2.0))
+
+
+def test_batches_that_run_out_are_an_error_with_a_reason(tiny_directory):
+    run = trainer(tiny_directory)
+    run.batches = iter([next(run.batches)])
+    with pytest.raises(RunError, match="the batches ran out after step 1 of 4"):
+        run.fit()
+
+
+def test_callbacks_keep_their_state_across_a_resume(tiny_directory, tmp_path):
+    class Counting(Callback):
+        def __init__(self):
+            self.count = 0
+
+        def on_step_end(self, step, metrics):
+            self.count += 1
+            return StopRun("test", unfinished=True) if step == 2 else None
+
+        def state(self):
+            return {"count": self.count}
+
+        def restore(self, state):
+            self.count = state["count"]
+
+    first, second = Counting(), Counting()
+    trainer(tiny_directory, tmp_path, callbacks=[first, second]).fit()
+    run = trainer(tiny_directory, tmp_path, callbacks=[a := Counting(), b := Counting()])
+    run.restore(tmp_path / "checkpoints" / "step-000002")
+    b.count += 10
+    run.fit()
+    assert (a.count, b.count) == (4, 14)
 
 
 def test_early_stopping_watches_a_metric_that_exists(tiny_directory):
@@ -204,6 +288,7 @@ def test_injectors_write_before_others_read_and_any_callback_may_stop(tiny_direc
 
     result = trainer(tiny_directory, callbacks=[Reader(), Writer()]).fit()
     assert read == [43, 44]
+    assert [row["exp_answer"] for row in result.history if "loss" in row] == [43, 44]
     assert (result.steps, result.stopped_because) == (2, "enough")
 
 

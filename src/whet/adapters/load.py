@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from whet.adapters.files import CONFIG, load_adapter
-from whet.adapters.lora import adapted
+from whet.adapters.lora import adapted, merge
 from whet.errors import ModelError
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
@@ -26,9 +26,19 @@ def load(
     base = read_json(target / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ModelError(f"{target / CONFIG} does not name its base model")
-    model = load_model(base, dtype=dtype, device=device)
+    model, _ = load_base(base, dtype=dtype, device=device)
     load_adapter(model, target)
     return model.eval(), _tokenizer_if_any(target if has_tokenizer(target) else base)
+
+
+def load_base(
+    name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> tuple[LanguageModel, Any]:  # Any: as in `load`
+    """Like `load`, with adapters folded in: something to train on top of, a finished run included."""
+    model, tokenizer = load(name_or_path, dtype=dtype, device=device)
+    path = Path(name_or_path)
+    model.name = str(path.absolute()) if path.exists() else str(name_or_path)
+    return merge(model), tokenizer
 
 
 def usable_directory(name_or_path: str | Path) -> str | Path:

@@ -44,12 +44,6 @@ def main() -> NoReturn:
             raise
         _complain(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        sys.exit(1)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone: nothing is left to say
-        sys.exit(0)
     except Exception as error:
         if debug:
             raise

@@ -1,8 +1,17 @@
 """whet eval: loss, perplexity and exact match of a model on some records."""
 
 import json
+from enum import Enum
 
 import typer
+
+
+class Supervised(Enum):
+    """The choices of data.supervise."""
+
+    assistant = "assistant"
+    last = "last"
+    all = "all"
 
 
 def command(
@@ -12,6 +21,7 @@ def command(
     samples: int = typer.Option(3, min=0, help="Show this many questions with their answers."),
     max_tokens: int = typer.Option(256, min=1, help="Longest generated answer."),
     max_length: int = typer.Option(2048, min=2, help="Longest example, in tokens."),
+    supervise: Supervised = typer.Option(Supervised.assistant, help="Tokens whose loss counts."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print the numbers as one JSON object."),
 ) -> None:
     """Evaluate MODEL on DATA."""
@@ -27,7 +37,7 @@ def command(
     loaded, tokenizer = load(model)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer, so it cannot read {data}")
-    evaluation = ModelEvaluation(loaded, tokenizer, records, max_length=max_length)
+    evaluation = ModelEvaluation(loaded, tokenizer, records, max_length=max_length, supervise=supervise.value)
     notes().print(f"{data}: {evaluation.summary}", highlight=False)
     metrics = evaluation.loss()
     if generate and evaluation.questions:

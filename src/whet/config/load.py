@@ -73,16 +73,15 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def describe_keys() -> Iterator[str]:
+def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every config key with its default and meaning, one line each."""
-    for name, field in RunConfig.model_fields.items():
-        section = _section_at((name,))
-        if section is None:
-            yield f"  {name}: {field.description}"
-            continue
-        for key, inner in section.model_fields.items():
-            default = "required" if inner.is_required() else f"default {json.dumps(inner.get_default())}"
-            yield f"  {name}.{key}: {inner.description} ({default})"
+    for name, field in section.model_fields.items():
+        inner = _inner_section(field.annotation)
+        if inner is None or prefix:
+            default = "required" if field.is_required() else f"default {json.dumps(field.get_default())}"
+            yield f"  {prefix}{name}: {field.description} ({default})"
+        if inner is not None:
+            yield from describe_keys(inner, f"{prefix}{name}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by make_config afterwards
@@ -105,10 +104,7 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        # union branches add their own names to the path: a reader only wants keys
-        place = ".".join(
-            str(part) for part in problem["loc"] if not str(part).startswith(("constrained", "list["))
-        )
+        place = ".".join(str(part) for part in problem["loc"] if not _names_a_union_branch(part))
         if problem["type"] == "extra_forbidden":
             yield f"unknown key {place!r}{_nearest(problem['loc'])}"
         elif problem["type"] == "missing":
@@ -116,7 +112,12 @@ def _explain(error: ValidationError) -> Iterator[str]:
         else:
             message = problem["msg"].removeprefix("Value error, ")
             given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
-            yield f"{place}: {message}{given}"
+            yield f"{place}: {message}{given}" if place else message
+
+
+def _names_a_union_branch(part: int | str) -> bool:
+    """Whether pydantic put a type here, which is no key that a reader wrote."""
+    return str(part) in ("str", "int", "float") or str(part).startswith(("constrained", "list["))
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
@@ -129,14 +130,14 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    section: type[BaseModel] = RunConfig
+    section: type[BaseModel] | None = RunConfig
     for key in location:
-        field = section.model_fields.get(str(key))
-        if field is None:
-            return None
-        kinds = get_args(field.annotation) if isinstance(field.annotation, UnionType) else (field.annotation,)
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not inner:
-            return None
-        section = inner[0]
+        field = None if section is None else section.model_fields.get(str(key))
+        section = None if field is None else _inner_section(field.annotation)
     return section
+
+
+def _inner_section(annotation: object) -> type[BaseModel] | None:
+    """The section a field holds, if it holds one."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -5,12 +5,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
+Factor = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A strict, frozen group of keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Method(Section):
@@ -57,20 +58,22 @@ class Optim(Section):
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="the optimizer")
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averaging factors")
+    betas: tuple[Factor, Factor] = Field((0.9, 0.999), description="AdamW's averaging factors")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
     weight_decay: float = Field(0.0, ge=0, description="decoupled (AdamW) or added to the gradient (SGD)")
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="after the warm-up")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up from 0")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
 
 
 class EarlyStop(Section):
     """When to stop because nothing improves."""
 
-    metric: str = Field("eval_loss", description="an evaluation metric; exact_match is better when higher")
+    metric: Literal["eval_loss", "eval_perplexity", "exact_match"] = Field(
+        "eval_loss", description="what must improve; exact_match needs eval.generate"
+    )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")
 
@@ -79,7 +82,9 @@ class Evaluation(Section):
     """Evaluation during a run: before the first step, at intervals, after the last."""
 
     every: Positive | None = Field(None, description="steps between evaluations; null: first and last only")
-    batches: Positive | None = Field(None, description="at most this many batches; null: the whole set")
+    batches: Positive | None = Field(
+        None, description="validation loss on at most this many micro-batches; null: the whole set"
+    )
     generate: bool = Field(False, description="also exact match: generate each answer and compare")
     max_new_tokens: Positive = Field(256, description="longest generated answer")
     early_stop: EarlyStop | None = Field(None, description="stop when a metric no longer improves")
@@ -88,7 +93,7 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """What is saved on the way."""
 
-    every: Positive | None = Field(None, description="steps between checkpoints; null: the last step only")
+    every: Positive | None = Field(100, description="steps between checkpoints; null: best and last only")
     keep: Positive = Field(2, description="newest checkpoints kept, besides the best one")
 
 
@@ -112,7 +117,9 @@ class Run(Section):
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="at a non-finite loss or gradient; weights stay unchanged either way"
     )
-    max_time: float | None = Field(None, gt=0, description="minutes after which the run saves and stops")
+    max_time: float | None = Field(
+        None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"
+    )
     max_memory: float | None = Field(None, gt=0, description="GiB at which the run saves and stops")
 
     @field_validator("name")
@@ -134,7 +141,7 @@ class Run(Section):
 class Log(Section):
     """What is written while it runs."""
 
-    every: Positive = Field(1, description="steps between rows of metrics.jsonl and lines of plain output")
+    every: Positive = Field(1, description="steps between training rows of metrics.jsonl")
 
 
 class RunConfig(Section):
@@ -149,3 +156,12 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     run: Run
     log: Log = Log()
+
+    @model_validator(mode="after")
+    def _early_stop_has_what_it_watches(self) -> "RunConfig":
+        early = self.eval.early_stop
+        if early is not None and self.data.valid is None:
+            raise ValueError("eval.early_stop needs data.valid")
+        if early is not None and early.metric == "exact_match" and not self.eval.generate:
+            raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
+        return self

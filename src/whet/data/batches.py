@@ -132,5 +132,10 @@ def evaluation_batches(
 ) -> list[Batch]:
     """One pass in order, each micro-batch on its own, at most `limit` of them."""
     lengths = [example.length for example in examples]
-    rows = split_step(list(range(len(examples))), lengths, settings)
+    one_batch = replace(settings, batch_size=None, batch_tokens=settings.micro_tokens, shuffle=False)
+    rows = [
+        rows
+        for group in plan_epoch(lengths, one_batch, seed=0, epoch=0)
+        for rows in split_step(group, lengths, one_batch)
+    ]
     return [make_batch([[examples[index] for index in row] for row in batch]) for batch in rows[:limit]]

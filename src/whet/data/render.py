@@ -78,10 +78,11 @@ class Renderer:
         """What to ask and what to expect, or None for a record without an answer."""
         messages = self._conversation(record)
         if messages is not None:
-            if messages[-1]["role"] != "assistant" or len(messages) < 2:
+            answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
+            if not answered or not isinstance(messages[-1].get("content"), str):
                 return None
             prompt = self._render(messages[:-1], record, prompt=True)
-            asked, answer = str(messages[-2]["content"]), str(messages[-1]["content"])
+            asked, answer = str(messages[-2].get("content", "")), messages[-1]["content"]
             tokens = self._encode(prompt, [], record).tokens
         else:
             asked, answer = _plain_parts(record)

@@ -45,7 +45,8 @@ def load_model(
         log.info("model: %s", choice.reason)
         model = _load_native(directory, config, dtype=dtype, device=where)
     model.source = directory
-    model.name = str(Path(name_or_path).absolute()) if Path(name_or_path).exists() else str(name_or_path)
+    path = Path(name_or_path)
+    model.name = str(path.absolute()) if path.exists() else str(name_or_path)
     return model.eval()
 
 

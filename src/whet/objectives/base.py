@@ -12,7 +12,7 @@ from whet.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Loss:
-    """Each term as a SUM over its units, and detached numbers to log (also sums, over the same units)."""
+    """Each term as a SUM over its units, and numbers to log as sums over the units of the first term."""
 
     sums: Mapping[str, torch.Tensor]
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)

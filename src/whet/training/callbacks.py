@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,13 @@ class Callback:
     def on_train_end(self, result: "RunResult") -> StopRun | None:
         """After everything."""
 
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """What a resumed run must know of this callback; stored in every checkpoint."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Go on from what `state` returned."""
+
 
 class Injector(Callback):
     """A callback that writes into the step's metrics; injectors run before all others."""
@@ -53,8 +61,8 @@ class Injector(Callback):
 class MetricsLogger(Callback):
     """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
 
-    def __init__(self, path: Path, every: int = 1) -> None:
-        self.path = path
+    def __init__(self, path: str | Path, every: int = 1) -> None:
+        self.path = Path(path)
         self.every = every
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
@@ -107,7 +115,7 @@ class EarlyStopping(Callback):
         if self.without_improvement < self.patience:
             return None
         return StopRun(
-            f"{self.metric} has not improved on {self.best:.4g} for {self.patience} evaluations (step {step})"
+            f"{self.metric} has not improved on {self.best} for {self.patience} evaluations (step {step})"
         )
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
@@ -154,14 +162,18 @@ class MemoryLimit(Callback):
 
 
 class TimeLimit(Callback):
-    """Stops cleanly, with a checkpoint, when the run has taken its time."""
+    """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
 
     def __init__(self, minutes: float) -> None:
         self.minutes = minutes
 
+    def on_train_begin(self, run: "Trainer") -> None:
+        """Start the clock."""
+        self.deadline = time.monotonic() + self.minutes * 60
+
     def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Compare the time this run has taken, pauses aside, with the limit."""
-        if metrics["elapsed_s"] < self.minutes * 60:
+        """Look at the clock."""
+        if time.monotonic() < self.deadline:
             return None
         return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
 

@@ -33,7 +33,7 @@ def save_checkpoint(
     metadata: State | None = None,
 ) -> None:
     """Write a checkpoint; of a model with frozen weights, only the trained ones."""
-    with new_directory(Path(path), manifest=True) as staging:
+    with new_directory(Path(path), manifest=True, replace=True) as staging:
         write_safetensors(staging / WEIGHTS, _trained(model))
         if optimizer is not None:
             write_safetensors(staging / OPTIMIZER, _optimizer_tensors(model, optimizer))
@@ -142,9 +142,14 @@ def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / "checkpoints" / f"step-{step:06d}"
 
 
+def _by_step(directory: Path) -> list[Path]:
+    found = (directory / "checkpoints").glob("step-*")
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def newest_valid(directory: Path) -> Path:
     """The newest checkpoint of a run that is whole; each one skipped is named with the reason."""
-    candidates = sorted((directory / "checkpoints").glob("step-*"), reverse=True)
+    candidates = _by_step(directory)[::-1]
     for candidate in candidates:
         try:
             check_manifest(candidate)
@@ -158,7 +163,7 @@ def newest_valid(directory: Path) -> Path:
 
 def prune(directory: Path, *, keep: int, best_step: int | None) -> None:
     """Remove all but the newest `keep` checkpoints and the best one."""
-    paths = sorted((directory / "checkpoints").glob("step-*"))
+    paths = _by_step(directory)
     spared = {*paths[-keep:], checkpoint_path(directory, best_step or -1)}
     for path in paths:
         if path not in spared:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from whet.data.batches import Batch, evaluation_batches
 from whet.data.plan import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
-from whet.data.render import Question, Renderer, render
+from whet.data.render import Question, Renderer, Supervise, render
 from whet.data.sources import Record
 from whet.errors import DataError
 from whet.generation.engine import evaluating, generate_tokens
@@ -40,31 +41,41 @@ def weighted_loss(
     *,
     weights: dict[str, float],
     precision: Precision,
-) -> torch.Tensor:
-    """A micro-batch's share of the loss: coefficient * sum / total weight, added over terms."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A micro-batch's share of the loss (coefficient * sum / total weight, over terms) and of the metrics."""
     mixed = precision.compute != precision.trained
     with torch.autocast(batch.tokens.device.type, dtype=precision.compute, enabled=mixed):
-        sums = objective.loss(model, batch).sums
-    terms = [objective.coefficients[term] / weights[term] * value for term, value in sums.items()]
-    return torch.stack(terms).sum()
+        result = objective.loss(model, batch)
+    terms = [
+        objective.coefficients[term] / weights[term] * value
+        for term, value in result.sums.items()
+        if weights[term]
+    ]
+    units = weights[next(iter(weights))]
+    return torch.stack(terms).sum(), {name: v.detach() / units for name, v in result.metrics.items()}
 
 
 def evaluate_loss(
     model: LanguageModel, objective: Objective, batches: Iterable[Batch], *, precision: Precision
 ) -> dict[str, float]:
-    """eval_loss, eval_perplexity and eval_s."""
+    """eval_loss, eval_perplexity, eval_s, and the objective's own numbers as eval_*."""
     started = time.perf_counter()
     batches = list(batches)
     weights = total_weights(objective, batches)
-    loss = torch.zeros((), device=model.device, dtype=torch.float64)
+    sums: dict[str, torch.Tensor] = defaultdict(
+        lambda: torch.zeros((), device=model.device, dtype=torch.float64)
+    )
     with evaluating(model):
         for batch in batches:
-            loss += weighted_loss(
+            loss, metrics = weighted_loss(
                 model, objective, batch.to(model.device), weights=weights, precision=precision
             )
-    mean = loss.item()
+            for name, value in {"loss": loss, **metrics}.items():
+                sums[name] += value
+    found = {f"eval_{name}": value.item() for name, value in sums.items()}
+    mean = found["eval_loss"]
     perplexity = math.exp(mean) if mean < 700 else math.inf
-    return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
+    return {**found, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
 
 
 class ModelEvaluation:
@@ -77,10 +88,11 @@ class ModelEvaluation:
         records: Sequence[Record],
         *,
         max_length: int,
+        supervise: Supervise = "assistant",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        renderer = Renderer(tokenizer, vocab_size=model.vocab_size)
+        renderer = Renderer(tokenizer, supervise=supervise, vocab_size=model.vocab_size)
         rendered = render(records, renderer, max_length=max_length, too_long="truncate")
         self.summary = rendered.summary()
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from whet.adapters.files import save_adapter
-from whet.adapters.load import save
+from whet.adapters.load import load_base, save
 from whet.adapters.lora import attach_lora
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
@@ -20,14 +20,14 @@ from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.plan import StepSettings
 from whet.data.render import Question, Renderer, render
 from whet.data.sources import Record, read_records
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
-from whet.models.load import load_model, load_tokenizer
+from whet.models.weights import read_json
 from whet.objectives.sft import SFT
 from whet.ops.attention import describe_backend
-from whet.storage import write_json, write_text
+from whet.storage import replace_text, write_json, write_text
 from whet.training.callbacks import (
     Callback,
     EarlyStopping,
@@ -37,9 +37,9 @@ from whet.training.callbacks import (
     MetricsLogger,
     TimeLimit,
 )
-from whet.training.checkpoint import checkpoint_path, load_checkpoint, newest_valid
+from whet.training.checkpoint import newest_valid
 from whet.training.compiling import compile_blocks
-from whet.training.provenance import provenance
+from whet.training.provenance import data_hash, provenance
 from whet.training.signals import StopOnSignal
 from whet.training.trainer import RunResult, Trainer
 
@@ -58,10 +58,12 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
-    if directory.exists() and any(directory.iterdir()):
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        resumable = (directory / "checkpoints").is_dir() and not (directory / "final").exists()
+        ways = f"go on with it (whet resume {directory}) or " if resumable else ""
         raise ConfigError(
             f"{directory} exists already, and whet overwrites no run",
-            hint=f"go on with it (whet resume {directory}) or choose another name (run.name=...)",
+            hint=f"{ways}choose another name (run.name=...)",
         )
     return _Assembly(config, directory).go(callbacks)
 
@@ -111,7 +113,6 @@ class _Assembly:
         """Build, train, and leave something people can use."""
         config = self.config
         _seed(config.run.seed)
-        self.tokenizer = load_tokenizer(config.model)
         self.model = self._build_model()
         renderer = Renderer(self.tokenizer, supervise=config.data.supervise, vocab_size=self.model.vocab_size)
         stream = self._training_stream(renderer)
@@ -147,12 +148,13 @@ class _Assembly:
             if test is not None:
                 self.test_loss = lambda: trainer.evaluate(test.batches)
             if checkpoint is not None:
+                self._refuse_other_data()
                 trainer.restore(checkpoint)
                 set_aside_later_rows(self.directory / "metrics.jsonl", trainer.state.step)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
             result = trainer.fit()
         if not result.unfinished:
-            self._write_final(result)
+            self._write_final()
         return result
 
     def _build_model(self) -> LanguageModel:
@@ -165,7 +167,9 @@ class _Assembly:
             self.precision.reason,
             describe_backend(self.device),
         )
-        model = load_model(config.model, dtype=dtype, device=self.device)
+        model, self.tokenizer = load_base(config.model, dtype=dtype, device=self.device)
+        if self.tokenizer is None:
+            raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
         if full:
             model.requires_grad_(True)
         else:
@@ -204,9 +208,11 @@ class _Assembly:
         rendered = render(records, renderer, max_length=data.max_length, too_long=data.too_long)
         log.info("%s: %s: %s", name, getattr(data, name), rendered.summary())
         self.steps.check(rendered.examples)
-        questions = [question for record in records if (question := renderer.question(record)) is not None]
-        batches = evaluation_batches(rendered.examples, self.steps, limit=self.config.eval.batches)
-        return _Split(records, batches, questions)
+        questions = []
+        if self.config.eval.generate:
+            questions = [question for r in records if (question := renderer.question(r)) is not None]
+        limit = self.config.eval.batches if name == "valid" else None
+        return _Split(records, evaluation_batches(rendered.examples, self.steps, limit=limit), questions)
 
     def _exact_match(self, questions: list[Question]) -> Metrics:
         found = exact_match(self.model, self.tokenizer, questions, max_tokens=self.config.eval.max_new_tokens)
@@ -218,8 +224,6 @@ class _Assembly:
         if test is not None:
             own.append(_TestAtEnd(self, test))
         if (early := config.eval.early_stop) is not None:
-            if config.data.valid is None:
-                raise ConfigError("eval.early_stop needs data.valid")
             own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
         if config.run.max_memory is not None:
             own.append(MemoryLimit(config.run.max_memory))
@@ -239,13 +243,19 @@ class _Assembly:
         )
         write_json(self.directory / "provenance.json", provenance(self.records))
 
-    def _write_final(self, result: RunResult) -> None:
-        """`final/`: the last weights, or the best ones when the run stopped because nothing improved."""
-        if result.best is not None and self.config.eval.early_stop is not None and result.best["step"]:
-            load_checkpoint(checkpoint_path(self.directory, result.best["step"]), self.model)
-            log.info(
-                "final: the weights of step %d, the best by %s", result.best["step"], result.best["metric"]
+    def _refuse_other_data(self) -> None:
+        """A run goes on with the records it began with: another file would silently change it."""
+        began = read_json(self.directory / "provenance.json").get("data_sha256", {})
+        now = {name: data_hash(records) for name, records in self.records.items()}
+        changed = [f"data.{name}" for name in {**began, **now} if began.get(name) != now.get(name)]
+        if changed:
+            raise CheckpointError(
+                f"{', '.join(changed)} is no longer what {self.directory} was trained on",
+                hint="restore the records, or start a new run",
             )
+
+    def _write_final(self) -> None:
+        """`final/`: what people use. After early stopping the trainer has put the best weights back."""
         final = self.directory / "final"
         if self.config.method.kind == "lora":
             save_adapter(self.model, final, tokenizer=self.tokenizer)
@@ -285,7 +295,7 @@ def set_aside_later_rows(path: Path, step: int) -> None:
     if later:
         with path.with_suffix(".superseded.jsonl").open("a") as file:
             file.writelines(later)
-        write_text(path, "".join(kept))
+        replace_text(path, "".join(kept))
 
 
 def _seed(seed: int) -> None:

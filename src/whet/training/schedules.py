@@ -23,6 +23,6 @@ def create_schedule(section: Optim, steps: int) -> Schedule:
             return peak
         progress = min(1.0, (step - warmup) / (steps - warmup))
         share = 1 - progress if section.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return low + (peak - low) * share
+        return peak * share + low * (1 - share)
 
     return lr_at

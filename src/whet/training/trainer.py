@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ class Trainer:
         total_steps: int | None = None,
         eval_batches: Sequence[Batch] = (),
         evaluators: Sequence[Callable[[], Metrics]] = (),
-        directory: Path | None = None,
+        directory: str | Path | None = None,
         precision: Precision | None = None,
     ) -> None:
         steps = total_steps or config.run.steps
@@ -89,7 +90,7 @@ class Trainer:
         self.total_steps = steps
         self.eval_batches = eval_batches
         self.evaluators = evaluators
-        self.directory = directory
+        self.directory = None if directory is None else Path(directory)
         self.device = model.device
         self.precision = precision or choose_precision(config.run.precision, self.device)
         self.optimizer = create_optimizer(config.optim, model)
@@ -99,6 +100,8 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
+        self._saved_step: int | None = None
+        self._step_began_at: dict[str, int] | None = None
 
     def fit(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""
@@ -107,12 +110,12 @@ class Trainer:
         if self.state.step == 0:
             self._evaluate_and_tell()
         while self.state.step < self.total_steps and self.stop is None:
-            metrics = self.step(next(self.batches))
-            self.history.append({"step": self.state.step, **metrics})
+            metrics = self.step(self._next_batches())
             self._tell("on_step_end", self.state.step, metrics)
+            self.history.append({"step": self.state.step, **metrics})
             if self._due(self.config.eval.every):
                 self._evaluate_and_tell()
-            if self._due(self.config.checkpoint.every) or self.stop is not None:
+            if self._due(self.config.checkpoint.every):
                 self.save()
         return self._finish()
 
@@ -121,40 +124,40 @@ class Trainer:
         started = time.perf_counter()
         self.model.train()
         weights = total_weights(self.objective, micro_batches)
-        loss = torch.zeros((), device=self.device)
+        sums = {"loss": torch.zeros((), device=self.device)}
         for batch in micro_batches:
-            share = weighted_loss(
+            share, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
             share.backward()
-            loss += share.detach()
+            for name, value in {"loss": share.detach(), **metrics}.items():
+                sums[name] = sums[name] + value if name in sums else value
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         if self.config.optim.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
         lr = self.lr_at(self.state.step + 1)
-        skip = (~(norm.isfinite() & loss.isfinite())).float()
+        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
         masked_step(self.optimizer, lr=lr, skip=skip)
-        self.state.step += 1
         # the first read of device numbers: everything above was queued without waiting
-        loss_value, norm_value, skipped = torch.stack((loss, norm.float(), skip)).tolist()
+        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
+        found: Metrics = dict(zip(sums, values, strict=True))
         if skipped:
-            self._report_nonfinite(micro_batches, loss_value, norm_value)
-        tokens = sum(batch.real_tokens for batch in micro_batches)
-        step_s = time.perf_counter() - started
-        self.state.tokens_total += tokens
-        self.state.elapsed_s = time.perf_counter() - self._clock
+            self._report_nonfinite(micro_batches, found["loss"], norm_value)
+            found["skipped"] = True
+        self.state.step += 1
+        self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
+        self.state.elapsed_s = (now := time.perf_counter()) - self._clock
         return {
-            "loss": loss_value,
+            **found,
             "lr": lr,
             "grad_norm": norm_value,
             "tokens": tokens,
             "supervised_tokens": sum(batch.supervised for batch in micro_batches),
             "tokens_total": self.state.tokens_total,
-            "tokens_per_s": tokens / step_s,
-            "step_s": step_s,
+            "tokens_per_s": tokens / (now - started),
+            "step_s": now - started,
             "elapsed_s": self.state.elapsed_s,
             "peak_gib": peak_gib(self.device),
-            **({"skipped": True} if skipped else {}),
         }
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
@@ -162,17 +165,15 @@ class Trainer:
         return evaluate_loss(self.model, self.objective, batches, precision=self.precision)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this step, unless the run has no directory or it is there already."""
+        """Write a checkpoint of this step, once; a run without a directory has none."""
         if self.directory is None:
             return None
         path = checkpoint_path(self.directory, self.state.step)
-        if not path.exists():
+        if self._saved_step != self.state.step:
             save_checkpoint(path, self.model, self.optimizer, self.state.step, self._run_state())
-            prune(
-                self.directory,
-                keep=self.config.checkpoint.keep,
-                best_step=(self.state.best or {}).get("step"),
-            )
+            self._saved_step = self.state.step
+            best_step = self.state.best["step"] if self.state.best else None
+            prune(self.directory, keep=self.config.checkpoint.keep, best_step=best_step)
             self._tell("on_save", self.state.step, path)
         return path
 
@@ -180,20 +181,40 @@ class Trainer:
         """Go on from a checkpoint: everything the run needs, or an error."""
         state = load_checkpoint(path, self.model, self.optimizer)
         self.state = RunState(**state["run"])
+        self._saved_step = self.state.step
         restore_random_state(state["random"])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
-        for callback in self.callbacks:
-            if type(callback).__name__ in state["callbacks"]:
-                callback.restore(state["callbacks"][type(callback).__name__])  # type: ignore[attr-defined]
+        for name, callback in self._named_callbacks():
+            if name in state["callbacks"]:
+                callback.restore(state["callbacks"][name])
 
     def _run_state(self) -> Metrics:
-        stateful = [callback for callback in self.callbacks if hasattr(callback, "state")]
         return {
             "run": asdict(self.state),
             "random": random_state(),
             "data": self.source.state() if hasattr(self.source, "state") else {},
-            "callbacks": {type(callback).__name__: callback.state() for callback in stateful},
+            "callbacks": {name: state for name, c in self._named_callbacks() if (state := c.state())},
         }
+
+    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """Callbacks under names that a resumed run gives them, too: their class, numbered."""
+        seen: Counter[str] = Counter()
+        for callback in self.callbacks:
+            kind = type(callback).__name__
+            yield f"{kind}-{seen[kind]}", callback
+            seen[kind] += 1
+
+    def _next_batches(self) -> list[Batch]:
+        """The micro-batches of the next step."""
+        if hasattr(self.source, "state"):
+            self._step_began_at = self.source.state()
+        try:
+            return next(self.batches)
+        except StopIteration:
+            raise RunError(
+                f"the batches ran out after step {self.state.step} of {self.total_steps}",
+                hint="batches must yield one list of micro-batches for each step",
+            ) from None
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
@@ -207,15 +228,15 @@ class Trainer:
         for evaluator in self.evaluators:
             metrics |= evaluator()
         metrics["eval_s"] = time.perf_counter() - started
+        self._tell("on_eval_end", self.state.step, metrics)
         self.history.append({"step": self.state.step, **metrics})
         early = self.config.eval.early_stop
         watched = early.metric if early is not None else "eval_loss"
         best = self.state.best
         if watched in metrics and is_better(watched, metrics[watched], best["value"] if best else None):
             self.state.best = {"metric": watched, "value": metrics[watched], "step": self.state.step}
-        self._tell("on_eval_end", self.state.step, metrics)
-        if self.state.best and self.state.best["step"] == self.state.step > 0:
-            self.save()
+            if self.state.step or early is not None:  # nobody asks for untouched weights back otherwise
+                self.save()
 
     def _tell(self, hook: str, *arguments: Any) -> None:  # Any: what the hook takes
         for callback in self.callbacks:
@@ -226,7 +247,7 @@ class Trainer:
 
     def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
         """The weights did not change; keep what is needed to find out why, and stop or go on."""
-        step = self.state.step
+        step = self.state.step + 1
         where = ""
         if self.directory is not None:
             path = self.directory / f"nonfinite-step-{step:06d}.json"
@@ -239,7 +260,9 @@ class Trainer:
         if self.config.run.on_nonfinite == "skip":
             log.warning(message)
             return
-        self.state.step -= 1
+        if self._step_began_at is not None:
+            self.source.seek(self._step_began_at)  # type: ignore[attr-defined]  # it has a state, so it can seek
+        self.save()
         raise RunError(message, hint="lower optim.lr, look at the records, or set run.on_nonfinite to skip")
 
     def _finish(self) -> RunResult:
@@ -248,6 +271,14 @@ class Trainer:
         if finished and last_evaluated != self.state.step:
             self._evaluate_and_tell()
         self.save()
+        if (
+            finished
+            and self.config.eval.early_stop is not None
+            and self.directory is not None
+            and self.state.best
+        ):
+            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.model)
+            log.info("the weights are those of step %(step)d, the best by %(metric)s", self.state.best)
         latest: Metrics = {}
         for row in self.history:
             latest |= row
