@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -587,6 +588,7 @@ def test_files_cut_or_damaged_anywhere_give_a_model_error_or_a_model(tmp_path: P
         bad.write_bytes(damaged)
         try:
             convert_gguf(bad, target)
+            shutil.rmtree(target)
         except ModelError:
             refused += 1
     assert refused > 50

@@ -45,7 +45,18 @@ def finished(tiny_directory, tmp_path_factory):
 def test_a_run_leaves_what_the_design_says(finished, tiny_directory):
     directory = finished.directory
     names = {path.name for path in directory.iterdir()}
-    assert {"config.yaml", "arch.json", "provenance.json", "metrics.jsonl", "checkpoints", "final"} <= names
+    assert {
+        "config.yaml",
+        "arch.json",
+        "provenance.json",
+        "metrics.jsonl",
+        "log.txt",
+        "checkpoints",
+        "final",
+    } <= names
+    said = (directory / "log.txt").read_text()
+    assert "whet's own llama" in said
+    assert "train: synth:house:24: 24 examples" in said
     config = yaml.safe_load((directory / "config.yaml").read_text())
     assert config["optim"]["betas"] == [0.9, 0.999], "defaults are written out"
     arch = json.loads((directory / "arch.json").read_text())

@@ -3,7 +3,7 @@
 import json
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from whet.training.callbacks import (
 from whet.training.checkpoint import newest_valid
 from whet.training.compiling import compile_blocks
 from whet.training.provenance import data_hash, provenance
+from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.trainer import RunResult, Trainer
 
@@ -111,51 +112,47 @@ class _Assembly:
 
     def go(self, callbacks: Iterable[Callback], checkpoint: Path | None = None) -> RunResult:
         """Build, train, and leave something people can use."""
-        config = self.config
-        _seed(config.run.seed)
-        self.model = self._build_model()
-        renderer = Renderer(self.tokenizer, supervise=config.data.supervise, vocab_size=self.model.vocab_size)
-        stream = self._training_stream(renderer)
-        valid = self._evaluation_split("valid", renderer)
-        test = self._evaluation_split("test", renderer)
-        total_steps = config.run.steps or sum(
-            stream.steps_in(epoch) for epoch in range(config.run.epochs or 0)
-        )
-        log.info(
-            "steps: %d of %s, micro-batches of at most %d tokens",
-            total_steps,
-            f"{config.run.batch_tokens} tokens"
-            if config.run.batch_tokens
-            else f"{config.run.batch_size} examples",
-            self.steps.micro_tokens,
-        )
-        self._write_description()
-        with StopOnSignal() as signals:
+        signals = StopOnSignal()
+        with RunLog(log) as run_log:
+            _seed(self.config.run.seed)
+            self.model = self._build_model()
+            renderer = Renderer(
+                self.tokenizer, supervise=self.config.data.supervise, vocab_size=self.model.vocab_size
+            )
+            stream = self._training_stream(renderer)
+            valid = self._evaluation_split("valid", renderer)
+            test = self._evaluation_split("test", renderer)
+            self._write_description()
+            run_log.keep_in(self.directory / "log.txt")
             trainer = Trainer(
                 self.model,
-                OBJECTIVES[config.objective.kind](),
+                OBJECTIVES[self.config.objective.kind](),
                 stream,
-                config,
+                self.config,
                 [*self._own_callbacks(test), signals, *callbacks],
-                total_steps=total_steps,
+                total_steps=self._count_steps(stream),
                 eval_batches=valid.batches if valid else (),
-                evaluators=[lambda: self._exact_match(valid.questions)]
-                if valid and config.eval.generate
-                else (),
+                evaluators=[self._exact_match_on(valid.questions)] if valid and valid.questions else (),
                 directory=self.directory,
                 precision=self.precision,
             )
-            if test is not None:
-                self.test_loss = lambda: trainer.evaluate(test.batches)
             if checkpoint is not None:
                 self._refuse_other_data()
                 trainer.restore(checkpoint)
                 set_aside_later_rows(self.directory / "metrics.jsonl", trainer.state.step)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
-            result = trainer.fit()
-        if not result.unfinished:
-            self._write_final()
+            with signals:
+                result = trainer.fit()
+            if not result.unfinished:
+                self._write_final()
         return result
+
+    def _count_steps(self, stream: BatchStream) -> int:
+        run = self.config.run
+        steps = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
+        size = f"{run.batch_tokens} tokens" if run.batch_tokens else f"{run.batch_size} examples"
+        log.info("steps: %d of %s, micro-batches of at most %d tokens", steps, size, self.steps.micro_tokens)
+        return steps
 
     def _build_model(self) -> LanguageModel:
         config, method = self.config, self.config.method
@@ -214,15 +211,15 @@ class _Assembly:
         limit = self.config.eval.batches if name == "valid" else None
         return _Split(records, evaluation_batches(rendered.examples, self.steps, limit=limit), questions)
 
-    def _exact_match(self, questions: list[Question]) -> Metrics:
-        found = exact_match(self.model, self.tokenizer, questions, max_tokens=self.config.eval.max_new_tokens)
-        return found.metrics()
+    def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
+        limit = self.config.eval.max_new_tokens
+        return lambda: exact_match(self.model, self.tokenizer, questions, max_tokens=limit).metrics()
 
     def _own_callbacks(self, test: _Split | None) -> list[Callback]:
         config = self.config
         own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
         if test is not None:
-            own.append(_TestAtEnd(self, test))
+            own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
         if (early := config.eval.early_stop) is not None:
             own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
         if config.run.max_memory is not None:
@@ -266,18 +263,19 @@ class _Assembly:
 class _TestAtEnd(Injector):
     """The test set, evaluated once, into the summary."""
 
-    def __init__(self, run: _Assembly, test: _Split) -> None:
+    def __init__(self, batches: list[Batch], exact_match_on_test: Callable[[], Metrics]) -> None:
+        self.batches = batches
+        self.exact_match_on_test = exact_match_on_test
+
+    def on_train_begin(self, run: Trainer) -> None:
+        """Remember who evaluates."""
         self.run = run
-        self.test = test
 
     def on_train_end(self, result: RunResult) -> None:
         """Evaluate a finished run on its test records."""
-        if result.unfinished:
-            return
-        metrics = {name.replace("eval_", ""): value for name, value in self.run.test_loss().items()}
-        if self.run.config.eval.generate:
-            metrics |= self.run._exact_match(self.test.questions)
-        result.summary["test"] = metrics
+        if not result.unfinished:
+            loss = {name.removeprefix("eval_"): v for name, v in self.run.evaluate(self.batches).items()}
+            result.summary["test"] = loss | self.exact_match_on_test()
 
 
 def set_aside_later_rows(path: Path, step: int) -> None:
