@@ -47,7 +47,7 @@ def save_adapter(
         "lora_dropout": settings.dropout,
         "target_modules": _target_names(model, set(modules)),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": model.stores_transposed,
         "inference_mode": True,
         "use_dora": False,
         "use_rslora": False,
@@ -61,13 +61,14 @@ def save_adapter(
 
 def _target_names(model: LanguageModel, chosen: set[str]) -> list[str]:
     """Short names where they select exactly the adapted layers, else whole paths."""
-    leaves = {name.rpartition(".")[2] for name in chosen}
-    selected = {
-        name
+    linear = {
+        name: model.hf_name(name)
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] in leaves and (name in chosen or isinstance(module, torch.nn.Linear))
+        if name in chosen or (isinstance(module, torch.nn.Linear) and not name.endswith(".base"))
     }
-    return sorted(leaves) if selected == chosen else sorted(model.hf_name(name) for name in chosen)
+    leaves = {linear[name].rpartition(".")[2] for name in chosen}
+    selected = {name for name, theirs in linear.items() if theirs.rpartition(".")[2] in leaves}
+    return sorted(leaves) if selected == chosen else sorted(linear[name] for name in chosen)
 
 
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
@@ -114,7 +115,6 @@ def _check_supported(config: dict[str, Any], directory: Path) -> None:  # Any: J
         "rank_pattern",
         "alpha_pattern",
         "modules_to_save",
-        "fan_in_fan_out",
     ):
         if config.get(key):
             raise ModelError(f"{directory / CONFIG}: {key}={config[key]!r} is not supported")

@@ -105,10 +105,12 @@ class _Rows:
         self.visible = torch.cat((real.new_ones(len(tails), shared), real), dim=1)
         positions = (shared + torch.arange(width, device=device) - (width - lengths[:, None])).clamp(min=0)
         self.next_position = shared + lengths
+        before = torch.arange(shared, device=device).expand(len(tails), -1)
+        self.slots = torch.cat((before, positions), dim=1)
         self._read(tokens, positions)
 
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        layout = Layout.cached(self.visible, new_tokens=tokens.shape[1], padded=self.padded)
+        layout = Layout.cached(self.visible, new_tokens=tokens.shape[1], padded=self.padded, slots=self.slots)
         self.hidden = self.model.hidden(tokens, positions, layout, self.cache)[:, -1]
 
     def logits(self) -> torch.Tensor:
@@ -119,12 +121,14 @@ class _Rows:
         """Feed each row its new token."""
         self.visible = torch.cat((self.visible, self.visible.new_ones(len(chosen), 1)), dim=1)
         positions, self.next_position = self.next_position, self.next_position + 1
+        self.slots = torch.cat((self.slots, positions[:, None]), dim=1)
         self._read(chosen[:, None], positions[:, None])
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop the other rows from everything that is computed."""
         self.cache.keep(rows)
-        self.visible, self.next_position = self.visible[rows], self.next_position[rows]
+        self.visible, self.slots = self.visible[rows], self.slots[rows]
+        self.next_position = self.next_position[rows]
 
 
 def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:

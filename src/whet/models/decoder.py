@@ -6,38 +6,57 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from whet.models.attention import SelfAttention
+from whet.models.attention import Rotation, SelfAttention
 from whet.models.cache import KeyValueCache
-from whet.models.families import FAMILIES, config_of
-from whet.models.feedforward import GatedFeedForward
+from whet.models.families import FAMILIES, config_of, is_transposed
+from whet.models.feedforward import FeedForward
 from whet.models.language_model import LanguageModel
-from whet.models.norms import RMSNorm
-from whet.models.rope import inverse_frequencies, rotation
-from whet.models.spec import BlockSpec, ModelSpec
+from whet.models.norms import make_norm
+from whet.models.rope import alibi_slopes, inverse_frequencies, rotation, sinusoids
+from whet.models.spec import BlockSpec, ModelSpec, RopeSpec, YarnRopeScaling
 from whet.ops.attention import Layout
 from whet.ops.head import Head
 
 
 class Block(nn.Module):
-    """One pre-norm layer."""
+    """One layer; its norms are named as the Hugging Face families with this placement name them."""
 
     def __init__(self, block: BlockSpec, *, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.d_model, eps=spec.norm_eps)
-        self.self_attn = SelfAttention(block.attention, d_model=spec.d_model, layer=layer)
-        self.post_attention_layernorm = RMSNorm(spec.d_model, eps=spec.norm_eps)
-        self.mlp = GatedFeedForward(block.feedforward, d_model=spec.d_model)
+        self.self_attn = SelfAttention(block.attention, d_model=spec.d_model, layer=layer, norm=spec.norm)
+        self.mlp = FeedForward(block.feedforward, d_model=spec.d_model)
+        names = {
+            "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+            "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+            "sandwich": (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+        }[block.placement]
+        for name in filter(None, names):
+            self.add_module(name, make_norm(spec.norm, spec.d_model))
+        self._norm_names = names
 
     def forward(
         self,
         x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
         layout: Layout,
         cache: KeyValueCache | None,
+        slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend, then transform; each adds to the stream."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, layout, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        before_attention, after_attention, before_mlp, after_mlp = (
+            getattr(self, name) if name else _same for name in self._norm_names
+        )
+        x = x + after_attention(self.self_attn(before_attention(x), rotation, layout, cache, slopes))
+        return x + after_mlp(self.mlp(before_mlp(x)))
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class Decoder(LanguageModel):
@@ -47,14 +66,16 @@ class Decoder(LanguageModel):
         super().__init__()
         self.spec = spec
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.d_model)
+        if spec.positions == "learned":
+            self.embed_positions = nn.Embedding(spec.max_positions, spec.d_model)
         self.layers = nn.ModuleList(
             Block(block, spec=spec, layer=layer) for layer, block in enumerate(spec.blocks)
         )
-        self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
+        self.norm = make_norm(spec.norm, spec.d_model)
         if not spec.tied_head:
             self.lm_head = nn.Linear(spec.d_model, spec.vocab_size, bias=False)
         self.grad_checkpoint = False
-        self._frequencies: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._frequencies: dict[tuple[torch.device, RopeSpec, int], torch.Tensor] = {}
         self._source_config = dict(source_config or {})  # token ids and the like, kept for saving
 
     def hidden(
@@ -69,28 +90,56 @@ class Decoder(LanguageModel):
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
-        x = self.embed_tokens(tokens)
-        turns = self._rotation(positions, dtype=x.dtype)
+        x = self._embed(tokens, positions)
+        turns = self._rotations(positions, dtype=x.dtype)
+        slopes = self._slopes(x)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
-        for layer in self.layers:
+        for layer, block in zip(self.layers, self.spec.blocks, strict=True):
+            turn = turns.get(block.attention.rope)
             if recompute:
-                x = checkpoint(layer, x, turns, layout, None, use_reentrant=False)
+                x = checkpoint(layer, x, turn, layout, None, slopes, use_reentrant=False)
             else:
-                x = layer(x, turns, layout, cache)
+                x = layer(x, turn, layout, cache, slopes)
         return self.norm(x)
 
-    def _rotation(self, positions: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not a buffer: frequencies are derived, stay float32, and belong in no checkpoint."""
-        head_dim = self.spec.blocks[0].attention.head_dim
-        key = (positions.device, head_dim)
-        if key not in self._frequencies:
-            self._frequencies[key] = inverse_frequencies(self.spec.rope, head_dim).to(positions.device)
-        cos, sin = rotation(positions, self._frequencies[key])
-        return cos.to(dtype), sin.to(dtype)
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(tokens)
+        if self.spec.embedding_scale != 1.0:
+            # rounded to the dtype first, as the families that scale were trained
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+        if self.spec.positions == "learned":
+            x = x + self.embed_positions(positions)
+        elif self.spec.positions == "sinusoidal":
+            x = x + sinusoids(positions, self.spec.d_model).to(x.dtype)
+        return x
+
+    def _rotations(
+        self, positions: torch.Tensor, *, dtype: torch.dtype
+    ) -> dict[RopeSpec | None, Rotation | None]:
+        """One for each kind of rope. No buffers: frequencies are derived, float32, and in no checkpoint."""
+        found: dict[RopeSpec | None, Rotation | None] = {}
+        for block in self.spec.blocks:
+            rope, size = block.attention.rope, block.attention.head_dim
+            if rope is None or rope in found:
+                continue
+            key = (positions.device, rope, size)
+            if key not in self._frequencies:
+                self._frequencies[key] = inverse_frequencies(rope, size).to(positions.device)
+            cos, sin = rotation(positions, self._frequencies[key])
+            if isinstance(rope.scaling, YarnRopeScaling):
+                cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
+            found[rope] = (cos.to(dtype), sin.to(dtype))
+        return found
+
+    def _slopes(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.spec.positions != "alibi":
+            return None
+        return alibi_slopes(self.spec.blocks[0].attention.heads).to(x.device, x.dtype)
 
     def head(self) -> Head:
         """The output projection."""
-        return Head(self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight)
+        weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
+        return Head(weight, softcap=self.spec.logit_softcap)
 
     def new_cache(self) -> KeyValueCache:
         """An empty key/value cache for this model."""
@@ -104,6 +153,15 @@ class Decoder(LanguageModel):
         """Hugging Face's name for one of this model's parameters or modules."""
         hf: str = FAMILIES[self.spec.family].hf_name(name)
         return hf
+
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter in the shape in which Hugging Face's files hold it."""
+        return tensor.T if is_transposed(FAMILIES[self.spec.family], name) else tensor
+
+    @property
+    def stores_transposed(self) -> bool:
+        """Whether the files hold linear weights as [in, out] (PEFT's fan_in_fan_out)."""
+        return hasattr(FAMILIES[self.spec.family], "TRANSPOSED")
 
     def hf_config(self) -> dict[str, object]:
         """The config.json: what it was loaded with, under the fields that describe its tensors."""
@@ -127,13 +185,3 @@ class Decoder(LanguageModel):
     def describe(self) -> dict[str, object]:
         """The architecture as plain JSON."""
         return self.spec.describe()
-
-    def initialise(self, *, std: float = 0.02) -> None:
-        """Fresh weights: normal with `std`, norms 1, biases 0."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                nn.init.normal_(parameter, std=std)

@@ -1,21 +1,42 @@
 """Feed-forward layers."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import FeedForwardSpec
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
-class GatedFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+
+class FeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
 
     def __init__(self, spec: FeedForwardSpec, *, d_model: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(d_model, spec.width, bias=spec.bias)
-        self.up_proj = nn.Linear(d_model, spec.width, bias=spec.bias)
+        self.spec = spec
+        self.activation = ACTIVATIONS[spec.activation]
+        if spec.gated and spec.fused:
+            self.gate_up_proj = nn.Linear(d_model, 2 * spec.width, bias=spec.bias)
+        else:
+            if spec.gated:
+                self.gate_proj = nn.Linear(d_model, spec.width, bias=spec.bias)
+            self.up_proj = nn.Linear(d_model, spec.width, bias=spec.bias)
         self.down_proj = nn.Linear(spec.width, d_model, bias=spec.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Transform each position on its own."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if not self.spec.gated:
+            return self.down_proj(self.activation(self.up_proj(x)))
+        if self.spec.fused:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.activation(gate) * up)

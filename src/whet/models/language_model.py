@@ -46,6 +46,15 @@ class LanguageModel(nn.Module, abc.ABC):
     def hf_name(self, name: str) -> str:
         """Hugging Face's name for one of this model's parameters or modules."""
 
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter in the shape in which Hugging Face's files hold it."""
+        return tensor
+
+    @property
+    def stores_transposed(self) -> bool:
+        """Whether the files hold linear weights as [in, out] (PEFT's fan_in_fan_out)."""
+        return False
+
     @abc.abstractmethod
     def hf_config(self) -> dict[str, Any]:  # Any: JSON values
         """The config.json that describes this model."""

@@ -62,17 +62,24 @@ def _load_native(
     with torch.device("meta"):
         model = Decoder(spec, source_config=config)
     files = TensorFiles(directory)
-    ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}  # derived, never read
+    names = {name: family.hf_name(name) for name, _ in model.named_parameters()}
+    prefix = getattr(family, "PREFIX", "")
+    if prefix and not any(name.startswith(prefix) for name in files):
+        # old checkpoints of the bare model, without its head, leave the prefix out
+        names = {name: theirs.removeprefix(prefix) for name, theirs in names.items()}
+    ignored = {name for name in files if families.is_buffer(family, name)}
     if spec.tied_head and (head := family.hf_name("lm_head.weight")) in files:
-        embedding = family.hf_name("embed_tokens.weight")
+        embedding = names["embed_tokens.weight"]
         pair = dict(files.read({head, embedding}))
         if embedding in pair and not torch.equal(pair[head], pair[embedding]):
             raise ModelError(
                 f"{directory}: config.json says the head is tied to the embedding, but {head} differs from it"
             )
         ignored.add(head)
-    names = {name: family.hf_name(name) for name, _ in model.named_parameters()}
-    load_parameters(model, files, names=names, ignored=ignored, dtype=dtype, device=device)
+    transposed = {name for name in names if families.is_transposed(family, name)}
+    load_parameters(
+        model, files, names=names, transposed=transposed, ignored=ignored, dtype=dtype, device=device
+    )
     return model
 
 
@@ -102,7 +109,8 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory that transformers loads with equal logits."""
-    tensors = {model.hf_name(name): tensor for name, tensor in (state or model.state_dict()).items()}
+    ours = model.state_dict() if state is None else state
+    tensors = {model.hf_name(name): model.as_stored(name, tensor) for name, tensor in ours.items()}
     # two names on one storage are one tensor: the config says that they are tied
     seen: dict[tuple[int, torch.Size], str] = {}
     unique = {

@@ -1,7 +1,10 @@
 """Normalisation layers."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from whet.models.spec import NormSpec
 
 
 class RMSNorm(nn.Module):
@@ -14,6 +17,38 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
+        return (self._normalised(x)).to(x.dtype) * self.weight.to(x.dtype)
+
+    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's: the stored weight is what is added to one, and it multiplies before the rounding."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        normalised = self._normalised(x)
+        return (normalised * (1 + self.weight.to(normalised.dtype))).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Mean and variance removed, then scaled and shifted."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def make_norm(spec: NormSpec, size: int) -> nn.Module:
+    """The layer a spec describes."""
+    if spec.kind == "layer":
+        return LayerNorm(size, eps=spec.eps)
+    return OffsetRMSNorm(size, eps=spec.eps) if spec.offset else RMSNorm(size, eps=spec.eps)

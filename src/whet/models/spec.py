@@ -3,9 +3,34 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from whet.errors import ModelError
+
+NORMS = ("rms", "layer")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+POSITIONS = ("none", "learned", "sinusoidal", "alibi")
+PLACEMENTS = ("pre", "post", "sandwich")
+QK_NORMS = ("none", "head", "all")
+
+
+def _known(what: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ModelError(f"unknown {what} {value!r}", hint=f"known: {', '.join(known)}")
+
+
+def _positive(**sizes: float) -> None:
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ModelError(f"{name}={size}: it must be positive")
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Every frequency divided by a factor."""
+
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -19,11 +44,38 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (arXiv 2309.00071): a ramp between kept and divided frequencies, and a factor on the attention."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary positions."""
 
     theta: float = 10_000.0
-    scaling: Llama3RopeScaling | None = None
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A normalisation: rms (with weights stored as they are, or less one: `offset`) or layer."""
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    offset: bool = False
+
+    def __post_init__(self) -> None:
+        _known("norm", self.kind, NORMS)
 
 
 @dataclass(frozen=True)
@@ -33,35 +85,49 @@ class AttentionSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    bias: bool = False
+    rope: RopeSpec | None = None
+    bias: bool = False  # on queries, keys and values
+    out_bias: bool = False
+    window: int | None = None  # how many positions back, itself included, a position sees
+    scale: float | None = None  # of the scores; head_dim ** -0.5 when empty
+    softcap: float | None = None  # scores become c * tanh(scores / c)
+    qk_norm: str = "none"  # head: each head on its own; all: the whole projection
+    fused: bool = False  # one projection for queries, keys and values
 
     def __post_init__(self) -> None:
-        if min(self.heads, self.kv_heads, self.head_dim) < 1:
-            raise ModelError(
-                f"attention needs positive sizes: heads={self.heads}, kv_heads={self.kv_heads}, "
-                f"head_dim={self.head_dim}"
-            )
+        _positive(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, window=self.window or 1)
+        _known("qk_norm", self.qk_norm, QK_NORMS)
         if self.heads % self.kv_heads:
             raise ModelError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
-        if self.head_dim % 2:
+        if self.rope is not None and self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of channels")
 
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """A gated feed-forward layer: down(activation(gate(x)) * up(x))."""
+    """down(activation(up(x))), or with a gate: down(activation(gate(x)) * up(x))."""
 
     width: int
     activation: str = "silu"
+    gated: bool = True
     bias: bool = False
+    fused: bool = False  # one projection for gate and up
+
+    def __post_init__(self) -> None:
+        _positive(width=self.width)
+        _known("activation", self.activation, ACTIVATIONS)
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer of the decoder."""
+    """One layer: norms before attention and feed-forward (pre), after them (post), or both (sandwich)."""
 
     attention: AttentionSpec
     feedforward: FeedForwardSpec
+    placement: str = "pre"
+
+    def __post_init__(self) -> None:
+        _known("norm placement", self.placement, PLACEMENTS)
 
 
 @dataclass(frozen=True)
@@ -72,15 +138,16 @@ class ModelSpec:
     vocab_size: int
     d_model: int
     blocks: tuple[BlockSpec, ...]
-    norm_eps: float
-    rope: RopeSpec
+    norm: NormSpec
     tied_head: bool
     max_positions: int
+    positions: str = "none"  # besides the rope of each layer
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name}={getattr(self, name)}: it must be positive")
+        _positive(vocab_size=self.vocab_size, d_model=self.d_model, max_positions=self.max_positions)
+        _known("positions", self.positions, POSITIONS)
         if not self.blocks:
             raise ModelError("a model needs at least one layer")
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,22 +101,26 @@ def load_parameters(
     files: TensorFiles,
     *,
     names: Mapping[str, str],
-    ignored: set[str],
+    transposed: Container[str],
+    ignored: Container[str],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Fill a model built on the meta device; `names` maps its parameters to tensors of the files.
 
-    Every parameter must be there in its shape, and every tensor must be wanted or in `ignored`.
+    Every parameter must be there in its shape (`transposed` ones turned), and every tensor must be wanted or
+    in `ignored`.
     """
-    parameters = dict(model.named_parameters())
-    wanted = {names[name]: name for name in parameters}
+    shapes = {
+        name: tuple(p.shape[::-1] if name in transposed else p.shape) for name, p in model.named_parameters()
+    }
+    wanted = {names[name]: name for name in shapes}
     missing = [name for name in wanted if name not in files]
     unexpected = [name for name in files if name not in wanted and name not in ignored]
     misshapen = [
-        f"{name} is {list(files.shape(name))}, expected {list(parameters[wanted[name]].shape)}"
+        f"{name} is {list(files.shape(name))}, expected {list(shapes[wanted[name]])}"
         for name in wanted
-        if name in files and files.shape(name) != tuple(parameters[wanted[name]].shape)
+        if name in files and files.shape(name) != shapes[wanted[name]]
     ]
     problems = [
         f"{label} {_first_few(found)}"
@@ -129,8 +133,8 @@ def load_parameters(
         )
     for name, tensor in files.read(set(wanted)):
         path, _, leaf = wanted[name].rpartition(".")
-        owner = model.get_submodule(path)
-        setattr(owner, leaf, torch.nn.Parameter(tensor.to(device=device, dtype=dtype)))
+        turned = tensor.T.contiguous() if wanted[name] in transposed else tensor
+        setattr(model.get_submodule(path), leaf, torch.nn.Parameter(turned.to(device=device, dtype=dtype)))
 
 
 def _first_few(names: list[str], limit: int = 4) -> str:

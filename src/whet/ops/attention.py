@@ -1,7 +1,7 @@
 """One attention function and the one description of which positions see which."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,16 @@ class Layout:
 
     Three kinds: plain causal rows (right padding needs no mask: nothing real ever looks ahead), packed rows
     (`documents`: the lengths of the documents in each row, padding counted as a last document), and rows
-    that continue a key/value cache (`visible`: which cached slots hold real tokens).
+    that continue a key/value cache (`visible`: which slots hold real tokens, `slots`: their positions).
     """
 
     documents: tuple[tuple[int, ...], ...] | None = None
     visible: torch.Tensor | None = None  # [B, keys], bool
+    slots: torch.Tensor | None = None  # [B, keys]; None: 0, 1, 2, ...
     mask: torch.Tensor | None = None  # [B or 1, 1, queries, keys], bool; None: plain causal or all visible
     causal: bool = True
+    # masks of sliding windows, made when a layer first asks
+    _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def packed(documents: Sequence[Sequence[int]], *, device: torch.device) -> "Layout":
@@ -36,28 +39,107 @@ class Layout:
         return Layout(documents=lengths, mask=same & (positions[:, None] >= positions), causal=False)
 
     @staticmethod
-    def cached(visible: torch.Tensor, *, new_tokens: int, padded: bool) -> "Layout":
+    def cached(
+        visible: torch.Tensor, *, new_tokens: int, padded: bool, slots: torch.Tensor | None = None
+    ) -> "Layout":
         """The last `new_tokens` of `visible` [B, keys] attend to the real slots up to themselves."""
         keys = visible.shape[1]
-        if not padded and new_tokens == keys:
-            return Layout(visible=visible)
-        if not padded and new_tokens == 1:
-            return Layout(visible=visible, causal=False)
-        slots = torch.arange(keys, device=visible.device)
-        queries = slots[keys - new_tokens :, None]
+        if not padded and new_tokens in (1, keys):
+            return Layout(visible=visible, slots=slots, causal=new_tokens == keys)
+        places = torch.arange(keys, device=visible.device)
+        queries = places[keys - new_tokens :, None]
         # a padding slot sees itself: a row of softmax over nothing would be NaN
-        mask = (slots <= queries) & (visible[:, None, None, :] | (slots == queries))
-        return Layout(visible=visible, mask=mask, causal=False)
+        mask = (places <= queries) & (visible[:, None, None, :] | (places == queries))
+        return Layout(visible=visible, slots=slots, mask=mask, causal=False)
+
+    def distances(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        """How far back [B or 1, 1, queries, keys] each key stands from each query."""
+        slots = torch.arange(keys, device=device)[None] if self.slots is None else self.slots
+        return (slots[:, keys - queries :, None] - slots[:, None, :])[:, None]
+
+    def windowed(self, window: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        """This layout's mask, narrowed to the last `window` positions."""
+        if window not in self._windows:
+            distance = self.distances(queries, keys, device)
+            mask = distance < window
+            if self.mask is not None:
+                mask = mask & self.mask
+            elif self.causal:
+                mask = mask & (distance >= 0)
+            self._windows[window] = mask
+        return self._windows[window]
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Scaled dot-product attention of [B, heads, queries, D] over [B, kv_heads, keys, D]."""
-    grouped = queries.shape[1] != keys.shape[1]
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scaled dot-product attention of [B, heads, queries, D] over [B, kv_heads, keys, D].
+
+    `slopes` [heads] are ALiBi's: a key loses slope * distance.
+    """
     if layout.mask is None and layout.documents is not None:
-        return _attend_by_document(queries, keys, values, layout.documents)
-    return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=layout.mask, is_causal=layout.causal, enable_gqa=grouped
-    )
+        return _attend_by_document(
+            queries,
+            keys,
+            values,
+            layout.documents,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            slopes=slopes,
+        )
+    count, total = queries.shape[2], keys.shape[2]
+    mask, causal = layout.mask, layout.causal
+    if window is not None and window < total:
+        mask, causal = layout.windowed(window, count, total, queries.device), False
+    if slopes is None and softcap is None:
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal and mask is None,
+            scale=scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+    distance = layout.distances(count, total, queries.device)
+    if mask is None and causal:
+        mask = distance >= 0
+    bias = None if slopes is None else -slopes[:, None, None] * distance
+    return _spelled_out(queries, keys, values, mask=mask, scale=scale, softcap=softcap, bias=bias)
+
+
+def _spelled_out(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention step by step, for what the fused kernels cannot do; the softmax in float32 or wider."""
+    groups = queries.shape[1] // keys.shape[1]
+    if groups > 1:
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    scores = queries @ keys.transpose(-1, -2) * (scale or queries.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(values.dtype) @ values
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # new lengths a batch: each would be a new graph
@@ -66,14 +148,26 @@ def _attend_by_document(
     keys: torch.Tensor,
     values: torch.Tensor,
     documents: tuple[tuple[int, ...], ...],
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    slopes: torch.Tensor | None,
 ) -> torch.Tensor:
     """Documents one after another: on a CPU, less work than a masked square over the whole row."""
-    grouped = queries.shape[1] != keys.shape[1]
+    plain = Layout()
     rows = []
     for row, lengths in enumerate(documents):
         q, k, v = (tensor[row : row + 1].split(lengths, dim=2) for tensor in (queries, keys, values))
         outputs = [
-            F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
+            attend(
+                *part,
+                Layout() if window else plain,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                slopes=slopes,
+            )
             for part in zip(q, k, v, strict=True)
         ]
         rows.append(torch.cat(outputs, dim=2))

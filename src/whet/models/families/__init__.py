@@ -1,14 +1,20 @@
 """One small file a family: config.json to and from ModelSpec, and the tensor names where they differ."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from whet.models.families import llama
+from whet.models.families import gemma2, gemma3, gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from whet.models.spec import ModelSpec
 
-FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in (llama,)}
+FAMILIES: dict[str, ModuleType] = {
+    module.MODEL_TYPE: module
+    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2)
+}
+
+_NOTHING = re.compile(r"(?!)")
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ def choose(config: Mapping[str, Any]) -> Choice:  # Any: the values of a config.
     family = FAMILIES.get(str(model_type))
     if family is None:
         return Choice(None, f"{model_type} is not one of whet's own families ({', '.join(FAMILIES)})")
+    if config.get("quantization_config"):
+        return Choice(None, "its weights are quantised")
     if (why := family.unsupported(config)) is not None:
         return Choice(None, f"whet's own {model_type} does not know {why}")
     return Choice(family, f"whet's own {model_type}")
@@ -34,3 +42,13 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec."""
     config: dict[str, Any] = FAMILIES[spec.family].to_config(spec)
     return config
+
+
+def is_transposed(family: ModuleType, name: str) -> bool:
+    """Whether the family's files hold this parameter as [in, out] instead of [out, in]."""
+    return bool(getattr(family, "TRANSPOSED", _NOTHING).search(name))
+
+
+def is_buffer(family: ModuleType, name: str) -> bool:
+    """Whether a tensor in the family's files is derived, and never read."""
+    return name.endswith("rotary_emb.inv_freq") or bool(getattr(family, "BUFFERS", _NOTHING).search(name))

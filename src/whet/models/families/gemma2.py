@@ -1,0 +1,84 @@
+"""Gemma 2: offset norms on both sides, scaled embeddings, capped scores and logits, local layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.models.families import common, llama
+from whet.models.families.common import Config, integer
+from whet.models.families.mistral import with_windows
+from whet.models.spec import ModelSpec, NormSpec, RopeSpec
+
+MODEL_TYPE = "gemma2"
+ARCHITECTURE = "Gemma2ForCausalLM"
+hf_name = llama.hf_name
+
+
+def unsupported(config: Config) -> str | None:
+    """Why this config cannot be built natively, or None."""
+    if config.get("use_bidirectional_attention"):
+        return "bidirectional attention"
+    return common.rope_problem(config) or common.activation_problem(config, "hidden_activation")
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    layers = integer(config, "num_hidden_layers")
+    alternating = ["sliding_attention", "full_attention"] * layers
+    defaults = {
+        "layer_types": alternating[:layers],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    return read({**defaults, **config}, family=MODEL_TYPE)
+
+
+def read(config: Config, *, family: str) -> ModelSpec:
+    """What Gemma 2 and Gemma 3 share."""
+    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    defaults = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": activation}
+    spec = llama.from_config(
+        {**defaults, **{key: value for key, value in config.items() if key != "hidden_act"}}
+    )
+    spec = with_windows(spec, common.windows(config), family=family)
+    blocks = tuple(
+        replace(
+            block,
+            placement="sandwich",
+            attention=replace(
+                block.attention,
+                scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+                softcap=config.get("attn_logit_softcapping"),
+            ),
+        )
+        for block in spec.blocks
+    )
+    return replace(
+        spec,
+        blocks=blocks,
+        norm=NormSpec(eps=spec.norm.eps, offset=True),
+        embedding_scale=spec.d_model**0.5,
+        logit_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    attention = spec.blocks[0].attention
+    return {**write(spec, ARCHITECTURE), **common.both_rope_spellings(attention.rope or RopeSpec())}
+
+
+def write(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """What Gemma 2 and Gemma 3 share."""
+    attention = spec.blocks[0].attention
+    return {
+        **common.common_config(spec, architecture=architecture),
+        **common.window_config(spec),
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.bias,
+        "hidden_activation": "gelu_pytorch_tanh"
+        if spec.blocks[0].feedforward.activation == "gelu_tanh"
+        else spec.blocks[0].feedforward.activation,
+        "query_pre_attn_scalar": round((attention.scale or attention.head_dim**-0.5) ** -2),
+        "attn_logit_softcapping": attention.softcap,
+        "final_logit_softcapping": spec.logit_softcap,
+    }

@@ -1,0 +1,60 @@
+"""Gemma 3 (text): Gemma 2 with norms on query and key heads, and another rope in its local layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.models.families import common, gemma2, llama
+from whet.models.families.common import Config, integer
+from whet.models.spec import ModelSpec, RopeSpec
+
+MODEL_TYPE = "gemma3_text"
+ARCHITECTURE = "Gemma3ForCausalLM"
+hf_name = llama.hf_name
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def unsupported(config: Config) -> str | None:
+    """Why this config cannot be built natively, or None."""
+    config = _both_ropes(config)
+    if config.get("use_bidirectional_attention"):
+        return "bidirectional attention"
+    activation = common.activation_problem(config, "hidden_activation")
+    return common.rope_problem(config, _LOCAL) or common.rope_problem(config, _GLOBAL) or activation
+
+
+def _both_ropes(config: Config) -> dict[str, Any]:
+    """Older configs spell the two ropes as rope_theta, rope_scaling and rope_local_base_freq."""
+    given = config.get("rope_parameters") or {}
+    if _GLOBAL in given or _LOCAL in given:
+        return {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    everywhere = common.rope_fields({"rope_theta": 1_000_000.0, **config})
+    local = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    plain = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    return {**plain, "rope_parameters": {_GLOBAL: everywhere, _LOCAL: local}}
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    layers = integer(config, "num_hidden_layers")
+    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    kinds = [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
+    config = _both_ropes({"layer_types": kinds, **config})
+    ropes = {kind: common.rope(config, kind) for kind in (_LOCAL, _GLOBAL)}
+    # the class reads no attn_logit_softcapping: its head norms bound the scores
+    spec = gemma2.read({**config, "rope_parameters": {}, "attn_logit_softcapping": None}, family=MODEL_TYPE)
+    blocks = tuple(
+        replace(block, attention=replace(block.attention, qk_norm="head", rope=ropes[kind]))
+        for block, kind in zip(spec.blocks, config["layer_types"], strict=True)
+    )
+    return replace(spec, blocks=blocks)
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    ropes: dict[str, RopeSpec] = {_LOCAL: RopeSpec(), _GLOBAL: RopeSpec(1_000_000.0)}
+    for block in spec.blocks:
+        kind = _GLOBAL if block.attention.window is None else _LOCAL
+        ropes[kind] = block.attention.rope or ropes[kind]
+    parameters = {kind: common.rope_config(rope) for kind, rope in ropes.items()}
+    return {**gemma2.write(spec, ARCHITECTURE), "rope_parameters": parameters}

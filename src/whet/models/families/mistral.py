@@ -1,0 +1,33 @@
+"""Mistral: llama with a sliding window in every layer."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.models.families import common, llama
+from whet.models.families.common import Config
+from whet.models.spec import ModelSpec
+
+MODEL_TYPE = "mistral"
+ARCHITECTURE = "MistralForCausalLM"
+unsupported = llama.unsupported
+hf_name = llama.hf_name
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    return with_windows(llama.from_config(config), common.windows(config), family=MODEL_TYPE)
+
+
+def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> ModelSpec:
+    """The same model under another family's name, its layers narrowed to their windows."""
+    blocks = tuple(
+        replace(block, attention=replace(block.attention, window=window))
+        for block, window in zip(spec.blocks, windows, strict=True)
+    )
+    return replace(spec, family=family, blocks=blocks)
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
+    return {**config, "sliding_window": spec.blocks[0].attention.window}

@@ -1,0 +1,42 @@
+"""Qwen2 and Qwen2.5: llama with biases on queries, keys and values, and windows in some layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.models.families import common, llama
+from whet.models.families.common import Config
+from whet.models.families.mistral import with_windows
+from whet.models.spec import ModelSpec
+
+MODEL_TYPE = "qwen2"
+ARCHITECTURE = "Qwen2ForCausalLM"
+unsupported = llama.unsupported
+hf_name = llama.hf_name
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    spec = with_windows(
+        llama.from_config({**config, "attention_bias": True}), windows(config), family=MODEL_TYPE
+    )
+    # the biases are on the three inputs of the attention, not on its output
+    blocks = tuple(replace(b, attention=replace(b.attention, out_bias=False)) for b in spec.blocks)
+    return replace(spec, blocks=blocks)
+
+
+def windows(config: Config) -> list[int | None]:
+    """Windows in the layers after `max_window_layers`, where `layer_types` does not say."""
+    used = bool(config.get("use_sliding_window", False))
+    if used and not config.get("layer_types"):
+        layers, full = common.integer(config, "num_hidden_layers"), int(config.get("max_window_layers", 28))
+        kinds = ["full_attention" if layer < full else "sliding_attention" for layer in range(layers)]
+        config = {**config, "layer_types": kinds}
+    return common.windows(config, used=used)
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    return {**config, "use_sliding_window": config["sliding_window"] is not None}

@@ -1,0 +1,30 @@
+"""Qwen3: llama with an explicit head size and a norm on each query and key head."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.models.families import common, llama
+from whet.models.families.common import Config
+from whet.models.families.mistral import with_windows
+from whet.models.families.qwen2 import windows
+from whet.models.spec import ModelSpec
+
+MODEL_TYPE = "qwen3"
+ARCHITECTURE = "Qwen3ForCausalLM"
+unsupported = llama.unsupported
+hf_name = llama.hf_name
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    sized = {**config, "head_dim": config.get("head_dim") or 128}
+    spec = with_windows(llama.from_config(sized), windows(config), family=MODEL_TYPE)
+    blocks = tuple(replace(b, attention=replace(b.attention, qk_norm="head")) for b in spec.blocks)
+    return replace(spec, blocks=blocks)
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
+    del config["mlp_bias"]
+    return {**config, "use_sliding_window": config["sliding_window"] is not None}

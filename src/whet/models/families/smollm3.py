@@ -1,0 +1,45 @@
+"""SmolLM3: llama with layers that have no rotary positions."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.errors import ModelError
+from whet.models.families import common, llama
+from whet.models.families.common import Config, integer
+from whet.models.families.mistral import with_windows
+from whet.models.spec import ModelSpec, RopeSpec
+
+MODEL_TYPE = "smollm3"
+ARCHITECTURE = "SmolLM3ForCausalLM"
+unsupported = llama.unsupported
+hf_name = llama.hf_name
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    layers = integer(config, "num_hidden_layers")
+    every = int(config.get("no_rope_layer_interval", 4))
+    has_rope = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(has_rope) != layers:
+        raise ModelError(f"config.json: no_rope_layers lists {len(has_rope)} of num_hidden_layers={layers}")
+    defaults = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
+    spec = llama.from_config({**defaults, **config})
+    used = bool(config.get("use_sliding_window", False))
+    spec = with_windows(spec, common.windows(config, used=used), family=MODEL_TYPE)
+    blocks = tuple(
+        block if has else replace(block, attention=replace(block.attention, rope=None))
+        for block, has in zip(spec.blocks, has_rope, strict=True)
+    )
+    return replace(spec, blocks=blocks)
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    ropes = [block.attention.rope for block in spec.blocks]
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
+    return {
+        **config,
+        **common.both_rope_spellings(next((rope for rope in ropes if rope is not None), RopeSpec())),
+        "no_rope_layers": [int(rope is not None) for rope in ropes],
+        "use_sliding_window": config["sliding_window"] is not None,
+    }

@@ -1,0 +1,286 @@
+"""Every native family computes what transformers computes: logits, gradients, decoding, and back from disk.
+
+A new family adds rows here, one for each switch it has.
+"""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import whet
+from whet.adapters.files import adapter_tensors
+from whet.data.batches import make_batch
+from whet.generation.engine import generate_tokens
+from whet.models.decoder import Decoder
+from whet.models.load import save_model
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+LOGIT_TOLERANCE = 2e-4
+VOCAB = 97
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+GPT2 = {
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "pad_token_id": None,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+
+# row: (transformers' family, the config's differences from SIZES)
+ROWS = {
+    "llama-untied": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-attention-bias": ("Llama", {"attention_bias": True}),
+    "llama-mlp-bias": ("Llama", {"mlp_bias": True}),
+    "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn-rope": ("Llama", {"rope_parameters": YARN}),
+    "llama-yarn-factor": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16}}),
+    "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "llama-multi-head": ("Llama", {"num_key_value_heads": 4}),
+    "llama-one-kv-head-wide": ("Llama", {"num_key_value_heads": 1, "head_dim": 24, "rms_norm_eps": 1e-3}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "layer_types": TYPES, "use_sliding_window": True, "sliding_window": 6}),
+    "qwen3": ("Qwen3", {"head_dim": 20}),
+    "qwen3-bias-tied": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2-no-caps": ("Gemma2", {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": TYPES}),
+    "gemma2-strong-caps": ("Gemma2", {**GEMMA2, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3, "attention_bias": True}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 6, "layer_types": TYPES}),
+    "gemma3-caps-scaled": ("Gemma3Text", {
+        "head_dim": 8, "sliding_window": 5, "layer_types": TYPES, "final_logit_softcapping": 2.0,
+        "attn_logit_softcapping": 1.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    }),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-bias": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {}),
+    "smollm3-some-rope": ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "smollm3-windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 1, 0]}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": 6, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-relu-wide": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 48, "tie_word_embeddings": False}),
+}  # fmt: skip
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+
+
+def reference(directory, row):
+    """A random transformers model (biases and norms random too), saved where whet can load it."""
+    family, differences = ROWS[row]
+    sizes = differences if family == "GPT2" else {**SIZES, **differences}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    # scores that are capped are right only in the eager implementation
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "embed" in name or "wte" in name or "wpe" in name:
+                parameter.normal_(std=0.5)
+            else:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+def ours(directory):
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Decoder), "this row must be native"
+    return model
+
+
+def tokens(batch=3, length=70):
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_logits_and_gradients_equal_transformers(tmp_path, row):
+    expected, model = reference(tmp_path, row), ours(tmp_path)
+    batch = tokens()
+    inputs, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
+    logits = expected(inputs).logits
+    assert logits.std() > 0.1, "a model that says nothing tests nothing"
+    assert (model(inputs) - logits).abs().max().item() < LOGIT_TOLERANCE
+
+    F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").backward()
+    linear_cross_entropy(model.hidden(inputs).flatten(0, 1), model.head(), targets).backward()
+    theirs = dict(expected.named_parameters())
+    squares = [0.0, 0.0]
+    for name, parameter in model.named_parameters():
+        gradient = theirs[model.hf_name(name)].grad
+        difference = (model.as_stored(name, parameter.grad) - gradient).double().square().sum().item()
+        size = gradient.double().square().sum().item()
+        # float32 sums in another order; small gradients beside large ones have no digits of their own
+        assert difference**0.5 < 1e-4 * size**0.5 + 2e-4, name
+        squares = [squares[0] + difference, squares[1] + size]
+    assert (squares[0] / squares[1]) ** 0.5 < 2e-5  # relative L2 over all weights
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_saved_model_loads_in_transformers_and_in_whet(tmp_path, row):
+    reference(tmp_path / "theirs", row)
+    model = ours(tmp_path / "theirs")
+    save_model(model, None, tmp_path / "ours", max_shard_bytes=20_000)
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    again, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens()).logits, model(tokens()), rtol=0, atol=LOGIT_TOLERANCE)
+        assert torch.equal(ours(tmp_path / "ours")(tokens()), model(tokens()))
+    assert ours(tmp_path / "ours").fingerprint == model.fingerprint
+    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
+    stored = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert saved["tie_word_embeddings"] == stored["tie_word_embeddings"] == model.spec.tied_head
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_decoding_with_a_cache_equals_full_forwards(tmp_path, row):
+    """Ragged rows, with and without a shared start: windows count positions, not slots."""
+    reference(tmp_path, row)
+    model = ours(tmp_path)
+    for shared in (0, 11):
+        prompts = [list(range(shared)) + tokens(1, 20)[0, :length].tolist() for length in (3, 12, 20)]
+        found = generate_tokens(model, prompts, max_tokens=14, stop_tokens=set())
+        for prompt, generated in zip(prompts, found, strict=True):
+            row_tokens = list(prompt)
+            with torch.no_grad():
+                for _ in range(14):
+                    row_tokens.append(model(torch.tensor([row_tokens]))[0, -1].argmax().item())
+            assert generated == row_tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_packed_equals_solo(tmp_path, row):
+    from tiny import random_examples
+
+    reference(tmp_path, row)
+    model = ours(tmp_path)
+    examples = random_examples(4, seed=1, vocab=VOCAB)
+    batch = make_batch([examples[:1], examples[1:]])
+    with torch.no_grad():
+        packed = model.hidden(batch.tokens, batch.positions, batch.layout())
+        for index, group in enumerate((examples[:1], examples[1:])):
+            start = 0
+            for example in group:
+                solo = model.hidden(torch.tensor([example.tokens[:-1]]))
+                torch.testing.assert_close(
+                    packed[index, start : start + example.length], solo[0], rtol=1e-5, atol=2e-5
+                )
+                start += example.length
+
+
+ONE_EACH = {row.split("-")[0]: row for row in reversed(ROWS)}
+
+
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_adapters_equal_pefts_and_load_there(tmp_path, family):
+    reference(tmp_path / "base", ONE_EACH[family])
+    model = ours(tmp_path / "base")
+    whet.attach_lora(model, rank=3, alpha=5)
+    generator = torch.Generator().manual_seed(4)
+    for tensor in adapter_tensors(model).values():
+        tensor.data = torch.randn(tensor.shape, generator=generator) * 0.2
+    whet.save_adapter(model, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager", dtype=torch.float32
+    )
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(input_ids=tokens()).logits, model(tokens()), rtol=0, atol=LOGIT_TOLERANCE
+        )
+        assert not torch.allclose(model(tokens()), ours(tmp_path / "base")(tokens()), atol=1e-2)
+
+    fresh = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager", dtype=torch.float32
+    )
+    settings = LoraConfig(
+        r=2,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+    )
+    peft = get_peft_model(fresh, settings)
+    peft.save_pretrained(tmp_path / "from-peft")
+    other = whet.load_adapter(ours(tmp_path / "base"), tmp_path / "from-peft")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            other(tokens()), peft(input_ids=tokens()).logits, rtol=0, atol=LOGIT_TOLERANCE
+        )
+
+
+def test_rows_exercise_the_switch_they_name(tmp_path):
+    """A silently ignored key would test nothing."""
+
+    def spec(row):
+        reference(tmp_path / row, row)
+        return ours(tmp_path / row).spec
+
+    plain = spec("llama-untied")
+    different = [row for row in ROWS if row.startswith("llama-") and row != "llama-untied"]
+    assert all(spec(row) != plain for row in different)
+    assert [b.attention.window for b in spec("qwen2-windows").blocks] == [None, None, 5, 5]
+    assert [b.attention.rope is None for b in spec("smollm3").blocks] == [False, False, False, True]
+    assert [b.attention.window for b in spec("gemma2").blocks] == [9, None, 9, None]
+    assert len({b.attention.rope for b in spec("gemma3").blocks}) == 2
+    assert spec("gemma2").norm.offset
+    assert spec("olmo2").blocks[0].placement == "post"
+
+
+def test_a_tied_model_is_written_once_and_stays_tied(tmp_path):
+    reference(tmp_path / "theirs", "llama-tied")
+    model = ours(tmp_path / "theirs")
+    save_model(model, None, tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
+    assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_old_gpt2_files_without_prefix_and_with_masks_load(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    expected = reference(tmp_path, "gpt2")
+    stored = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128) for layer in range(3)}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(tmp_path)(tokens()), expected(tokens()).logits, rtol=0, atol=LOGIT_TOLERANCE
+        )
