@@ -95,7 +95,8 @@ class AttentionSpec:
     fused: bool = False  # one projection for queries, keys and values
 
     def __post_init__(self) -> None:
-        _positive(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, window=self.window or 1)
+        window = 1 if self.window is None else self.window
+        _positive(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, window=window)
         _known("qk_norm", self.qk_norm, QK_NORMS)
         if self.heads % self.kv_heads:
             raise ModelError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")

@@ -1,0 +1,217 @@
+"""Each piece against a plain reference, and hybrids of them: decoding with a cache equals decoding without."""
+
+import math
+
+import pytest
+import torch
+
+from whet.data.batches import make_batch
+from whet.errors import ModelError
+from whet.generation.engine import generate_tokens
+from whet.models.decoder import Decoder
+from whet.models.feedforward import FeedForward
+from whet.models.norms import make_norm
+from whet.models.rope import alibi_slopes, inverse_frequencies, rotate, rotation, sinusoids
+from whet.models.spec import (
+    AttentionSpec,
+    BlockSpec,
+    FeedForwardSpec,
+    LinearRopeScaling,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+)
+
+ROPE = RopeSpec()
+ATTENTIONS = {
+    "multi-head": {"kv_heads": 4, "rope": ROPE},
+    "grouped": {"rope": ROPE},
+    "window": {"rope": ROPE, "window": 5},
+    "no-rope": {},
+    "capped": {"rope": ROPE, "softcap": 2.0, "window": 6},
+    "head-norm": {"rope": RopeSpec(theta=100.0, scaling=LinearRopeScaling(2.0)), "qk_norm": "head"},
+    "whole-norm-fused": {"rope": ROPE, "qk_norm": "all", "fused": True, "bias": True, "scale": 0.3},
+}
+FEEDFORWARDS = {
+    "gelu": {"activation": "gelu", "gated": False},
+    "swiglu": {"activation": "silu"},
+    "geglu": {"activation": "gelu_tanh", "fused": True},
+    "relu2": {"activation": "relu2", "gated": False, "bias": True},
+}
+
+
+def attention(name, **overrides):
+    return AttentionSpec(**{"heads": 4, "kv_heads": 2, "head_dim": 8, **ATTENTIONS[name], **overrides})
+
+
+def model(blocks, **settings):
+    torch.manual_seed(0)
+    spec = ModelSpec(
+        **{
+            "family": "llama", "vocab_size": 50, "d_model": 32, "blocks": tuple(blocks), "norm": NormSpec(),
+            "tied_head": True, "max_positions": 64, **settings,
+        }
+    )  # fmt: skip
+    decoder = Decoder(spec).eval()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(std=0.4) if parameter.dim() > 1 else parameter.add_(
+                torch.randn_like(parameter) * 0.2
+            )
+    return decoder
+
+
+def hybrid(*names, placement="pre", feedforward="swiglu"):
+    mlp = FeedForwardSpec(width=40, **FEEDFORWARDS[feedforward])
+    return [BlockSpec(attention(name), mlp, placement) for name in names]
+
+
+MODELS = {
+    **{f"all-{name}": (hybrid(name, name), {}) for name in ATTENTIONS},
+    **{f"mlp-{name}": (hybrid("grouped", feedforward=name), {}) for name in FEEDFORWARDS},
+    **{f"norms-{place}": (hybrid("grouped", "window", placement=place), {}) for place in ("pre", "post", "sandwich")},
+    "learned": (hybrid("no-rope", "window"), {"positions": "learned"}),
+    "sinusoidal": (hybrid("no-rope", "capped"), {"positions": "sinusoidal"}),
+    "alibi": (hybrid("no-rope", "no-rope"), {"positions": "alibi"}),
+    "layer-norm-untied": (hybrid("grouped"), {"norm": NormSpec("layer", 1e-5), "tied_head": False}),
+    "mixed": (hybrid("window", "no-rope", "capped", "whole-norm-fused"), {"norm": NormSpec(offset=True), "logit_softcap": 3.0, "embedding_scale": 2.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_with_a_cache_equals_decoding_without(name):
+    blocks, settings = MODELS[name]
+    decoder = model(blocks, **settings)
+    tokens = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(2)).tolist()
+    for shared in (0, 9):
+        prompts = [tokens[:shared] + tokens[length:] for length in (1, 9, 13)]
+        found = generate_tokens(decoder, prompts, max_tokens=10, stop_tokens=set())
+        for prompt, generated in zip(prompts, found, strict=True):
+            row = list(prompt)
+            with torch.no_grad():
+                for _ in range(10):
+                    row.append(decoder(torch.tensor([row]))[0, -1].argmax().item())
+            assert generated == row[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(name):
+    from tiny import random_examples
+
+    blocks, settings = MODELS[name]
+    decoder = model(blocks, **settings)
+    embedded = {}
+    decoder.embed_tokens.register_forward_hook(
+        lambda m, a, out: embedded.update(x=out.requires_grad_()) or out
+    )
+    output = decoder.hidden(torch.randint(0, 50, (1, 14)))
+    for position in (0, 6, 13):
+        [gradient] = torch.autograd.grad(output[0, position].sum(), embedded["x"], retain_graph=True)
+        assert gradient[0, position + 1 :].abs().max() == 0 if position < 13 else True
+        assert gradient[0, position].abs().max() > 0
+    examples = random_examples(3, seed=4, vocab=50, longest=20)
+    batch = make_batch([examples])
+    with torch.no_grad():
+        packed = decoder.hidden(batch.tokens, batch.positions, batch.layout())[0]
+        solo = torch.cat([decoder.hidden(torch.tensor([e.tokens[:-1]]))[0] for e in examples])
+    torch.testing.assert_close(packed, solo, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 3, 50])
+def test_a_window_sees_exactly_its_positions(window):
+    decoder = model([BlockSpec(attention("window", window=window), FeedForwardSpec(8))])
+    embedded = {}
+    decoder.embed_tokens.register_forward_hook(
+        lambda m, a, out: embedded.update(x=out.requires_grad_()) or out
+    )
+    output = decoder.hidden(torch.randint(0, 50, (1, 12)))
+    [gradient] = torch.autograd.grad(output[0, 9].sum(), embedded["x"])
+    seen = gradient[0].abs().sum(-1) > 0
+    assert seen.tolist() == [9 - window < position <= 9 for position in range(12)]
+
+
+@pytest.mark.parametrize("name", FEEDFORWARDS)
+def test_feedforward_equals_its_formula(name):
+    torch.manual_seed(1)
+    spec = FeedForwardSpec(width=12, **FEEDFORWARDS[name])
+    layer, x = FeedForward(spec, d_model=6).double(), torch.randn(5, 6, dtype=torch.float64)
+    erf = torch.special.erf
+    formulas = {
+        "silu": lambda v: v / (1 + torch.exp(-v)),
+        "gelu": lambda v: v * (1 + erf(v / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda v: v / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
+        "relu2": lambda v: torch.where(v > 0, v * v, 0),
+    }
+    act = formulas[spec.activation]
+
+    def linear(layer, x):
+        return x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+
+    if not spec.gated:
+        inner = act(linear(layer.up_proj, x))
+    elif spec.fused:
+        both = linear(layer.gate_up_proj, x)
+        inner = act(both[:, :12]) * both[:, 12:]
+    else:
+        inner = act(linear(layer.gate_proj, x)) * linear(layer.up_proj, x)
+    torch.testing.assert_close(layer(x), linear(layer.down_proj, inner))
+
+
+def test_norms_equal_their_formulas():
+    x = torch.randn(4, 6, dtype=torch.float64) * 3 + 1
+    w, b = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    rms = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    standard = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-3).sqrt()
+    for spec, expected in (
+        (NormSpec("rms", 1e-3), rms * w),
+        (NormSpec("rms", 1e-3, offset=True), rms * (1 + w)),
+        (NormSpec("layer", 1e-3), standard * w + b),
+    ):
+        norm = make_norm(spec, 6).double()
+        with torch.no_grad():
+            norm.weight.copy_(w)
+            if hasattr(norm, "bias"):
+                norm.bias.copy_(b)
+            torch.testing.assert_close(norm(x), expected)
+
+
+def test_rope_turns_pairs_by_position_times_frequency():
+    frequencies = inverse_frequencies(RopeSpec(theta=50.0), 6)
+    torch.testing.assert_close(frequencies, torch.tensor([50.0 ** (-2 * i / 6) for i in range(3)]))
+    x, position = torch.randn(1, 1, 1, 6), torch.tensor([[7]])
+    turned = rotate(x, *rotation(position, frequencies))[0, 0, 0]
+    for i, frequency in enumerate(frequencies.tolist()):
+        a, b = x[0, 0, 0, i], x[0, 0, 0, i + 3]
+        cos, sin = math.cos(7 * frequency), math.sin(7 * frequency)
+        torch.testing.assert_close(turned[[i, i + 3]], torch.stack((a * cos - b * sin, a * sin + b * cos)))
+
+
+def test_sinusoids_and_alibi_slopes_follow_their_papers():
+    table = sinusoids(torch.tensor([[0, 3]]), 4)[0]
+    torch.testing.assert_close(table[0], torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    expected = [math.sin(3), math.cos(3), math.sin(3 / 100), math.cos(3 / 100)]
+    torch.testing.assert_close(table[1], torch.tensor(expected))
+    torch.testing.assert_close(alibi_slopes(8), torch.tensor([2.0**-i for i in range(1, 9)]))
+    assert len(alibi_slopes(6)) == 6
+    torch.testing.assert_close(alibi_slopes(6)[:4], torch.tensor([2.0 ** (-2 * i) for i in range(1, 5)]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NormSpec("group"), "unknown norm 'group'\n  hint: known: rms, layer"),
+        (lambda: FeedForwardSpec(4, activation="tanh"), "unknown activation 'tanh'"),
+        (lambda: attention("grouped", heads=5), "heads=5 is not a multiple of kv_heads=2"),
+        (lambda: attention("grouped", head_dim=7), "head_dim=7 is odd"),
+        (lambda: attention("grouped", window=0), "window=0: it must be positive"),
+        (lambda: attention("grouped", qk_norm="both"), "unknown qk_norm 'both'"),
+        (lambda: model([]), "at least one layer"),
+        (lambda: model(hybrid("grouped"), positions="gps"), "unknown positions 'gps'"),
+        (lambda: BlockSpec(attention("grouped"), FeedForwardSpec(4), "between"), "unknown norm placement"),
+        (lambda: model(hybrid("grouped"), vocab_size=0), "vocab_size=0: it must be positive"),
+    ],
+)
+def test_a_wrong_piece_is_named_with_the_known_ones(make, message):
+    with pytest.raises(ModelError) as caught:
+        make()
+    assert message in str(caught.value)
