@@ -63,6 +63,7 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
         ("run.name=a/b", "run.name: a run's name is one path segment"),
         ("run.name=..", "run.name: a run's name is one path segment"),
         ("optim", "'optim' is not an override"),
+        ("optim={nesterov: true, momentum: 0}", "optim: nesterov needs a momentum above 0"),
         ("optim.lr=.inf", "optim.lr: Input should be"),
         ("optim.betas=[0.9, 1.5]", "optim.betas.1: Input should be less than 1"),
         ("method.targets=3", "method.targets: Input should be a valid string"),

@@ -49,23 +49,51 @@ def test_adamw_equals_the_float64_formula_over_ten_steps():
         torch.testing.assert_close(p.detach().double(), w[name], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_equals_the_float64_formula_over_ten_steps(momentum):
+def run_reference(section, rule, steps=10):
+    """Ten steps of the optimizer beside a float64 rule(w, g, state, t, decay) -> w for each weight."""
     model = Model()
-    optimizer = create_optimizer(Optim(name="sgd", lr=0.1, momentum=momentum, weight_decay=0.2), model)
+    optimizer = create_optimizer(section, model)
     w = {name: p.detach().double().clone() for name, p in model.named_parameters()}
-    buffers = {name: torch.zeros_like(value) for name, value in w.items()}
-    for t in range(1, 11):
+    states = {name: {} for name in w}
+    for t in range(1, steps + 1):
         for name, g in gradients(model, t).items():
-            decay = 0.2 if name == "linear.weight" else 0.0
-            buffers[name] = momentum * buffers[name] + g + decay * w[name]
-            w[name] = w[name] - 0.1 * buffers[name]
-        masked_step(optimizer, lr=0.1, skip=torch.tensor(0.0))
+            decay = section.weight_decay if name == "linear.weight" else 0.0
+            w[name] = rule(w[name], g, states[name], t, decay)
+        masked_step(optimizer, lr=section.lr, skip=torch.tensor(0.0))
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach().double(), w[name], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.8, True)])
+def test_sgd_equals_the_float64_formula_over_ten_steps(momentum, nesterov):
+    def rule(w, g, state, t, decay):
+        g = g + decay * w
+        state["b"] = momentum * state.get("b", 0) + g
+        return w - 0.1 * (g + momentum * state["b"] if nesterov else state["b"])
+
+    run_reference(Optim(name="sgd", lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.2), rule)
+
+
+def test_adam_adds_its_decay_to_the_gradient():
+    def rule(w, g, state, t, decay):
+        g = g + decay * w
+        state["m"] = 0.8 * state.get("m", 0) + 0.2 * g
+        state["v"] = 0.9 * state.get("v", 0) + 0.1 * g * g
+        return w - 0.03 * (state["m"] / (1 - 0.8**t)) / ((state["v"] / (1 - 0.9**t)).sqrt() + 1e-7)
+
+    run_reference(Optim(name="adam", lr=0.03, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.3), rule)
+
+
+def test_lion_equals_the_float64_formula_over_ten_steps():
+    def rule(w, g, state, t, decay):
+        m = state.get("m", torch.zeros_like(w))
+        state["m"] = 0.95 * m + 0.05 * g
+        return w - 0.02 * ((0.8 * m + 0.2 * g).sign() + decay * w)
+
+    run_reference(Optim(name="lion", lr=0.02, betas=(0.8, 0.95), weight_decay=0.3), rule)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
 @pytest.mark.parametrize("bad_step", [1, 3])
 def test_a_masked_update_changes_nothing_and_leaves_no_trace(name, bad_step):
     """The run with a masked step in it ends exactly where the run without that step ends."""

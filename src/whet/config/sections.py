@@ -56,16 +56,27 @@ class Data(Section):
 class Optim(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="the optimizer")
+    name: Literal["adamw", "adam", "sgd", "lion"] = Field("adamw", description="the optimizer")
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    betas: tuple[Factor, Factor] = Field((0.9, 0.999), description="AdamW's averaging factors")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    betas: tuple[Factor, Factor] = Field(
+        (0.9, 0.999), description="averaging factors of Adam and Lion (whose paper takes 0.9 and 0.99)"
+    )
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled (AdamW) or added to the gradient (SGD)")
+    nesterov: bool = Field(False, description="SGD looks ahead along its momentum")
+    weight_decay: float = Field(
+        0.0, ge=0, description="decoupled (AdamW, Lion) or added to the gradient (Adam, SGD)"
+    )
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="after the warm-up")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up from 0")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> "Optim":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
 
 
 class EarlyStop(Section):

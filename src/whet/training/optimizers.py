@@ -1,10 +1,13 @@
 """Optimizers whose update can be masked on the device: one switch, no host sync."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from whet.config.sections import Optim
 from whet.errors import ConfigError
+from whet.training.lion import Lion
 
 
 def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
@@ -19,21 +22,29 @@ def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed = [p for p in trainable.values() if p.dim() > 1 and id(p) not in embeddings]
     plain = [p for p in trainable.values() if p.dim() <= 1 or id(p) in embeddings]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": decay}
         for params, decay in ((decayed, section.weight_decay), (plain, 0.0))
         if params
     ]
     if section.name == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            groups, lr=section.lr, momentum=section.momentum, fused=True
-        )
-        if section.momentum:
-            # the fused kernel makes a missing buffer in its first step: masked, it would stay garbage
-            for p in trainable.values():
+        return _sgd(section, groups)
+    if section.name == "lion":
+        return Lion(groups, lr=section.lr, betas=section.betas)
+    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def _sgd(section: Optim, groups: list[dict[str, Any]]) -> torch.optim.SGD:  # Any: torch's parameter groups
+    optimizer = torch.optim.SGD(
+        groups, lr=section.lr, momentum=section.momentum, nesterov=section.nesterov, fused=True
+    )
+    if section.momentum:
+        # the fused kernel makes a missing buffer in its first step: masked, it would stay garbage
+        for group in groups:
+            for p in group["params"]:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return optimizer
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    return optimizer
 
 
 def masked_step(optimizer: torch.optim.Optimizer, *, lr: float, skip: torch.Tensor) -> None:
