@@ -94,26 +94,31 @@ def test_decoding_with_a_cache_equals_decoding_without(name):
             assert generated == row[len(prompt) :]
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]  # each packs in its own way
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(name):
+def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(name, device):
     from tiny import random_examples
 
     blocks, settings = MODELS[name]
-    decoder = model(blocks, **settings)
+    decoder = model(blocks, **settings).to(device)
     embedded = {}
     decoder.embed_tokens.register_forward_hook(
         lambda m, a, out: embedded.update(x=out.requires_grad_()) or out
     )
-    output = decoder.hidden(torch.randint(0, 50, (1, 14)))
+    output = decoder.hidden(torch.randint(0, 50, (1, 14), device=device))
     for position in (0, 6, 13):
         [gradient] = torch.autograd.grad(output[0, position].sum(), embedded["x"], retain_graph=True)
         assert gradient[0, position + 1 :].abs().max() == 0 if position < 13 else True
         assert gradient[0, position].abs().max() > 0
     examples = random_examples(3, seed=4, vocab=50, longest=20)
-    batch = make_batch([examples])
+    batch = make_batch([examples]).to(torch.device(device))
     with torch.no_grad():
         packed = decoder.hidden(batch.tokens, batch.positions, batch.layout())[0]
-        solo = torch.cat([decoder.hidden(torch.tensor([e.tokens[:-1]]))[0] for e in examples])
+        alone = [decoder.hidden(torch.tensor([e.tokens[:-1]], device=device))[0] for e in examples]
+        solo = torch.cat(alone)
     torch.testing.assert_close(packed, solo, rtol=1e-5, atol=2e-5)
 
 
