@@ -101,6 +101,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_
         ({"prompt": "a", "completion": 3}, "completion must be a string, not int"),
         ({"text": None}, "text must be a string"),
         ({"prompt": "only"}, "fits no shape"),
+        ({"text": "half a pair \ud800"}, "the tokenizer cannot read this text"),
+        ({"messages": [{"role": "assistant", "content": "x"}], "tools": 3}, "here.jsonl:7"),
     ],
 )
 def test_a_bad_record_is_named_with_its_place(tiny, fields, message):
@@ -165,6 +167,7 @@ def test_jsonl_is_read_line_by_line(tmp_path):
         (b'{"text": "a"}\n{"text": \n', r"data.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n[1, 2]\n', r"data.jsonl:2: a record must be a JSON object, not list"),
         (b'{"text": "\xff"}\n', r"data.jsonl:1: not UTF-8 text"),
+        (b'{"text": ' + b"1" * 5000 + b"}\n", r"data.jsonl:1: not valid JSON"),
         (b"[" * 100_000 + b"\n", r"data.jsonl:1: nested too deeply|data.jsonl:1: not valid JSON"),
         (b"", "holds no records"),
         (b"\n\n", "holds no records"),

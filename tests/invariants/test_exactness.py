@@ -141,7 +141,9 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_directory, packed):
     for recompute in (False, True):
         torch.manual_seed(0)
         model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
-        whet.attach_lora(model, rank=4).grad_checkpoint = recompute
+        whet.attach_lora(model, rank=4, dropout=0.2).grad_checkpoint = recompute
+        for parameter in model.parameters():
+            parameter.data += 0.05 * parameter.requires_grad  # B leaves zero, so that A has a gradient
         found.append(gradients(model, examples, [batch], tiny_directory)[1])
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name

@@ -74,6 +74,7 @@ MODELS = {
     "sinusoidal": (hybrid("no-rope", "capped"), {"positions": "sinusoidal"}),
     "alibi": (hybrid("no-rope", "no-rope"), {"positions": "alibi"}),
     "layer-norm-untied": (hybrid("grouped"), {"norm": NormSpec("layer", 1e-5), "tied_head": False}),
+    "heads-of-two-sizes": ([*hybrid("grouped"), BlockSpec(attention("grouped", head_dim=16), FeedForwardSpec(8))], {}),
     "mixed": (hybrid("window", "no-rope", "capped", "whole-norm-fused"), {"norm": NormSpec(offset=True), "logit_softcap": 3.0, "embedding_scale": 2.0}),
 }  # fmt: skip
 
@@ -119,7 +120,7 @@ def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(na
         packed = decoder.hidden(batch.tokens, batch.positions, batch.layout())[0]
         alone = [decoder.hidden(torch.tensor([e.tokens[:-1]], device=device))[0] for e in examples]
         solo = torch.cat(alone)
-    torch.testing.assert_close(packed, solo, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(packed, solo, rtol=1e-5, atol=2e-5 if device == "cpu" else 2e-4)
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])

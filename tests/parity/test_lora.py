@@ -1,5 +1,7 @@
 """Adapters compute what PEFT's compute, and each library reads what the other writes."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -175,8 +177,7 @@ def test_layers_counts_from_the_end_or_lists(tiny_directory):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, "rank 0 does not fit"),
-        ({"rank": 17}, "rank 17 does not fit a 32 x 16 layer"),
+        ({"rank": 0}, "rank 0: an adapter needs a rank of at least 1"),
         ({"targets": ["q_prj"]}, "did you mean q_proj"),
         ({"variant": "bora"}, "unknown adapter variant 'bora'"),
         ({"layers": 9}, "layers 9 do not fit a model of 2 layers"),
@@ -203,3 +204,27 @@ def test_an_adapter_of_another_model_is_refused_with_the_difference(tiny, tmp_pa
         ModelError, match=r"does not fit this model: .*lora_A.weight is \[4, 48\], expected \[4, 32\]"
     ):
         whet.load_adapter(tiny[0], tmp_path / "adapter")
+    assert not list(adapted(tiny[0])), "a refused adapter leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_dora", True), ("use_rslora", True), ("init_lora_weights", "pissa"), ("init_lora_weights", "olora"),
+     ("rank_pattern", {"q_proj": 2}), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3"), ("bias", "all")],
+)  # fmt: skip
+def test_settings_under_which_the_tensors_mean_something_else_are_refused(tiny, tmp_path, key, value):
+    whet.save_adapter(whet.attach_lora(tiny[0]), tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ModelError, match=key):
+        whet.load_adapter(whet.merge(tiny[0]), tmp_path / "adapter")
+
+
+def test_ranks_above_the_small_side_load_as_in_peft(tiny_directory, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    theirs = get_peft_model(base, LoraConfig(r=24, target_modules=["k_proj"], init_lora_weights=False))
+    theirs.save_pretrained(tmp_path)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    whet.load_adapter(model, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()), theirs(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)

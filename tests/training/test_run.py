@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import whet
-from tiny import run_config
-from whet.errors import CheckpointError, ConfigError
+from tiny import run_config, write_tiny_model
+from whet.errors import CheckpointError, ConfigError, DataError
 from whet.training.callbacks import Callback, StopRun
 
 METHODS = {
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_directory, t
     }
     whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
     config = run_config(tiny_directory, tmp_path / "parts", **sections)
-    first = whet.train(config, [StopAt(2)])
+    first = whet.train(config, [StopAt(3)])  # where an evaluation is due
     assert first.unfinished
     assert not (first.directory / "final").exists()
     second = whet.resume(first.directory, [StopAt(5)])
@@ -169,7 +169,7 @@ def test_what_cannot_be_resumed_is_refused(finished, tmp_path, tiny_directory):
     first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(1)])
     for path in (first.directory / "checkpoints").rglob("*.safetensors"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="1 found, none of them whole"):
+    with pytest.raises(CheckpointError, match="1 checkpoints found, none of them whole"):
         whet.resume(first.directory)
 
 
@@ -195,6 +195,126 @@ def test_early_stopping_leaves_the_best_weights_in_final(tiny_directory, tmp_pat
         assert all(torch.equal(final[key], ours[key]) for key in final) == same
 
 
+def test_the_best_checkpoint_is_never_pruned_even_at_step_0(tiny_directory, tmp_path, monkeypatch):
+    losses = iter([1.0] + [5.0] * 9)
+    monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})
+    sections = {"eval": {"every": 1, "early_stop": {"patience": 4}}, "checkpoint": {"every": 1, "keep": 2}}
+    result = whet.train(run_config(tiny_directory, tmp_path, run={"steps": 40}, **sections))
+    assert (result.steps, result.best["step"]) == (4, 0)
+    assert (result.directory / "final").is_dir()
+
+
+def test_a_run_stopped_before_its_first_step_goes_on_once_evaluated(tiny_directory, tmp_path):
+    class StopAtOnce(Callback):
+        def on_eval_end(self, step, metrics):
+            return StopRun("test", unfinished=True)
+
+    sections = {"eval": {"early_stop": {"patience": 1}}}
+    first = whet.train(run_config(tiny_directory, tmp_path, **sections), [StopAtOnce()])
+    assert (first.steps, first.unfinished) == (0, True)
+    result = whet.resume(first.directory)
+    assert result.steps == 4
+    assert [row["step"] for row in rows(result.directory) if "eval_loss" in row] == [0, 4]
+
+
+def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directory, tmp_path, monkeypatch):
+    losses = iter([5.0, 4.0, 4.5, 4.5, 4.5])
+    monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})
+    sections = {"run": {"steps": 40}, "eval": {"every": 1, "early_stop": {"patience": 2}}}
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "whet.training.run.save_adapter", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+        )
+        with pytest.raises(OSError, match="disk full"):
+            whet.train(run_config(tiny_directory, tmp_path, **sections))
+    result = whet.resume(tmp_path / "runs" / "test")
+    assert (result.steps, result.best["step"]) == (3, 1)
+    assert "has not improved" in result.stopped_because
+    assert (result.directory / "final").is_dir()
+
+
+def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, monkeypatch):
+    sections = {"data": {"test": "synth:house-test:5"}, "eval": {"generate": True, "max_new_tokens": 4}}
+    original, calls = whet.training.run.exact_match, []
+
+    def failing(model, tokenizer, questions, **settings):
+        calls.append(len(questions))
+        if len(questions) == 5:
+            raise RuntimeError("no memory")
+        return original(model, tokenizer, questions, **settings)
+
+    monkeypatch.setattr("whet.training.run.exact_match", failing)
+    with pytest.raises(RuntimeError):
+        whet.train(run_config(tiny_directory, tmp_path, **sections))
+    assert calls[-1] == 5
+    assert (tmp_path / "runs" / "test" / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_prompts_that_fill_the_context_are_counted_not_asked(tiny_directory, tmp_path, caplog):
+    data = tmp_path / "test.jsonl"
+    data.write_text(
+        json.dumps({"prompt": "x" * 600, "completion": "y"})
+        + "\n"
+        + json.dumps({"prompt": "a", "completion": "b"})
+    )
+    sections = {
+        "data": {"valid": str(data), "max_length": 300, "too_long": "drop"},
+        "eval": {"generate": True, "max_new_tokens": 3},
+    }
+    caplog.set_level("INFO", logger="whet")
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    assert "valid: 1 prompts fill the model's context and are not asked" in caplog.text
+    assert "exact_match" in result.metrics
+
+
+def test_generating_during_a_run_does_not_change_the_run(tiny_directory, tmp_path):
+    found = []
+    for name, evaluation in (("quiet", {}), ("asking", {"every": 1, "generate": True, "max_new_tokens": 3})):
+        sections = {"eval": evaluation, "method": {"kind": "lora", "rank": 4, "dropout": 0.3}}
+        result = whet.train(run_config(tiny_directory, tmp_path / name, **sections))
+        found.append(load_file(result.directory / "final" / "adapter_model.safetensors"))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_resume_refuses_another_architecture_and_another_batch(tiny_directory, tmp_path):
+    first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(2)])
+    config = yaml.safe_load((first.directory / "config.yaml").read_text())
+    (first.directory / "config.yaml").write_text(
+        yaml.safe_dump({**config, "run": {**config["run"], "batch_size": 3}})
+    )
+    with pytest.raises(CheckpointError, match="the size of a step have changed"):
+        whet.resume(first.directory)
+    write_tiny_model(tmp_path / "other", num_hidden_layers=3)
+    (first.directory / "config.yaml").write_text(yaml.safe_dump({**config, "model": str(tmp_path / "other")}))
+    with pytest.raises(CheckpointError, match="no longer the architecture"):
+        whet.resume(first.directory)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_over(tiny_directory, tmp_path):
+    class Die(Callback):
+        def on_step_end(self, step, metrics):
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        whet.train(run_config(tiny_directory, tmp_path), [Die()])
+    result = whet.resume(tmp_path / "runs" / "test")
+    assert result.steps == 4
+    assert [row["step"] for row in rows(result.directory) if "step" in row] == [0, 1, 2, 3, 4, 4]
+
+
+def test_examples_longer_than_the_model_are_refused(tmp_path):
+    write_tiny_model(tmp_path / "short", max_position_embeddings=64)
+    with pytest.raises(DataError, match=r"synth:house:24#\d+: \d+ tokens, and .* was made for 64"):
+        whet.train(run_config(tmp_path / "short", tmp_path))
+
+
+def test_a_memory_limit_is_watched_after_each_step(tiny_directory, tmp_path, monkeypatch):
+    used = iter([1.0, 1.0, 9.0])
+    monkeypatch.setattr("whet.training.callbacks.used_gib", lambda device: next(used))
+    result = whet.train(run_config(tiny_directory, tmp_path, run={"max_memory": 5}))
+    assert (result.steps, result.unfinished) == (2, True)
+
+
 def test_a_memory_limit_stops_with_a_checkpoint(tiny_directory, tmp_path):
     result = whet.train(run_config(tiny_directory, tmp_path, run={"max_memory": 0.01}))
     assert result.unfinished
@@ -209,7 +329,9 @@ def test_a_time_limit_counts_from_the_start_of_each_part(tiny_directory, tmp_pat
     assert (result.steps, result.unfinished) == (2, True)
     assert "run.max_time of 0.5 minutes is over" in result.stopped_because
     result = whet.resume(result.directory)
-    assert (result.steps, result.unfinished) == (4, True), "a resumed run has its own time"
+    assert (result.steps, result.unfinished) == (4, False), (
+        "a resumed run has its own time, and its last step ends it"
+    )
 
 
 def test_resume_refuses_other_data(tiny_directory, tmp_path):

@@ -17,6 +17,20 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 LAYOUTS = ("peft",)
 _PREFIX = "base_model.model."
+# settings under which the same tensors mean something else
+_OTHER_MATH = (
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+)
 
 
 def adapter_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
@@ -80,26 +94,33 @@ def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
         tensors = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{directory / WEIGHTS} cannot be read: {error}") from error
-    attach_lora(
-        model,
-        rank=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        dropout=float(config.get("lora_dropout", 0.0)),
-        targets=_adapted_modules(model, tensors),
-    )
-    expected = adapter_tensors(model)
-    problems = [f"{name} is not in {WEIGHTS}" for name in expected if name not in tensors]
-    problems += [f"{name} fits no layer of this model" for name in tensors if name not in expected]
+    rank = int(config["r"])
+    chosen = _adapted_modules(model, tensors)
+    shapes = {
+        f"{_PREFIX}{model.hf_name(name)}.{part}.weight": shape
+        for name, linear in chosen.items()
+        for part, shape in (("lora_A", (rank, linear.in_features)), ("lora_B", (linear.out_features, rank)))
+    }
+    problems = [f"{name} is not in {WEIGHTS}" for name in shapes if name not in tensors]
+    problems += [f"{name} fits no layer of this model" for name in tensors if name not in shapes]
     problems += [
-        f"{name} is {list(tensors[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in tensors and tensors[name].shape != tensor.shape
+        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
     ]
     if problems:
         raise ModelError(
             f"the adapter in {directory} does not fit this model: " + "; ".join(problems[:4]),
             hint=f"it was made for {config.get('base_model_name_or_path')}",
         )
+    attach_lora(
+        model,
+        rank=rank,
+        alpha=float(config["lora_alpha"]),
+        dropout=float(config.get("lora_dropout", 0.0)),
+        targets=list(chosen),
+    )
+    expected = adapter_tensors(model)
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
@@ -109,15 +130,15 @@ def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
 def _check_supported(config: dict[str, Any], directory: Path) -> None:  # Any: JSON values
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{directory / CONFIG}: peft_type {config.get('peft_type')!r} is not LORA")
-    for key in (
-        "use_dora",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-    ):
+    for key in _OTHER_MATH:
         if config.get(key):
             raise ModelError(f"{directory / CONFIG}: {key}={config[key]!r} is not supported")
+    # the others change the base weights, which the file does not hold
+    if config.get("init_lora_weights", True) not in (True, False, None, "gaussian", "orthogonal", "eva"):
+        raise ModelError(
+            f"{directory / CONFIG}: init_lora_weights={config['init_lora_weights']!r} is not supported",
+            hint="save it from PEFT as a plain LoRA (path_initial_model_for_weight_conversion)",
+        )
     if config.get("bias", "none") != "none":
         raise ModelError(f"{directory / CONFIG}: bias={config['bias']!r} is not supported")
     for key in ("r", "lora_alpha"):
@@ -125,11 +146,11 @@ def _check_supported(config: dict[str, Any], directory: Path) -> None:  # Any: J
             raise ModelError(f"{directory / CONFIG} has no {key!r}")
 
 
-def _adapted_modules(model: LanguageModel, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _adapted_modules(model: LanguageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.nn.Linear]:
     """Which linear layers the tensors adapt: what is stored counts, not the config's patterns."""
     wanted = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors}
-    return [
-        name
+    return {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and model.hf_name(name) in wanted
-    ]
+    }

@@ -33,11 +33,8 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Linear, settings: LoRASettings) -> None:
         super().__init__()
-        if not 1 <= settings.rank <= min(base.in_features, base.out_features):
-            raise ConfigError(
-                f"rank {settings.rank} does not fit a {base.in_features} x {base.out_features} layer",
-                hint="the rank is at least 1 and at most the smaller side",
-            )
+        if settings.rank < 1:
+            raise ConfigError(f"rank {settings.rank}: an adapter needs a rank of at least 1")
         self.base = base
         self.settings = settings
         self.scale = settings.alpha / settings.rank
@@ -60,6 +57,26 @@ class LoRALinear(nn.Module):
             x, base.weight, base.bias, self.lora_A, self.lora_B, self.scale
         )
         return output
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as the model computes with it; some classes of transformers read it directly."""
+        return self.merged_weight() if self.enabled else self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias of the base layer."""
+        return self.base.bias
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input."""
+        return self.base.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output."""
+        return self.base.out_features
 
     def merged_weight(self) -> torch.Tensor:
         """W + scale * B A, computed in float32, in the dtype of the base."""

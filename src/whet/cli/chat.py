@@ -20,6 +20,7 @@ def command(
     """Chat with a model; answers appear as they are made."""
     from whet.adapters.load import load
     from whet.cli.console import notes
+    from whet.errors import DataError
     from whet.generation.text import generate
 
     talker, tokenizer = load(model)
@@ -35,18 +36,23 @@ def command(
             messages = list(start)
         else:
             messages.append({"role": "user", "content": said})
-            answer = generate(
-                talker,
-                tokenizer,
-                messages,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                seed=seed,
-                on_text=lambda piece: print(piece, end="", flush=True),
-            )
+            try:
+                answer = generate(
+                    talker,
+                    tokenizer,
+                    messages,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    min_p=min_p,
+                    seed=seed,
+                    on_text=lambda piece: print(piece, end="", flush=True),
+                )
+            except DataError as error:  # too long, say: the conversation goes on without it
+                notes().print(f"error: {error}", highlight=False)
+                messages.pop()
+                continue
             print()
             messages.append({"role": "assistant", "content": answer})
 

@@ -14,7 +14,7 @@ def notes() -> "Console":
     """The console for messages and progress."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, emoji=False)  # synth:house: is no emoji
+    return Console(stderr=True, soft_wrap=True, emoji=False, markup=False)  # synth:house: is no emoji
 
 
 class _NotesHandler(logging.Handler):

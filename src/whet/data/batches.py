@@ -1,5 +1,6 @@
 """Batches: what one forward pass takes, and the order in which examples become steps."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from whet.data.plan import StepSettings, plan_epoch, split_step
 from whet.data.render import Example
+from whet.errors import CheckpointError
 from whet.ops.attention import Layout
 
 IGNORED = -100
@@ -92,17 +94,24 @@ class BatchStream:
         self._planned: tuple[int, list[list[int]]] | None = None
         self._lengths = [example.length for example in examples]
         settings.check(examples)
+        steps = (settings.batch_size, settings.batch_tokens, settings.shuffle)
+        self._mark = zlib.crc32(repr((self._lengths, steps, seed)).encode())
 
     def steps_in(self, epoch: int) -> int:
         """Optimizer steps in one pass."""
         return len(self._plan(epoch))
 
     def state(self) -> dict[str, int]:
-        """The position, as integers."""
-        return {"epoch": self.epoch, "index": self.index, "seed": self.seed, "examples": len(self.examples)}
+        """The position, as integers, and a mark of what it is a position in."""
+        return {"epoch": self.epoch, "index": self.index, "stream": self._mark}
 
     def seek(self, state: dict[str, int]) -> None:
-        """Go to a position that `state` returned."""
+        """Go to a position that `state` returned, of a stream with the same examples, steps and seed."""
+        if state["stream"] != self._mark:
+            raise CheckpointError(
+                "the examples, their order or the size of a step have changed since this position was saved",
+                hint="restore data, run.seed, run.batch_size and run.batch_tokens, or start a new run",
+            )
         self.epoch, self.index = state["epoch"], state["index"]
 
     def __iter__(self) -> Iterator[list[Batch]]:

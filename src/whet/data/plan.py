@@ -25,7 +25,9 @@ class StepSettings:
     @property
     def micro_tokens(self) -> int:
         """Positions in one micro-batch, padding included."""
-        return self.micro_batch_tokens or min(self.batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, 4096)
+        return self.micro_batch_tokens or min(
+            self.batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, DEFAULT_MICRO_BATCH_TOKENS
+        )
 
     def check(self, examples: Sequence[Example]) -> None:
         """Refuse examples that no micro-batch or no step can hold."""
@@ -67,10 +69,23 @@ def plan_epoch(lengths: Sequence[int], settings: StepSettings, *, seed: int, epo
         return [order[start : start + settings.batch_size] for start in range(0, count, settings.batch_size)]
     if settings.batch_tokens is None:
         raise ConfigError("a step needs batch_size or batch_tokens")
-    steps = _best_fit(order, lengths, settings.batch_tokens)
     if not settings.shuffle:
-        return steps
+        return _next_fit(order, lengths, settings.batch_tokens)
+    steps = _best_fit(order, lengths, settings.batch_tokens)
     return [steps[index] for index in permutation(len(steps), seed=seed, epoch=epoch, salt=1)]
+
+
+def _next_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Fill one bin after the other, in order."""
+    bins: list[list[int]] = []
+    room = 0
+    for index in order:
+        if not bins or lengths[index] > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(index)
+        room -= lengths[index]
+    return bins
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -111,10 +111,11 @@ class Renderer:
             before = self._render(messages[:index], record, prompt=True)
             after = text if index == len(messages) - 1 else self._render(messages[: index + 1], record)
             if not (text.startswith(before) and text.startswith(after)):
+                others = "all" if self.supervise == "last" else "last or all"
                 raise DataError(
                     f"{record.origin}: the chat template rewrites earlier turns, so message {index + 1} "
                     "cannot be found in the rendered text",
-                    hint="set data.supervise to last or all",
+                    hint=f"set data.supervise to {others}",
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -131,13 +132,16 @@ class Renderer:
             rendered: str = self.tokenizer.apply_chat_template(
                 messages, tools=record.fields.get("tools"), tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise DataError(f"{record.origin}: the chat template refuses these messages: {error}") from error
         return rendered
 
     def _encode(self, text: str, spans: Spans, record: Record, *, special: bool = False) -> Example:
         """Whole text at once; a token is learned when any of its characters lies in a learned span."""
-        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        try:
+            encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        except (TypeError, ValueError, UnicodeError) as error:  # half of a surrogate pair, say
+            raise DataError(f"{record.origin}: the tokenizer cannot read this text: {error}") from error
         tokens: list[int] = encoded["input_ids"]
         supervised = [
             any(start < end and end > low and start < high for low, high in spans)

@@ -57,6 +57,8 @@ def _parse(line: bytes, origin: str) -> dict[str, Any]:  # Any: JSON values
         raise DataError(f"{origin}: not valid JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
         raise DataError(f"{origin}: nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits, say
+        raise DataError(f"{origin}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f"{origin}: a record must be a JSON object, not {type(value).__name__}")
     return value

@@ -45,12 +45,12 @@ def generate_tokens(
     if not prompts or max_tokens < 1:
         return outputs
     sampling = sampling or Sampling()
-    generators = row_generators(len(prompts), seed=seed)
+    generators = row_generators(len(prompts), seed=seed) if sampling.temperature else []
     rows = list(range(len(prompts)))  # the rows still decoding
-    with evaluating(model):
+    with evaluating(model), _uncompiled(model):
         state = _Rows(model, prompts)
         for _ in range(max_tokens):
-            chosen = sample(state.logits(), sampling, [generators[row] for row in rows])
+            chosen = sample(state.logits(), sampling, [generators[row] for row in rows if generators])
             alive = []
             for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
                 if token in stop_tokens:
@@ -68,6 +68,16 @@ def generate_tokens(
                 chosen, rows = chosen[kept], [rows[place] for place in alive]
             state.advance(chosen)
     return outputs
+
+
+@contextlib.contextmanager
+def _uncompiled(model: LanguageModel) -> Iterator[None]:
+    """Run compiled layers as they are: the changing shapes of decoding would use up their recompilations."""
+    if not any(getattr(block, "_compiled_call_impl", None) for block in model.blocks()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:

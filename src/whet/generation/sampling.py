@@ -1,5 +1,6 @@
 """Picking the next token."""
 
+import random
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +29,13 @@ class Sampling:
 
 
 def row_generators(count: int, *, seed: int | None) -> list[torch.Generator]:
-    """One random stream a row, so that a row's tokens do not depend on its neighbours."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    return [torch.Generator().manual_seed(seed + row) for row in range(count)]
+    """One random stream a row, so that a row's tokens do not depend on its neighbours.
+
+    None of torch's global randomness is used: generating during a run must not change the run.
+    """
+    root = random.SystemRandom().getrandbits(63) if seed is None else seed
+    seeds = [random.Random(f"{root}/{row}").getrandbits(63) for row in range(count)]
+    return [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:

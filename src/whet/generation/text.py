@@ -1,6 +1,5 @@
 """Text in, text out."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from whet.errors import DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling
 from whet.models.language_model import LanguageModel
+from whet.models.weights import read_json
 
 Messages = Sequence[dict[str, Any]]  # Any: templates read fields of their own choice
 
@@ -70,9 +70,12 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
 
 
 def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:
-    """Ids that end an answer: the tokenizer's EOS, and those of generation_config.json."""
-    found = {tokenizer.eos_token_id}
+    """Ids that end an answer: the tokenizer's EOS, and those of the model's two configs."""
+    found = [tokenizer.eos_token_id]
+    configs = [model.hf_config()]
     if model.source is not None and (path := model.source / "generation_config.json").is_file():
-        listed = json.loads(path.read_text()).get("eos_token_id")
-        found |= set(listed) if isinstance(listed, list) else {listed}
+        configs.append(read_json(path))
+    for config in configs:
+        listed = config.get("eos_token_id")
+        found += listed if isinstance(listed, list) else [listed]
     return {token for token in found if isinstance(token, int)}

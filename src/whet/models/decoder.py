@@ -95,7 +95,7 @@ class Decoder(LanguageModel):
         slopes = self._slopes(x)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer, block in zip(self.layers, self.spec.blocks, strict=True):
-            turn = turns.get(block.attention.rope)
+            turn = turns.get((block.attention.rope, block.attention.head_dim))
             if recompute:
                 x = checkpoint(layer, x, turn, layout, None, slopes, use_reentrant=False)
             else:
@@ -115,12 +115,12 @@ class Decoder(LanguageModel):
 
     def _rotations(
         self, positions: torch.Tensor, *, dtype: torch.dtype
-    ) -> dict[RopeSpec | None, Rotation | None]:
+    ) -> dict[tuple[RopeSpec | None, int], Rotation]:
         """One for each kind of rope. No buffers: frequencies are derived, float32, and in no checkpoint."""
-        found: dict[RopeSpec | None, Rotation | None] = {}
+        found: dict[tuple[RopeSpec | None, int], Rotation] = {}
         for block in self.spec.blocks:
             rope, size = block.attention.rope, block.attention.head_dim
-            if rope is None or rope in found:
+            if rope is None or (rope, size) in found:
                 continue
             key = (positions.device, rope, size)
             if key not in self._frequencies:
@@ -128,7 +128,7 @@ class Decoder(LanguageModel):
             cos, sin = rotation(positions, self._frequencies[key])
             if isinstance(rope.scaling, YarnRopeScaling):
                 cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
-            found[rope] = (cos.to(dtype), sin.to(dtype))
+            found[rope, size] = (cos.to(dtype), sin.to(dtype))
         return found
 
     def _slopes(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -58,10 +58,17 @@ def _load_native(
     device: torch.device,
 ) -> Decoder:
     family = families.FAMILIES[config["model_type"]]
-    spec = family.from_config(config)
+    try:
+        spec = family.from_config(config)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{directory / 'config.json'} cannot be understood: {error}") from error
+    files = TensorFiles(directory)
+    if len(spec.blocks) > (stored := sum(1 for _ in files)):
+        raise ModelError(
+            f"{directory}: config.json has {len(spec.blocks)} layers, and there are {stored} tensors"
+        )
     with torch.device("meta"):
         model = Decoder(spec, source_config=config)
-    files = TensorFiles(directory)
     names = {name: family.hf_name(name) for name, _ in model.named_parameters()}
     prefix = getattr(family, "PREFIX", "")
     if prefix and not any(name.startswith(prefix) for name in files):

@@ -29,8 +29,11 @@ def linear_cross_entropy(
         return hidden.float().sum()  # zero, and still attached to the graph
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    weight, bias = head.weight, head.bias
+    if not torch.is_grad_enabled():  # autograd would still ask for the gradient of a trained head
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        hidden, head.weight, head.bias, targets, weights, head.scale, head.softcap
+        hidden, weight, bias, targets, weights, head.scale, head.softcap
     )
     return loss
 

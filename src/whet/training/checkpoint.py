@@ -15,7 +15,7 @@ from torch import nn
 
 from whet.errors import CheckpointError
 from whet.models.weights import read_json
-from whet.storage import check_manifest, new_directory, write_json, write_safetensors
+from whet.storage import check_manifest, new_directory, replace_directory, write_json, write_safetensors
 
 log = logging.getLogger("whet")
 
@@ -143,12 +143,15 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def _by_step(directory: Path) -> list[Path]:
-    found = (directory / "checkpoints").glob("step-*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in (directory / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def newest_valid(directory: Path) -> Path:
-    """The newest checkpoint of a run that is whole; each one skipped is named with the reason."""
+def newest_valid(directory: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None when none was ever saved.
+
+    Broken ones are named with the reason and set aside, so that they count for nothing later.
+    """
     candidates = _by_step(directory)[::-1]
     for candidate in candidates:
         try:
@@ -156,15 +159,20 @@ def newest_valid(directory: Path) -> Path:
         except CheckpointError as error:
             log.warning("skipped checkpoint %s: %s", candidate.name, error.message)
             continue
+        for broken in candidates[: candidates.index(candidate)]:
+            replace_directory(broken, broken.with_name(f"broken-{broken.name}"))
         return candidate
-    found = f"{len(candidates)} found, none of them whole" if candidates else "none was saved yet"
-    raise CheckpointError(f"{directory} has no checkpoint to go on from ({found})")
+    if candidates:
+        raise CheckpointError(f"{directory}: {len(candidates)} checkpoints found, none of them whole")
+    return None
 
 
 def prune(directory: Path, *, keep: int, best_step: int | None) -> None:
     """Remove all but the newest `keep` checkpoints and the best one."""
     paths = _by_step(directory)
-    spared = {*paths[-keep:], checkpoint_path(directory, best_step or -1)}
+    spared = set(paths[-keep:])
+    if best_step is not None:
+        spared.add(checkpoint_path(directory, best_step))
     for path in paths:
         if path not in spared:
             shutil.rmtree(path, ignore_errors=True)

@@ -74,7 +74,7 @@ def evaluate_loss(
                 sums[name] += value
     found = {f"eval_{name}": value.item() for name, value in sums.items()}
     mean = found["eval_loss"]
-    perplexity = math.exp(mean) if mean < 700 else math.inf
+    perplexity = math.inf if mean >= 700 else math.exp(mean)
     return {**found, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
 
 

@@ -18,9 +18,9 @@ from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.plan import StepSettings
-from whet.data.render import Question, Renderer, render
-from whet.data.sources import Record, read_records
-from whet.errors import CheckpointError, ConfigError, ModelError
+from whet.data.render import Question, Rendered, Renderer, render
+from whet.data.sources import read_records
+from whet.errors import CheckpointError, ConfigError, DataError, ModelError
 from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
@@ -77,14 +77,16 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     if (directory / "final").is_dir():
         raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
     config = load_config(directory / "config.yaml")
-    return _Assembly(config, directory).go(callbacks, checkpoint=newest_valid(directory))
+    checkpoint = newest_valid(directory)
+    if checkpoint is None:
+        log.info("%s was stopped before its first checkpoint: starting over", directory)
+    return _Assembly(config, directory).go(callbacks, checkpoint=checkpoint, again=True)
 
 
 @dataclass(frozen=True)
 class _Split:
     """One of train, valid and test, ready to use."""
 
-    records: list[Record]
     batches: list[Batch]
     questions: list[Question]
 
@@ -110,8 +112,10 @@ class _Assembly:
             if (source := getattr(config.data, name)) is not None
         }
 
-    def go(self, callbacks: Iterable[Callback], checkpoint: Path | None = None) -> RunResult:
-        """Build, train, and leave something people can use."""
+    def go(
+        self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
+    ) -> RunResult:
+        """Build, train (`again`: a run that was begun before), and leave something people can use."""
         signals = StopOnSignal()
         with RunLog(log) as run_log:
             _seed(self.config.run.seed)
@@ -136,16 +140,16 @@ class _Assembly:
                 directory=self.directory,
                 precision=self.precision,
             )
+            if again:
+                self._refuse_another_run()
             if checkpoint is not None:
-                self._refuse_other_data()
                 trainer.restore(checkpoint)
-                set_aside_later_rows(self.directory / "metrics.jsonl", trainer.state.step)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
+            if again:
+                reached = trainer.state.step if checkpoint is not None else -1
+                set_aside_later_rows(self.directory / "metrics.jsonl", reached)
             with signals:
-                result = trainer.fit()
-            if not result.unfinished:
-                self._write_final()
-        return result
+                return trainer.fit()
 
     def _count_steps(self, stream: BatchStream) -> int:
         run = self.config.run
@@ -194,22 +198,41 @@ class _Assembly:
 
     def _training_stream(self, renderer: Renderer) -> BatchStream:
         data = self.config.data
-        rendered = render(self.records["train"], renderer, max_length=data.max_length, too_long=data.too_long)
+        rendered = self._render("train", renderer)
         log.info("train: %s: %s", data.train, rendered.summary())
         return BatchStream(rendered.examples, self.steps, seed=self.config.run.seed)
+
+    def _render(self, name: str, renderer: Renderer) -> Rendered:
+        data = self.config.data
+        rendered = render(self.records[name], renderer, max_length=data.max_length, too_long=data.too_long)
+        longest = max(rendered.examples, key=lambda example: example.length)
+        if longest.length > self.model.max_positions:
+            raise DataError(
+                f"{longest.origin}: {len(longest.tokens)} tokens, and {self.config.model} was made for "
+                f"{self.model.max_positions}",
+                hint=f"set data.max_length to {self.model.max_positions}",
+            )
+        return rendered
 
     def _evaluation_split(self, name: str, renderer: Renderer) -> _Split | None:
         if name not in self.records:
             return None
         records, data = self.records[name], self.config.data
-        rendered = render(records, renderer, max_length=data.max_length, too_long=data.too_long)
+        rendered = self._render(name, renderer)
         log.info("%s: %s: %s", name, getattr(data, name), rendered.summary())
         self.steps.check(rendered.examples)
         questions = []
         if self.config.eval.generate:
-            questions = [question for r in records if (question := renderer.question(r)) is not None]
+            found = [question for r in records if (question := renderer.question(r)) is not None]
+            questions = [q for q in found if len(q.tokens) < self.model.max_positions]
+            if len(questions) < len(found):
+                log.warning(
+                    "%s: %d prompts fill the model's context and are not asked",
+                    name,
+                    len(found) - len(questions),
+                )
         limit = self.config.eval.batches if name == "valid" else None
-        return _Split(records, evaluation_batches(rendered.examples, self.steps, limit=limit), questions)
+        return _Split(evaluation_batches(rendered.examples, self.steps, limit=limit), questions)
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
@@ -218,6 +241,7 @@ class _Assembly:
     def _own_callbacks(self, test: _Split | None) -> list[Callback]:
         config = self.config
         own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
+        own.append(_FinalAtEnd(self._write_final))
         if test is not None:
             own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
         if (early := config.eval.early_stop) is not None:
@@ -240,8 +264,12 @@ class _Assembly:
         )
         write_json(self.directory / "provenance.json", provenance(self.records))
 
-    def _refuse_other_data(self) -> None:
-        """A run goes on with the records it began with: another file would silently change it."""
+    def _refuse_another_run(self) -> None:
+        """A run goes on with the model and the records it began with: others would silently change it."""
+        if read_json(self.directory / "arch.json").get("fingerprint") != self.model.fingerprint:
+            raise CheckpointError(
+                f"{self.config.model} is no longer the architecture {self.directory} began with"
+            )
         began = read_json(self.directory / "provenance.json").get("data_sha256", {})
         now = {name: data_hash(records) for name, records in self.records.items()}
         changed = [f"data.{name}" for name in {**began, **now} if began.get(name) != now.get(name)]
@@ -258,6 +286,18 @@ class _Assembly:
             save_adapter(self.model, final, tokenizer=self.tokenizer)
         else:
             save(self.model, self.tokenizer, final)
+
+
+class _FinalAtEnd(Injector):
+    """`final/`, written before anything else at the end can fail."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self.write = write
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Write what a finished run came to."""
+        if not result.unfinished:
+            self.write()
 
 
 class _TestAtEnd(Injector):

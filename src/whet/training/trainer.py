@@ -41,6 +41,8 @@ class RunState:
     tokens_total: int = 0
     elapsed_s: float = 0.0
     best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
+    evaluated_step: int | None = None  # where the last evaluation was
+    stopped: str | None = None  # why it is over before its last step, if a callback said so
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,12 @@ class Trainer:
         """Run to the end, or to wherever a callback stops it."""
         self._clock = time.perf_counter() - self.state.elapsed_s
         self._tell("on_train_begin", self)
-        if self.state.step == 0:
-            self._evaluate_and_tell()
+        self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
             metrics = self.step(self._next_batches())
             self._tell("on_step_end", self.state.step, metrics)
             self.history.append({"step": self.state.step, **metrics})
-            if self._due(self.config.eval.every):
-                self._evaluate_and_tell()
+            self._evaluate_if_due()
             if self._due(self.config.checkpoint.every):
                 self.save()
         return self._finish()
@@ -182,6 +182,7 @@ class Trainer:
         state = load_checkpoint(path, self.model, self.optimizer)
         self.state = RunState(**state["run"])
         self._saved_step = self.state.step
+        self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
         restore_random_state(state["random"])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
         for name, callback in self._named_callbacks():
@@ -219,15 +220,22 @@ class Trainer:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
 
+    def _evaluate_if_due(self) -> None:
+        """Before the first step and at intervals; a run that must stop now does it when it is resumed."""
+        hurry = self.stop is not None and self.stop.unfinished
+        if not hurry and (self.state.step == 0 or self._due(self.config.eval.every)):
+            self._evaluate_and_tell()
+
     def _evaluate_and_tell(self) -> None:
-        """Evaluate, tell the callbacks, and keep a checkpoint when it is the best so far."""
-        if not self.eval_batches:
+        """Evaluate, once a step, tell the callbacks, and keep a checkpoint when it is the best so far."""
+        if not self.eval_batches or self.state.evaluated_step == self.state.step:
             return
         started = time.perf_counter()
         metrics = self.evaluate(self.eval_batches)
         for evaluator in self.evaluators:
             metrics |= evaluator()
         metrics["eval_s"] = time.perf_counter() - started
+        self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", self.state.step, metrics)
         self.history.append({"step": self.state.step, **metrics})
         early = self.config.eval.early_stop
@@ -243,6 +251,7 @@ class Trainer:
             answer = getattr(callback, hook)(*arguments)
             if isinstance(answer, StopRun) and self.stop is None:
                 self.stop = answer
+                self.state.stopped = None if answer.unfinished else answer.reason
                 log.info("stopping: %s", answer.reason)
 
     def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
@@ -266,9 +275,8 @@ class Trainer:
         raise RunError(message, hint="lower optim.lr, look at the records, or set run.on_nonfinite to skip")
 
     def _finish(self) -> RunResult:
-        last_evaluated = next((row["step"] for row in reversed(self.history) if "eval_loss" in row), None)
-        finished = self.stop is None or not self.stop.unfinished
-        if finished and last_evaluated != self.state.step:
+        finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
+        if finished:
             self._evaluate_and_tell()
         self.save()
         if (
