@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from whet.adapters.lora import adapted, adapters_off, attach_lora, merge
 from whet.errors import ModelError
 from whet.models.bridge import _groups, load_bridge
 from whet.ops.attention import Layout
@@ -471,3 +472,27 @@ def test_a_cache_that_cannot_be_used_is_an_error_when_it_is_asked_for(tmp_path, 
     assert distance(packed[1], bridge.hidden(tokens())[1]) < SAME
     with pytest.raises(ModelError, match="cannot generate with RwkvForCausalLM"):
         bridge.new_cache()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_reaches_every_adapted_layer_and_merges(tmp_path, family):
+    """Also where a class multiplies by a layer's weight itself instead of calling the layer."""
+    bridge = bridge_of(write(tmp_path, family))
+    attach_lora(bridge, rank=2)
+    generator = torch.Generator().manual_seed(0)
+    for _, layer in adapted(bridge):
+        layer.lora_B.data = torch.randn(layer.lora_B.shape, generator=generator) * 0.1
+    inputs = tokens()
+    hidden = bridge.hidden(inputs[:, :-1])
+    linear_cross_entropy(hidden.flatten(0, 1), bridge.head(), inputs[:, 1:].flatten()).backward()
+    for name, parameter in bridge.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > 0, name
+    with torch.no_grad():
+        adapted_logits = bridge(inputs)
+        with adapters_off(bridge):
+            base = bridge(inputs)
+        assert not torch.allclose(adapted_logits, base, atol=1e-4)
+        torch.testing.assert_close(merge(bridge)(inputs), adapted_logits, rtol=1e-4, atol=1e-4)

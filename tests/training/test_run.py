@@ -418,6 +418,33 @@ def test_epochs_count_passes_over_the_data(tiny_directory, tmp_path):
     assert whet.train(config).steps == 6  # ten examples in steps of four: 4, 4, 2
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_learns_and_keeps_trained_weights_as_promised(tiny_directory, tmp_path, method, precision):
+    sections = {**METHODS[method], "run": {"precision": precision, "steps": 6, "grad_checkpoint": True}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    losses = [row["eval_loss"] for row in result.history if "eval_loss" in row]
+    assert losses[-1] < losses[0]
+    weights = load_file(result.directory / "checkpoints" / "step-000006" / "weights.safetensors")
+    expected = torch.float32 if precision == "bf16" else torch.bfloat16
+    assert {tensor.dtype for tensor in weights.values()} == {expected}
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_like_plain_ones(tiny_directory, tmp_path):
+    """Within rounding: a compiler may fuse what eager mode rounds in between."""
+    finals = []
+    for compiled in (False, True):
+        keys = {
+            "run": {"compile": compiled, "steps": 3},
+            "eval": {"generate": True, "every": 1, "max_new_tokens": 3},
+        }
+        result = whet.train(run_config(tiny_directory, tmp_path / str(compiled), **keys))
+        finals.append(load_file(result.directory / "final" / "adapter_model.safetensors"))
+    for key in finals[0]:
+        torch.testing.assert_close(finals[0][key], finals[1][key], rtol=1e-3, atol=1e-4)
+
+
 def test_compile_works_or_falls_back_with_a_reason(tiny_directory, tmp_path, caplog, monkeypatch):
     from torch import nn
 

@@ -67,8 +67,10 @@ def windows(config: Config, *, used: bool = True) -> list[int | None]:
 def rope_fields(config: Config, kind: str | None = None) -> dict[str, Any]:
     """Rope settings from either spelling: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
     fields: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    fields |= config.get("rope_scaling") or {}
-    given = config.get("rope_parameters") or {}
+    scaling, given = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or not isinstance(given, dict):
+        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
+    fields |= scaling
     fields |= given.get(kind, {}) if kind is not None else given
     fields["rope_type"] = fields.get("rope_type", fields.get("type", "default"))
     return fields

@@ -1,0 +1,110 @@
+"""Loading is strict: what does not fit is named, and nothing is read from outside the directory."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import whet
+from tiny import write_tiny_model
+from whet.errors import ModelError
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_tiny_model(tmp_path)
+    return tmp_path
+
+
+def change(directory, edit):
+    """Rewrite the weights of a model directory."""
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(directory, **keys):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def problem(directory):
+    with pytest.raises(ModelError) as caught:
+        whet.load(directory)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(directory):
+    def edit(tensors):
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.1.self_attn.z_proj.weight"] = torch.zeros(2)
+        tensors["model.norm.weight"] = torch.ones(33)
+
+    change(directory, edit)
+    message = problem(directory)
+    assert "missing: model.layers.1.self_attn.k_proj.weight" in message
+    assert "unexpected: model.layers.1.self_attn.z_proj.weight" in message
+    assert "wrong shape: model.norm.weight is [33], expected [32]" in message
+
+
+def test_a_head_that_contradicts_its_tying_is_refused_and_an_equal_copy_is_not(directory):
+    change(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert whet.load(directory)[0].spec.tied_head
+    change(directory, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    assert "says the head is tied to the embedding, but lm_head.weight differs" in problem(directory)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "none.safetensors"])
+def test_an_index_cannot_point_outside_the_directory(directory, name):
+    (directory / "model.safetensors").rename(directory.parent / "elsewhere.safetensors")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "is not a file of this directory" in problem(directory)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04K\x01.", b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}"]
+)
+def test_a_file_that_is_no_safetensors_is_refused(directory, content):
+    (directory / "model.safetensors").write_bytes(content)
+    assert "is not a readable safetensors file" in problem(directory)
+
+
+def test_pickled_weights_are_never_opened(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert "pickled weights (.bin, .pt) are never opened" in problem(directory)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 5},
+        {"num_key_value_heads": 3},
+        {"max_position_embeddings": None},
+        {"rope_parameters": [1]},
+        {"rms_norm_eps": "x"},
+        {"hidden_size": "wide"},
+        {"num_hidden_layers": 300_000},
+        {"num_hidden_layers": 0},
+        {"vocab_size": -1},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_a_model_error(directory, keys):
+    configure(directory, **keys)
+    assert problem(directory)
+
+
+def test_an_unknown_rope_goes_to_the_bridge_with_the_reason(directory, caplog):
+    configure(directory, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    caplog.set_level("INFO", logger="whet")
+    whet.load(directory)
+    assert "through transformers (whet's own llama does not know rope type 'dynamic')" in caplog.text
+
+
+def test_a_broken_config_is_named(directory):
+    (directory / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in problem(directory)
