@@ -1,5 +1,6 @@
 """whet train: a run from its config."""
 
+import shlex
 from typing import TYPE_CHECKING
 
 import typer
@@ -52,11 +53,11 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
     finally:
         progress.close()
     if result.unfinished:
-        notes().print(f"go on with: whet resume {result.directory}", highlight=False)
+        notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)
         raise typer.Exit(3)
     summary = result.summary
     print(
         f"{result.steps} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s; "
         f"result in {result.directory}/final"
     )
-    print(f"try it: whet chat {result.directory}")
+    print(f"try it: whet chat {shlex.quote(str(result.directory))}")

@@ -256,7 +256,10 @@ class _Assembly:
         """What this run is: written before its first step, so that even a failed run can be understood."""
         if (self.directory / "config.yaml").is_file():
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
         write_text(self.directory / "config.yaml", to_yaml(self.config))
         write_json(
             self.directory / "arch.json",
