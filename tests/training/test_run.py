@@ -396,7 +396,7 @@ def test_the_test_figures_are_those_of_the_weights_in_final(tiny_directory, tmp_
     assert result.summary["test"]["loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(tiny_directory, tmp_path, number):
     class Send(Callback):
         def on_step_end(self, step, metrics):

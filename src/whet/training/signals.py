@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, say how to go on; a second signal ends at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, say how to go on; a second signal ends at once."""
 
 import logging
 import signal
@@ -20,7 +20,7 @@ class StopOnSignal(Callback):
 
     def __enter__(self) -> "StopOnSignal":
         if threading.current_thread() is threading.main_thread():  # handlers can be set nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
