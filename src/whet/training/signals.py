@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, say how to go on; a second signal ends at once."""
+"""Ctrl-C, SIGTERM, a closed terminal: finish the step, save, say how to go on; a second one ends at once."""
 
 import logging
 import signal
