@@ -23,9 +23,6 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 from whet.errors import ModelError
 from whet.models.gguf import convert_gguf, read_gguf
 from whet.models.gguf_tokenizer import build_tokenizer
-from whet.models.hub import cache_dir
-
-SMOLLM2 = cache_dir() / "models" / "smollm2-135m-instruct"
 
 Metadata = dict[str, Any]
 Tensors = dict[str, np.ndarray]
@@ -813,10 +810,8 @@ def test_a_sentencepiece_vocabulary_that_is_wrong_is_refused(changes: Metadata, 
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Any:
-    if not (SMOLLM2 / "config.json").is_file():
-        pytest.skip("SmolLM2 is not in the cache")
-    return AutoTokenizer.from_pretrained(SMOLLM2)
+def smollm2(smollm2_directory: Path) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2_directory)
 
 
 def test_smollm2_text_comes_back_as_it_was(smollm2: Any) -> None:
@@ -833,7 +828,7 @@ def test_smollm2_special_tokens_are_atomic_and_none_is_added(smollm2: Any) -> No
     assert smollm2.decode([1, 4093, 2], skip_special_tokens=True) == "user"
 
 
-def test_smollm2_answers_in_its_chat_format(smollm2: Any) -> None:
+def test_smollm2_answers_in_its_chat_format(smollm2: Any, smollm2_directory: Path) -> None:
     """One forward over the right answer, which the model would itself have written."""
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = smollm2.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -844,5 +839,5 @@ def test_smollm2_answers_in_its_chat_format(smollm2: Any) -> None:
     answer = smollm2("The capital of France is Paris.<|im_end|>")["input_ids"]
     tokens = torch.tensor([smollm2(prompt)["input_ids"] + answer])
     with torch.no_grad():
-        written = LlamaForCausalLM.from_pretrained(SMOLLM2)(tokens).logits[0].argmax(dim=-1)
+        written = LlamaForCausalLM.from_pretrained(smollm2_directory)(tokens).logits[0].argmax(dim=-1)
     assert written[-len(answer) - 1 : -1].tolist() == answer

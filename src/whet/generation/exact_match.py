@@ -1,7 +1,7 @@
 """Exact match: generate each answer and compare it with the one expected."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ def exact_match(
     questions: Sequence[Question],
     *,
     max_tokens: int = 256,
-    on_progress: Callable[[int], None] | None = None,
 ) -> ExactMatch:
     """Greedy answers against the expected ones, surrounding white space aside.
 
@@ -62,6 +61,4 @@ def exact_match(
         )
         for index, answer, tokens in zip(chunk, answers, outputs, strict=True):
             correct[index] = tokenizer.decode(tokens, skip_special_tokens=True).strip() == answer
-        if on_progress is not None:
-            on_progress(len(chunk))
     return ExactMatch(correct, [question.group for question in questions])
