@@ -16,6 +16,7 @@ from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
     FeedForwardSpec,
+    LatentAttentionSpec,
     LinearRopeScaling,
     ModelSpec,
     NormSpec,
@@ -40,7 +41,17 @@ FEEDFORWARDS = {
 }
 
 
+LATENTS = {
+    "latent": {},
+    "latent-queries": {"q_rank": 10, "rope": RopeSpec(theta=100.0)},
+    "latent-window": {"window": 5, "value_dim": 4},
+}
+
+
 def attention(name, **overrides):
+    if name in LATENTS:
+        sizes = {"heads": 4, "kv_rank": 12, "plain_dim": 8, "rope_dim": 6, "value_dim": 8}
+        return LatentAttentionSpec(**{**sizes, **LATENTS[name], **overrides})
     return AttentionSpec(**{"heads": 4, "kv_heads": 2, "head_dim": 8, **ATTENTIONS[name], **overrides})
 
 
@@ -67,7 +78,7 @@ def hybrid(*names, placement="pre", feedforward="swiglu"):
 
 
 MODELS = {
-    **{f"all-{name}": (hybrid(name, name), {}) for name in ATTENTIONS},
+    **{f"all-{name}": (hybrid(name, name), {}) for name in (*ATTENTIONS, *LATENTS)},
     **{f"mlp-{name}": (hybrid("grouped", feedforward=name), {}) for name in FEEDFORWARDS},
     **{f"norms-{place}": (hybrid("grouped", "window", placement=place), {}) for place in ("pre", "post", "sandwich")},
     "learned": (hybrid("no-rope", "window"), {"positions": "learned"}),
@@ -75,6 +86,11 @@ MODELS = {
     "alibi": (hybrid("no-rope", "no-rope"), {"positions": "alibi"}),
     "layer-norm-untied": (hybrid("grouped"), {"norm": NormSpec("layer", 1e-5), "tied_head": False}),
     "heads-of-two-sizes": ([*hybrid("grouped"), BlockSpec(attention("grouped", head_dim=16), FeedForwardSpec(8))], {}),
+    "no-feedforward": ([BlockSpec(attention("grouped"), None), *hybrid("window")], {}),
+    "no-attention": ([*hybrid("grouped"), BlockSpec(None, FeedForwardSpec(8))], {"positions": "learned"}),
+    "no-norm": (hybrid("grouped", placement="sandwich"), {"norm": NormSpec("none")}),
+    "alibi-heads": ([*hybrid("no-rope"), BlockSpec(attention("no-rope", heads=2), None)], {"positions": "alibi"}),
+    "latent-hybrid": (hybrid("latent", "window", "latent-queries"), {}),
     "mixed": (hybrid("window", "no-rope", "capped", "whole-norm-fused"), {"norm": NormSpec(offset=True), "logit_softcap": 3.0, "embedding_scale": 2.0}),
 }  # fmt: skip
 
@@ -202,10 +218,56 @@ def test_sinusoids_and_alibi_slopes_follow_their_papers():
     torch.testing.assert_close(alibi_slopes(6)[:4], torch.tensor([2.0 ** (-2 * i) for i in range(1, 5)]))
 
 
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+def test_a_piece_that_is_none_leaves_the_stream_alone(placement):
+    """Not even a norm is in the way: the blocks together are the identity, to the bit."""
+    decoder = model([BlockSpec(None, None, placement)] * 2, norm=NormSpec("none"))
+    tokens = torch.randint(0, 50, (2, 9))
+    assert torch.equal(decoder.hidden(tokens), decoder.embed_tokens(tokens))
+    assert [name for name, _ in decoder.named_parameters()] == ["embed_tokens.weight"]
+    only_mlp = model([BlockSpec(None, FeedForwardSpec(8), placement)], norm=NormSpec())
+    assert not any("attn" in name or "attention" in name for name, _ in only_mlp.named_parameters()) or (
+        placement != "post"  # there, the norm before the feed-forward carries this name
+    )
+
+
+@pytest.mark.parametrize("q_rank", [None, 24])
+def test_latent_attention_equals_transformers(q_rank):
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        q_lora_rank=q_rank, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10,
+        intermediate_size=40, first_k_dense_replace=2, max_position_embeddings=64, rope_interleave=False,
+        rms_norm_eps=1e-6, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = DeepseekV3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.3)
+    spec = LatentAttentionSpec(heads=4, kv_rank=12, plain_dim=8, rope_dim=6, value_dim=10, q_rank=q_rank)
+    ours = model([BlockSpec(spec, FeedForwardSpec(40))] * 2, tied_head=False)
+    names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in ours.state_dict()}
+    stored = theirs.state_dict()
+    ours.load_state_dict({name: stored[hf] for name, hf in names.items()})
+    tokens = torch.randint(0, 50, (2, 17))
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=2e-4)
+    ours(tokens).square().mean().backward()
+    expected.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[names[name]], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: NormSpec("group"), "unknown norm 'group'\n  hint: known: rms, layer"),
+        (lambda: NormSpec("group"), "unknown norm 'group'\n  hint: known: rms, layer, none"),
+        (lambda: attention("latent", rope_dim=5), "rope_dim=5 is odd"),
+        (lambda: attention("latent", kv_rank=0), "kv_rank=0: it must be positive"),
         (lambda: FeedForwardSpec(4, activation="tanh"), "unknown activation 'tanh'"),
         (lambda: attention("grouped", heads=5), "heads=5 is not a multiple of kv_heads=2"),
         (lambda: attention("grouped", head_dim=7), "head_dim=7 is odd"),

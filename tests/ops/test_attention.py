@@ -86,3 +86,56 @@ def test_cached_rows_see_real_slots_up_to_themselves(new_tokens, padded):
     for row in range(2):
         real = visible[row, 7 - new_tokens :]
         torch.testing.assert_close(output[row][:, real], expected[row][:, real], rtol=1e-5, atol=1e-5)
+
+
+MASKS = {
+    # what is visible besides causality, as (layout, allowed [B, queries, keys], distance [B, queries, keys])
+    "plain": lambda: (Layout(), causal(9)[None], _back(9)[None]),
+    "packed by document": lambda: (Layout(documents=((4, 5),)), (causal(9) & _same((4, 5)))[None], _back(9)[None]),
+    "packed by mask": lambda: (
+        Layout(mask=(causal(9) & _same((4, 5)))[None, None], causal=False), (causal(9) & _same((4, 5)))[None], _back(9)[None],
+    ),
+    "cached, padded": lambda: _cached(new_tokens=3),
+    "cached, one token": lambda: _cached(new_tokens=1),
+}  # fmt: skip
+
+
+def _back(length):
+    places = torch.arange(length)
+    return places[:, None] - places
+
+
+def _same(lengths):
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return segments[:, None] == segments
+
+
+def _cached(*, new_tokens):
+    """Two rows of nine slots, the second with three slots of padding on its left."""
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, :3] = False
+    slots = (real.long().cumsum(1) - 1).clamp(min=0)
+    layout = Layout.cached(real, new_tokens=new_tokens, padded=True, slots=slots)
+    allowed = (causal(9) & real[:, None])[:, 9 - new_tokens :]
+    return layout, allowed, (slots[:, :, None] - slots[:, None])[:, 9 - new_tokens :]
+
+
+@pytest.mark.parametrize("extra", ["", "softcap", "slopes", "both"])
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 50])
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_combination_of_masks_equals_a_dense_boolean_one(kind, window, extra):
+    layout, allowed, distance = MASKS[kind]()
+    if window is not None:
+        allowed = allowed & (distance < window)
+    batch, queries, keys = allowed.shape
+    q, k, v = (tensor.double() for tensor in qkv(batch, queries, keys))
+    softcap = 1.5 if extra in ("softcap", "both") else None
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.7]).double() if extra in ("slopes", "both") else None
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance[:, None]
+    expected = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    found = attend(q, k, v, layout, window=window, softcap=softcap, slopes=slopes)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

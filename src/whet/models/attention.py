@@ -1,4 +1,4 @@
-"""Self-attention with grouped key/value heads."""
+"""Self-attention: with grouped key/value heads, or with keys and values read out of a latent."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from whet.models.cache import KeyValueCache
 from whet.models.norms import make_norm
 from whet.models.rope import rotate
-from whet.models.spec import AttentionSpec, NormSpec
+from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -71,3 +71,64 @@ class SelfAttention(nn.Module):
         if self.spec.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention; its modules are named as DeepSeek's."""
+
+    def __init__(self, spec: LatentAttentionSpec, *, d_model: int, layer: int, norm: NormSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        query_size = spec.heads * (spec.plain_dim + spec.rope_dim)
+        if spec.q_rank is None:
+            self.q_proj = nn.Linear(d_model, query_size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(d_model, spec.q_rank, bias=False)
+            self.q_a_layernorm = make_norm(norm, spec.q_rank)
+            self.q_b_proj = nn.Linear(spec.q_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d_model, spec.kv_rank + spec.rope_dim, bias=False)
+        self.kv_a_layernorm = make_norm(norm, spec.kv_rank)
+        self.kv_b_proj = nn.Linear(spec.kv_rank, spec.heads * (spec.plain_dim + spec.value_dim), bias=False)
+        self.o_proj = nn.Linear(spec.heads * spec.value_dim, d_model, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | None,
+        layout: Layout,
+        cache: KeyValueCache | None,
+        slopes: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend over x [B, T, d_model], and over what the cache holds."""
+        spec = self.spec
+        assert rotation is not None  # a latent attention always has a rope
+        queries = self._queries(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)
+        plain, turned = queries.split((spec.plain_dim, spec.rope_dim), dim=-1)
+        queries = torch.cat((plain, rotate(turned, *rotation)), dim=-1)
+        latent, shared = self.kv_a_proj_with_mqa(x)[:, None].split((spec.kv_rank, spec.rope_dim), dim=-1)
+        latent, shared = self.kv_a_layernorm(latent), rotate(shared, *rotation)  # [B, 1, T, ...]
+        if cache is not None:
+            latent, shared = cache.update(self.layer, latent, shared)
+        keys, values = (
+            self.kv_b_proj(latent[:, 0])
+            .unflatten(-1, (spec.heads, -1))
+            .transpose(1, 2)
+            .split((spec.plain_dim, spec.value_dim), dim=-1)
+        )
+        keys = torch.cat((keys, shared.expand(-1, spec.heads, -1, -1)), dim=-1)
+        mixed = attend(queries, keys, values, layout, window=spec.window, slopes=slopes)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        if self.spec.q_rank is None:
+            return self.q_proj(x)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+
+def make_attention(
+    spec: AttentionSpec | LatentAttentionSpec, *, d_model: int, layer: int, norm: NormSpec
+) -> nn.Module:
+    """The layer a spec describes."""
+    kind = LatentAttention if isinstance(spec, LatentAttentionSpec) else SelfAttention
+    return kind(spec, d_model=d_model, layer=layer, norm=norm)  # type: ignore[arg-type]  # chosen by its type

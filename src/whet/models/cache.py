@@ -16,7 +16,7 @@ class KeyValueCache:
     @property
     def length(self) -> int:
         """Slots filled in every layer."""
-        return self._lengths[-1]
+        return max(self._lengths)  # a layer without attention holds nothing
 
     def update(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from whet.models.attention import Rotation, SelfAttention
+from whet.models.attention import Rotation, make_attention
 from whet.models.cache import KeyValueCache
 from whet.models.families import FAMILIES, config_of, is_transposed
 from whet.models.feedforward import FeedForward
@@ -17,27 +17,36 @@ from whet.models.spec import BlockSpec, ModelSpec, RopeSpec, YarnRopeScaling
 from whet.ops.attention import Layout
 from whet.ops.head import Head
 
+# before and after attention, before and after the feed-forward layer, by placement
+_NORM_NAMES = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "sandwich": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+
 
 class Block(nn.Module):
     """One layer; its norms are named as the Hugging Face families with this placement name them."""
 
     def __init__(self, block: BlockSpec, *, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(block.attention, d_model=spec.d_model, layer=layer, norm=spec.norm)
-        self.mlp = FeedForward(block.feedforward, d_model=spec.d_model)
-        names = {
-            "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
-            "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-            "sandwich": (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ),
-        }[block.placement]
-        for name in filter(None, names):
+        before_attention, after_attention, before_mlp, after_mlp = _NORM_NAMES[block.placement]
+        self._around_attention = self._around_mlp = None
+        if block.attention is not None:
+            self._around_attention = (before_attention, after_attention)
+            self.self_attn = make_attention(
+                block.attention, d_model=spec.d_model, layer=layer, norm=spec.norm
+            )
+        if block.feedforward is not None:
+            self._around_mlp = (before_mlp, after_mlp)
+            self.mlp = FeedForward(block.feedforward, d_model=spec.d_model)
+        for name in filter(None, (*(self._around_attention or ()), *(self._around_mlp or ()))):
             self.add_module(name, make_norm(spec.norm, spec.d_model))
-        self._norm_names = names
 
     def forward(
         self,
@@ -48,15 +57,17 @@ class Block(nn.Module):
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend, then transform; each adds to the stream."""
-        before_attention, after_attention, before_mlp, after_mlp = (
-            getattr(self, name) if name else _same for name in self._norm_names
-        )
-        x = x + after_attention(self.self_attn(before_attention(x), rotation, layout, cache, slopes))
-        return x + after_mlp(self.mlp(before_mlp(x)))
+        if self._around_attention is not None:
+            before, after = self._around_attention
+            mixed = self.self_attn(self._norm(before, x), rotation, layout, cache, slopes)
+            x = x + self._norm(after, mixed)
+        if self._around_mlp is not None:
+            before, after = self._around_mlp
+            x = x + self._norm(after, self.mlp(self._norm(before, x)))
+        return x
 
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, name)(x) if name else x
 
 
 class Decoder(LanguageModel):
@@ -95,11 +106,14 @@ class Decoder(LanguageModel):
         slopes = self._slopes(x)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer, block in zip(self.layers, self.spec.blocks, strict=True):
-            turn = turns.get((block.attention.rope, block.attention.head_dim))
+            turn, slope = None, None
+            if block.attention is not None:
+                turn = turns.get((block.attention.rope, block.attention.rotated))
+                slope = slopes.get(block.attention.heads)
             if recompute:
-                x = checkpoint(layer, x, turn, layout, None, slopes, use_reentrant=False)
+                x = checkpoint(layer, x, turn, layout, None, slope, use_reentrant=False)
             else:
-                x = layer(x, turn, layout, cache, slopes)
+                x = layer(x, turn, layout, cache, slope)
         return self.norm(x)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -118,8 +132,8 @@ class Decoder(LanguageModel):
     ) -> dict[tuple[RopeSpec | None, int], Rotation]:
         """One for each kind of rope. No buffers: frequencies are derived, float32, and in no checkpoint."""
         found: dict[tuple[RopeSpec | None, int], Rotation] = {}
-        for block in self.spec.blocks:
-            rope, size = block.attention.rope, block.attention.head_dim
+        for attention in self.spec.attentions:
+            rope, size = attention.rope, attention.rotated
             if rope is None or (rope, size) in found:
                 continue
             key = (positions.device, rope, size)
@@ -131,10 +145,12 @@ class Decoder(LanguageModel):
             found[rope, size] = (cos.to(dtype), sin.to(dtype))
         return found
 
-    def _slopes(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _slopes(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """ALiBi's, for each number of heads."""
         if self.spec.positions != "alibi":
-            return None
-        return alibi_slopes(self.spec.blocks[0].attention.heads).to(x.device, x.dtype)
+            return {}
+        counts = {attention.heads for attention in self.spec.attentions}
+        return {heads: alibi_slopes(heads).to(x.device, x.dtype) for heads in counts}
 
     def head(self) -> Head:
         """The output projection."""

@@ -49,6 +49,8 @@ class LayerNorm(nn.Module):
 
 def make_norm(spec: NormSpec, size: int) -> nn.Module:
     """The layer a spec describes."""
+    if spec.kind == "none":
+        return nn.Identity()
     if spec.kind == "layer":
         return LayerNorm(size, eps=spec.eps)
     return OffsetRMSNorm(size, eps=spec.eps) if spec.offset else RMSNorm(size, eps=spec.eps)

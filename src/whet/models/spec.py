@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from whet.errors import ModelError
 
-NORMS = ("rms", "layer")
+NORMS = ("rms", "layer", "none")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 POSITIONS = ("none", "learned", "sinusoidal", "alibi")
 PLACEMENTS = ("pre", "post", "sandwich")
@@ -68,7 +68,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A normalisation: rms (with weights stored as they are, or less one: `offset`) or layer."""
+    """A normalisation: rms (with weights stored as they are, or less one: `offset`), layer, or none."""
 
     kind: str = "rms"
     eps: float = 1e-6
@@ -103,6 +103,47 @@ class AttentionSpec:
         if self.rope is not None and self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of channels")
 
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that carry the rotary position."""
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are read out of one small latent.
+
+    A head's query and key are `plain_dim` channels from the latent and `rope_dim` that carry the position;
+    the rotated key is shared by all heads. The cache holds kv_rank + rope_dim numbers a token.
+    """
+
+    heads: int
+    kv_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None  # queries through a latent of their own
+    rope: RopeSpec = RopeSpec()
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(
+            heads=self.heads,
+            kv_rank=self.kv_rank,
+            plain_dim=self.plain_dim,
+            rope_dim=self.rope_dim,
+            value_dim=self.value_dim,
+            q_rank=1 if self.q_rank is None else self.q_rank,
+            window=1 if self.window is None else self.window,
+        )
+        if self.rope_dim % 2:
+            raise ModelError(f"rope_dim={self.rope_dim} is odd: rotary positions turn pairs of channels")
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that carry the rotary position."""
+        return self.rope_dim
+
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
@@ -121,14 +162,31 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer: norms before attention and feed-forward (pre), after them (post), or both (sandwich)."""
+    """One layer: norms before attention and feed-forward (pre), after them (post), or both (sandwich).
 
-    attention: AttentionSpec
-    feedforward: FeedForwardSpec
+    A part that is None is not there, and neither are its norms: the stream passes it unchanged.
+    """
+
+    attention: AttentionSpec | LatentAttentionSpec | None
+    feedforward: FeedForwardSpec | None
     placement: str = "pre"
 
     def __post_init__(self) -> None:
         _known("norm placement", self.placement, PLACEMENTS)
+
+    @property
+    def grouped(self) -> AttentionSpec:
+        """Its attention, where it must be the grouped kind."""
+        if not isinstance(self.attention, AttentionSpec):
+            raise ModelError("this family has grouped attention in every layer")
+        return self.attention
+
+    @property
+    def dense(self) -> FeedForwardSpec:
+        """Its feed-forward layer, where there must be one."""
+        if self.feedforward is None:
+            raise ModelError("this family has a feed-forward layer in every layer")
+        return self.feedforward
 
 
 @dataclass(frozen=True)
@@ -151,6 +209,11 @@ class ModelSpec:
         _known("positions", self.positions, POSITIONS)
         if not self.blocks:
             raise ModelError("a model needs at least one layer")
+
+    @property
+    def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
+        """The attention of each layer that has some."""
+        return [block.attention for block in self.blocks if block.attention is not None]
 
     def describe(self) -> dict[str, object]:
         """A plain JSON value, equal for equal architectures."""

@@ -6,12 +6,24 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from whet.models.families import gemma2, gemma3, gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from whet.models.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    whet,
+)
 from whet.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
     module.MODEL_TYPE: module
-    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2)
+    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2, whet)
 }
 
 _NOTHING = re.compile(r"(?!)")

@@ -176,6 +176,11 @@ def activation(config: Config, key: str = "hidden_act") -> str:
     return ACTIVATIONS[config.get(key) or "silu"]
 
 
+def activation_name(activation: str) -> str:
+    """transformers' name of one of whet's activations."""
+    return "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation
+
+
 def activation_problem(config: Config, key: str = "hidden_act") -> str | None:
     """Why the activation cannot be built natively, or None."""
     name = config.get(key) or "silu"
@@ -184,7 +189,7 @@ def activation_problem(config: Config, key: str = "hidden_act") -> str | None:
 
 def common_config(spec: ModelSpec, *, architecture: str) -> dict[str, Any]:
     """The keys that every llama-like family writes."""
-    attention, feedforward = spec.blocks[0].attention, spec.blocks[0].feedforward
+    attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
     return {
         "model_type": spec.family,
         "architectures": [architecture],
@@ -202,7 +207,7 @@ def common_config(spec: ModelSpec, *, architecture: str) -> dict[str, Any]:
 
 def window_config(spec: ModelSpec) -> dict[str, Any]:
     """`sliding_window` and `layer_types` of a model whose layers may differ."""
-    found = [block.attention.window for block in spec.blocks]
+    found = [block.grouped.window for block in spec.blocks]
     return {
         "sliding_window": next((window for window in found if window is not None), None),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in found],

@@ -45,7 +45,7 @@ def read(config: Config, *, family: str) -> ModelSpec:
             block,
             placement="sandwich",
             attention=replace(
-                block.attention,
+                block.grouped,
                 scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
                 softcap=config.get("attn_logit_softcapping"),
             ),
@@ -63,21 +63,19 @@ def read(config: Config, *, family: str) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
-    attention = spec.blocks[0].attention
+    attention = spec.blocks[0].grouped
     return {**write(spec, ARCHITECTURE), **common.both_rope_spellings(attention.rope or RopeSpec())}
 
 
 def write(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """What Gemma 2 and Gemma 3 share."""
-    attention = spec.blocks[0].attention
+    attention = spec.blocks[0].grouped
     return {
         **common.common_config(spec, architecture=architecture),
         **common.window_config(spec),
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
-        "hidden_activation": "gelu_pytorch_tanh"
-        if spec.blocks[0].feedforward.activation == "gelu_tanh"
-        else spec.blocks[0].feedforward.activation,
+        "hidden_activation": common.activation_name(spec.blocks[0].dense.activation),
         "query_pre_attn_scalar": round((attention.scale or attention.head_dim**-0.5) ** -2),
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": spec.logit_softcap,

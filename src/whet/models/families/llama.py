@@ -46,13 +46,13 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
-    attention, feedforward = spec.blocks[0].attention, spec.blocks[0].feedforward
+    attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
     return {
         **common.common_config(spec, architecture=ARCHITECTURE),
         **common.both_rope_spellings(attention.rope or RopeSpec()),
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
-        "hidden_act": feedforward.activation,
+        "hidden_act": common.activation_name(feedforward.activation),
         "mlp_bias": feedforward.bias,
     }
 

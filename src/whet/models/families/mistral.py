@@ -21,7 +21,7 @@ def from_config(config: Config) -> ModelSpec:
 def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> ModelSpec:
     """The same model under another family's name, its layers narrowed to their windows."""
     blocks = tuple(
-        replace(block, attention=replace(block.attention, window=window))
+        replace(block, attention=replace(block.grouped, window=window))
         for block, window in zip(spec.blocks, windows, strict=True)
     )
     return replace(spec, family=family, blocks=blocks)
@@ -30,4 +30,4 @@ def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
-    return {**config, "sliding_window": spec.blocks[0].attention.window}
+    return {**config, "sliding_window": spec.blocks[0].grouped.window}

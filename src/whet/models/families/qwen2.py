@@ -20,7 +20,7 @@ def from_config(config: Config) -> ModelSpec:
         llama.from_config({**config, "attention_bias": True}), windows(config), family=MODEL_TYPE
     )
     # the biases are on the three inputs of the attention, not on its output
-    blocks = tuple(replace(b, attention=replace(b.attention, out_bias=False)) for b in spec.blocks)
+    blocks = tuple(replace(b, attention=replace(b.grouped, out_bias=False)) for b in spec.blocks)
     return replace(spec, blocks=blocks)
 
 

@@ -27,7 +27,7 @@ def from_config(config: Config) -> ModelSpec:
     used = bool(config.get("use_sliding_window", False))
     spec = with_windows(spec, common.windows(config, used=used), family=MODEL_TYPE)
     blocks = tuple(
-        block if has else replace(block, attention=replace(block.attention, rope=None))
+        block if has else replace(block, attention=replace(block.grouped, rope=None))
         for block, has in zip(spec.blocks, has_rope, strict=True)
     )
     return replace(spec, blocks=blocks)
@@ -35,7 +35,7 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
-    ropes = [block.attention.rope for block in spec.blocks]
+    ropes = [block.grouped.rope for block in spec.blocks]
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
     return {
         **config,
