@@ -12,7 +12,7 @@ import re
 import shlex
 import types
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
 import pytest
 import typer
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from whet.cli.app import app
 from whet.config.load import load_config, make_config
-from whet.config.sections import RunConfig
+from whet.config.sections import Preset, RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
@@ -159,6 +159,7 @@ def test_the_page_of_keys_lists_every_key_with_its_default_and_meaning():
 def key_tables():
     """A table for each section of a config, from the sections themselves."""
     yield table("Top level", {"model": RunConfig.model_fields["model"]}, "The model to train.")
+    yield from section_tables("model", Preset)
     for name, field in RunConfig.model_fields.items():
         if name != "model":
             yield from section_tables(name, field.annotation)
@@ -193,7 +194,7 @@ def values(kind, limits=()):
         kind, *limits = get_args(kind)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
-    if isinstance(kind, types.UnionType) or type(None) in get_args(kind):
+    if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(values(inner, limits) for inner in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "a section"

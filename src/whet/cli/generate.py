@@ -62,4 +62,5 @@ def _base_of_run(path: str) -> str | None:
     from whet.config.load import load_config
 
     config = Path(path) / "config.yaml"
-    return load_config(config).model if config.is_file() else None
+    base = load_config(config).model if config.is_file() else None
+    return base if isinstance(base, str) else None  # a preset's first weights are nothing to compare with

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -117,7 +117,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 def _names_a_union_branch(part: int | str) -> bool:
     """Whether pydantic put a type here, which is no key that a reader wrote."""
-    return str(part) in ("str", "int", "float") or str(part).startswith(("constrained", "list["))
+    return str(part) in ("str", "int", "float", "a-name", "a-preset") or str(part).startswith(
+        ("constrained", "list[", "function-before[")
+    )
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
@@ -131,7 +133,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = RunConfig
-    for key in location:
+    for key in (part for part in location if not _names_a_union_branch(part)):
         field = None if section is None else section.model_fields.get(str(key))
         section = None if field is None else _inner_section(field.annotation)
     return section
@@ -139,5 +141,6 @@ def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
 
 def _inner_section(annotation: object) -> type[BaseModel] | None:
     """The section a field holds, if it holds one."""
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    kinds = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
+    plain = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)
+    return next((kind for kind in plain if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -1,17 +1,80 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
-from typing import Annotated, Literal
+import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 Factor = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_text(value: Any) -> Any:  # Any: YAML values
+    """What YAML reads as a number or a date, and Python as a path, is a name all the same."""
+    return str(value) if isinstance(value, int | float | datetime.date | Path) else value
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
 
 
 class Section(BaseModel):
     """A strict, frozen group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Preset(Section):
+    """A model to train from scratch: a named shape, and what is different in it."""
+
+    preset: Literal["nano", "micro", "gpt2-small", "llama-135m", "llama-360m", "llama-1b"] = Field(
+        description="the shape to start from"
+    )
+    tokenizer: Text = Field(
+        "bytes",
+        description="bytes, chars, bpe:N (made from data.train), or the name or directory of one that exists",
+    )
+    vocab_size: Positive | None = Field(None, description="null: as many as the tokenizer has")
+    d_model: Positive | None = Field(None, description="size of the residual stream; null: the preset's")
+    layers: Positive | None = Field(None, description="null: the preset's, as for all keys below")
+    heads: Positive | None = Field(None, description="query heads")
+    kv_heads: Positive | None = Field(None, description="key/value heads")
+    head_dim: Positive | None = Field(None, description="channels of a head")
+    width: Positive | None = Field(None, description="size of the feed-forward layers")
+    max_positions: Positive | None = Field(None, description="longest sequence")
+    attention: Literal["grouped", "multi-head", "window", "latent", "no-position", "none"] | None = Field(
+        None, description="attention of every layer that pattern does not say otherwise for"
+    )
+    feedforward: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2", "none"] | None = Field(
+        None, description="feed-forward layers"
+    )
+    norm: Literal["rms", "layer", "none"] | None = Field(None, description="normalisation")
+    placement: Literal["pre", "post", "sandwich"] | None = Field(None, description="where the norms are")
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] | None = Field(
+        None, description="how positions are told apart"
+    )
+    rope_theta: float | None = Field(None, gt=0, description="base of the rotary frequencies")
+    window: Positive | None = Field(None, description="positions that windowed attention sees")
+    kv_rank: Positive | None = Field(None, description="size of the latent of latent attention")
+    bias: bool | None = Field(None, description="biases in the linear layers")
+    tied_head: bool | None = Field(None, description="the head is the embedding")
+    pattern: str | None = Field(
+        None, min_length=1, description="a letter a layer, repeated: * g w l n a f, see docs/pretraining.md"
+    )
+
+    def changes(self) -> dict[str, Any]:  # Any: each key has a type of its own
+        """What differs from the preset."""
+        given = self.model_dump(exclude={"preset", "tokenizer"})
+        return {key: value for key, value in given.items() if value is not None}
 
 
 class Method(Section):
@@ -39,9 +102,9 @@ class Objective(Section):
 class Data(Section):
     """What is read, and how records become batches."""
 
-    train: str = Field(description="training records: a .jsonl file, or synth:NAME:N")
-    valid: str | None = Field(None, description="validation records")
-    test: str | None = Field(None, description="test records, evaluated once after training")
+    train: Text = Field(description="training records: a .jsonl file, or synth:NAME:N")
+    valid: Text | None = Field(None, description="validation records")
+    test: Text | None = Field(None, description="test records, evaluated once after training")
     max_length: Annotated[int, Field(gt=1)] = Field(2048, description="longest example, in tokens")
     too_long: Literal["truncate", "drop", "error"] = Field(
         "truncate", description="what happens to a longer one; truncation cuts the end"
@@ -111,8 +174,8 @@ class Checkpoint(Section):
 class Run(Section):
     """How long, how much at once, on what."""
 
-    name: str = Field("run", min_length=1, description="the run lands in dir/name")
-    dir: str = Field("runs", description="where runs are kept")
+    name: Text = Field("run", min_length=1, description="the run lands in dir/name")
+    dir: Text = Field("runs", description="where runs are kept")
     steps: Positive | None = Field(None, description="optimizer steps")
     epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
     batch_size: Positive | None = Field(None, description="examples in an optimizer step")
@@ -158,7 +221,10 @@ class Log(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    model: str = Field(description="a model's name, or the path of a directory or GGUF file")
+    model: Annotated[
+        Annotated[Text, Tag("a-name")] | Annotated[Preset, Tag("a-preset")],
+        Discriminator(lambda value: "a-preset" if isinstance(value, dict | Preset) else "a-name"),
+    ] = Field(description="a model's name, the path of a directory or GGUF file, or {preset: NAME, ...}")
     method: Method = Method()
     objective: Objective = Objective()
     data: Data
@@ -167,6 +233,12 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     run: Run
     log: Log = Log()
+
+    @model_validator(mode="after")
+    def _new_weights_are_trained(self) -> "RunConfig":
+        if isinstance(self.model, Preset) and self.method.kind != "full":
+            raise ValueError("model.preset starts from random weights: set method.kind to full")
+        return self
 
     @model_validator(mode="after")
     def _early_stop_has_what_it_watches(self) -> "RunConfig":

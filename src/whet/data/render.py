@@ -167,6 +167,13 @@ class Renderer:
         return Example(tokens, supervised, record.origin)
 
 
+def text_of(record: Record) -> str:
+    """Everything a record says, for what reads texts and not roles."""
+    if "messages" in record.fields:
+        return "\n".join(str(message.get("content") or "") for message in _messages(record))
+    return "".join(_plain_parts(record))
+
+
 def _messages(record: Record) -> list[Message]:
     messages = record.fields["messages"]
     if not isinstance(messages, list) or not messages:

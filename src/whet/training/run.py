@@ -15,10 +15,10 @@ from whet.adapters.files import save_adapter
 from whet.adapters.load import load_base, save
 from whet.adapters.lora import attach_lora
 from whet.config.load import load_config, make_config, to_yaml
-from whet.config.sections import RunConfig
+from whet.config.sections import Preset, RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.plan import StepSettings
-from whet.data.render import Question, Rendered, Renderer, render
+from whet.data.render import Question, Rendered, Renderer, render, text_of
 from whet.data.sources import read_records
 from whet.errors import CheckpointError, ConfigError, DataError, ModelError
 from whet.generation.exact_match import exact_match
@@ -27,7 +27,7 @@ from whet.models.language_model import LanguageModel
 from whet.models.weights import read_json
 from whet.objectives.sft import SFT
 from whet.ops.attention import describe_backend
-from whet.storage import replace_text, write_json, write_text
+from whet.storage import new_directory, replace_text, write_json, write_text
 from whet.training.callbacks import (
     Callback,
     EarlyStopping,
@@ -41,6 +41,7 @@ from whet.training.checkpoint import newest_valid
 from whet.training.compiling import compile_blocks
 from whet.training.provenance import data_hash, provenance
 from whet.training.run_log import RunLog
+from whet.training.scratch import build_from_scratch
 from whet.training.signals import StopOnSignal
 from whet.training.trainer import RunResult, Trainer
 
@@ -168,7 +169,16 @@ class _Assembly:
             self.precision.reason,
             describe_backend(self.device),
         )
-        model, self.tokenizer = load_base(config.model, dtype=dtype, device=self.device)
+        if isinstance(config.model, Preset):
+            model, self.tokenizer = build_from_scratch(
+                config.model,
+                map(text_of, self.records["train"]),
+                seed=config.run.seed,
+                kept_in=self.directory / "tokenizer",
+            )
+            model.to(self.device, dtype)
+        else:
+            model, self.tokenizer = load_base(config.model, dtype=dtype, device=self.device)
         if self.tokenizer is None:
             raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
         if full:
@@ -208,7 +218,7 @@ class _Assembly:
         longest = max(rendered.examples, key=lambda example: example.length)
         if longest.length > self.model.max_positions:
             raise DataError(
-                f"{longest.origin}: {len(longest.tokens)} tokens, and {self.config.model} was made for "
+                f"{longest.origin}: {len(longest.tokens)} tokens, and {self.model.name} was made for "
                 f"{self.model.max_positions}",
                 hint=f"set data.max_length to {self.model.max_positions}",
             )
@@ -260,6 +270,9 @@ class _Assembly:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
+        if isinstance(self.config.model, Preset):
+            with new_directory(self.directory / "tokenizer") as staging:
+                self.tokenizer.save_pretrained(staging)
         write_text(self.directory / "config.yaml", to_yaml(self.config))
         write_json(
             self.directory / "arch.json",
@@ -271,7 +284,7 @@ class _Assembly:
         """A run goes on with the model and the records it began with: others would silently change it."""
         if read_json(self.directory / "arch.json").get("fingerprint") != self.model.fingerprint:
             raise CheckpointError(
-                f"{self.config.model} is no longer the architecture {self.directory} began with"
+                f"{self.model.name} is no longer the architecture {self.directory} began with"
             )
         began = read_json(self.directory / "provenance.json").get("data_sha256", {})
         now = {name: data_hash(records) for name, records in self.records.items()}

@@ -1,0 +1,53 @@
+"""A model with fresh weights, and its tokenizer, from a preset."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from whet.config.sections import Preset
+from whet.errors import ConfigError, ModelError
+from whet.models.costs import flops_per_token, parameter_counts
+from whet.models.encoders import is_homemade, make_tokenizer
+from whet.models.initialise import from_scratch
+from whet.models.language_model import LanguageModel
+from whet.models.load import load_tokenizer
+from whet.models.presets import preset_spec
+
+log = logging.getLogger("whet")
+
+
+def build_from_scratch(
+    preset: Preset, texts: Iterable[str], *, seed: int, kept_in: Path
+) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer
+    """The model of a preset and its tokenizer.
+
+    A tokenizer that was made for this run before is read from `kept_in`: a resumed run has its own ids.
+    """
+    tokenizer = load_tokenizer(kept_in) if kept_in.is_dir() else _tokenizer(preset.tokenizer, texts)
+    size = len(tokenizer)
+    changes = {"vocab_size": size, **preset.changes()}
+    if changes["vocab_size"] < size:
+        raise ConfigError(
+            f"model.vocab_size={changes['vocab_size']} is smaller than the {size} of the tokenizer",
+            hint="leave model.vocab_size out to take as many as there are",
+        )
+    try:
+        spec = preset_spec(preset.preset, **changes)
+    except ModelError as error:
+        raise ConfigError(f"model: {error.message}", hint=error.hint) from error
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model = from_scratch(spec, seed=seed, source_config=special)
+    model.name = f"{preset.preset} from scratch"
+    counts = ", ".join(f"{part} {count:,}" for part, count in parameter_counts(spec).items() if count)
+    log.info("model: %s, stored as %s: %s", model.name, spec.family, counts)
+    log.info("cost: %.3g FLOPs a token forward, in a window of 512", flops_per_token(spec, 512))
+    return model, tokenizer
+
+
+def _tokenizer(spec: str, texts: Iterable[str]) -> Any:  # Any: a transformers tokenizer
+    if not is_homemade(spec):
+        return load_tokenizer(spec)
+    tokenizer = make_tokenizer(spec, texts)
+    log.info("tokenizer: %s, %d tokens", spec, len(tokenizer))
+    return tokenizer
