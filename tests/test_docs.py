@@ -199,10 +199,13 @@ def values(kind, limits=()):
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "a section"
     names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", type(None): "`null`"}
-    names |= {
-        list[int]: "list of whole numbers",
-        list[str]: "list of texts",
-    }
+    if get_origin(kind) is list:
+        several = {
+            "whole number": "list of whole numbers",
+            "text": "list of texts",
+            "a section": "list of sections",
+        }
+        return several[values(*get_args(kind))]
     if get_origin(kind) is tuple:
         return "two numbers" + bounds(get_args(get_args(kind)[0])[1:])
     return names[kind] + (bounds(limits) if kind in (int, float) else "")

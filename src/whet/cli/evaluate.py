@@ -16,7 +16,9 @@ class Supervised(Enum):
 
 def command(
     model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
-    data: str = typer.Option(..., "--data", help="Records: a .jsonl file, or synth:NAME:N."),
+    data: str = typer.Option(
+        ..., "--data", help="Records: a file, a directory (its test split), hf:NAME or synth:NAME:N."
+    ),
     generate: bool = typer.Option(True, help="Also generate each answer, for exact match."),
     samples: int = typer.Option(3, min=0, help="Show this many questions with their answers."),
     max_tokens: int = typer.Option(256, min=1, help="Longest generated answer."),
@@ -33,7 +35,7 @@ def command(
     from whet.training.evaluation import ModelEvaluation
 
     set_up_logging()
-    records = read_records(data)
+    records = read_records(data, split="test")
     loaded, tokenizer = load(model)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer, so it cannot read {data}")

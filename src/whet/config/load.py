@@ -1,6 +1,7 @@
 """YAML in, `section.key=value` overrides, one clear message for what is wrong, resolved YAML out."""
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +104,15 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors():
+    problems = error.errors()
+    deepest: dict[tuple[int | str, ...], int] = {}
+    for problem in problems:
+        field = _before_union(problem["loc"])
+        deepest[field] = max(deepest.get(field, 0), len(problem["loc"]))
+    for problem in problems:
+        field = _before_union(problem["loc"])
+        if field != problem["loc"] and len(problem["loc"]) < deepest[field]:
+            continue  # of the ways to write a value, only the one that was nearly right is worth a word
         place = ".".join(str(part) for part in problem["loc"] if not _names_a_union_branch(part))
         if problem["type"] == "extra_forbidden":
             yield f"unknown key {place!r}{_nearest(problem['loc'])}"
@@ -122,6 +131,11 @@ def _names_a_union_branch(part: int | str) -> bool:
     )
 
 
+def _before_union(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The path of the field that may hold several types, or the whole path."""
+    return tuple(itertools.takewhile(lambda part: not _names_a_union_branch(part), location))
+
+
 def _nearest(location: tuple[int | str, ...]) -> str:
     section = _section_at(location[:-1])
     if section is None:
@@ -133,9 +147,11 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = RunConfig
-    for key in (part for part in location if not _names_a_union_branch(part)):
+    for key in location:
+        if isinstance(key, int) or _names_a_union_branch(key):
+            continue
         field = None if section is None else section.model_fields.get(str(key))
-        section = None if field is None else _inner_section(field.annotation)
+        section = field and (_inner_section(field.annotation) or _listed_section(field.annotation))
     return section
 
 
@@ -144,3 +160,10 @@ def _inner_section(annotation: object) -> type[BaseModel] | None:
     kinds = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
     plain = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)
     return next((kind for kind in plain if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _listed_section(annotation: object) -> type[BaseModel] | None:
+    """The section that a field may hold a list of."""
+    kinds = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
+    inner = [_inner_section(get_args(kind)[0]) for kind in kinds if get_origin(kind) is list]
+    return next((section for section in inner if section is not None), None)

@@ -99,12 +99,39 @@ class Objective(Section):
     kind: Literal["sft"] = Field("sft", description="sft: next-token loss on the supervised tokens")
 
 
+class WeightedSource(Section):
+    """One of several sources that are mixed."""
+
+    source: str = Field(description="a file, directory, hf:NAME or synth:NAME:N")
+    weight: float = Field(gt=0, description="its share of the records, relative to the others")
+
+
+Sources = Text | list[Text] | list[WeightedSource]
+
+
 class Data(Section):
     """What is read, and how records become batches."""
 
-    train: Text = Field(description="training records: a .jsonl file, or synth:NAME:N")
-    valid: Text | None = Field(None, description="validation records")
-    test: Text | None = Field(None, description="test records, evaluated once after training")
+    train: Sources = Field(
+        description="training records: a file, directory, hf:NAME or synth:NAME:N; a list of them; "
+        "or a list of {source, weight}, mixed"
+    )
+    valid: Sources | None = Field(None, description="validation records, named in the same ways")
+    test: Sources | None = Field(None, description="test records, evaluated once after training")
+    format: Literal[
+        "auto",
+        "messages",
+        "preference",
+        "completion",
+        "classification",
+        "tabular",
+        "distrust",
+        "text",
+        "prompt",
+    ] = Field("auto", description="the shape records are taken as; auto: the first that their fields fit")
+    on_bad_record: Literal["error", "skip"] = Field(
+        "error", description="a record that cannot be read: stop, or leave it out and count it"
+    )
     max_length: Annotated[int, Field(gt=1)] = Field(2048, description="longest example, in tokens")
     too_long: Literal["truncate", "drop", "error"] = Field(
         "truncate", description="what happens to a longer one; truncation cuts the end"
@@ -114,6 +141,13 @@ class Data(Section):
     supervise: Literal["assistant", "last", "all"] = Field(
         "assistant", description="which tokens are learned: assistant turns, the last one, or everything"
     )
+
+    @field_validator("train", "valid", "test")
+    @classmethod
+    def _at_least_one(cls, value: Sources | None) -> Sources | None:
+        if value is not None and not value:
+            raise ValueError("name at least one source")
+        return value
 
 
 class Optim(Section):

@@ -5,16 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whet.data.sources import Record
+from whet.data.chats import Message
+from whet.data.sources import Record, checked
 from whet.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
 TooLong = Literal["truncate", "drop", "error"]
-Message = dict[str, Any]  # Any: templates read fields of their own choice
 
 Spans = Sequence[tuple[int, int]]  # character ranges that are learned
-
-_SHAPES = "messages; prompt + completion; text"
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Renderer:
 
     def example(self, record: Record) -> Example:
         """Tokens and marks of one record, whatever its shape."""
+        record = record if record.shape else checked(record)
         messages = self._conversation(record)
         if messages is not None:
             text, spans = self._chat(messages, record)
@@ -76,6 +75,7 @@ class Renderer:
 
     def question(self, record: Record) -> Question | None:
         """What to ask and what to expect, or None for a record without an answer."""
+        record = record if record.shape else checked(record)
         messages = self._conversation(record)
         if messages is not None:
             answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
@@ -93,9 +93,10 @@ class Renderer:
 
     def _conversation(self, record: Record) -> list[Message] | None:
         """The record as chat messages, or None when it is plain text."""
-        if "messages" in record.fields:
-            return _messages(record)
-        if "prompt" in record.fields and self.tokenizer.chat_template:
+        if record.shape == "messages":
+            messages: list[Message] = record.fields["messages"]
+            return messages
+        if record.shape == "completion" and self.tokenizer.chat_template:
             prompt, completion = _plain_parts(record)
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return None
@@ -169,41 +170,22 @@ class Renderer:
 
 def text_of(record: Record) -> str:
     """Everything a record says, for what reads texts and not roles."""
-    if "messages" in record.fields:
-        return "\n".join(str(message.get("content") or "") for message in _messages(record))
+    record = record if record.shape else checked(record)
+    if record.shape == "messages":
+        return "\n".join(str(message.get("content") or "") for message in record.fields["messages"])
     return "".join(_plain_parts(record))
-
-
-def _messages(record: Record) -> list[Message]:
-    messages = record.fields["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{record.origin}: messages must be a list of at least one message")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{record.origin}: message {number} must be an object with a role")
-        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-            raise DataError(f"{record.origin}: message {number} ({message['role']}) has no text content")
-    return messages
 
 
 def _plain_parts(record: Record) -> tuple[str, str]:
     """Context and what is learned of a record that is not a conversation."""
-    fields = record.fields
-    if "prompt" in fields and "completion" in fields:
-        return _string(record, "prompt"), _string(record, "completion")
-    if "text" in fields:
-        return "", _string(record, "text")
+    if record.shape == "completion":
+        return record.fields["prompt"], record.fields["completion"]
+    if record.shape in ("text", "distrust"):
+        return "", record.fields["text"]
     raise DataError(
-        f"{record.origin}: a record with the fields {', '.join(map(repr, fields)) or 'none'} fits no shape",
-        hint=f"known shapes: {_SHAPES}",
+        f"{record.origin}: a {record.shape} record holds nothing to learn for this objective",
+        hint="it needs messages, prompt + completion or text",
     )
-
-
-def _string(record: Record, field: str) -> str:
-    value = record.fields[field]
-    if not isinstance(value, str):
-        raise DataError(f"{record.origin}: {field} must be a string, not {type(value).__name__}")
-    return value
 
 
 @dataclass(frozen=True)

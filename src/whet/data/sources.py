@@ -1,64 +1,193 @@
-"""Where records come from: JSON Lines files and whet's own generators."""
+"""Where records come from: files, directories, datasets, whet's own generators, and mixtures of them."""
 
-import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from whet.data.synthetic import generate
+from whet.config.sections import WeightedSource
+from whet.data import hugging_face
+from whet.data.files import not_found
+from whet.data.mixing import mix
+from whet.data.readers import Content, Row, digest_text, files_content
+from whet.data.shapes import ShapeName, shaped
+from whet.data.splits import Split, directory_content, has_split
+from whet.data.synthetic import generate, identity
 from whet.errors import DataError
+
+OnBad = Literal["error", "skip"]
+Format = ShapeName | Literal["auto"]
+Spec = str | Sequence[str] | Sequence[WeightedSource]
+
+REASONS_KEPT = 5
 
 
 @dataclass(frozen=True)
 class Record:
-    """One JSON object, and where it stood."""
+    """One record, and where it stood."""
 
     fields: dict[str, Any]  # Any: JSON values
     origin: str
+    shape: ShapeName | None = None  # None: not yet checked, see `checked`
 
 
-def read_records(source: str) -> list[Record]:
-    """Every record of a source; an empty source is an error."""
-    if source.startswith("synth:"):
-        records = [
-            Record(fields, f"{source}#{index}") for index, fields in enumerate(generate(source), start=1)
-        ]
-    else:
-        records = _read_jsonl(Path(source))
-    if not records:
-        raise DataError(f"{source} holds no records")
-    return records
+def checked(record: Record, form: Format = "auto") -> Record:
+    """The record with its shape, its fields checked and in their one form."""
+    try:
+        shape, fields = shaped(record.fields, None if form == "auto" else form)
+    except DataError as error:
+        raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
+    return Record(fields, record.origin, shape)
 
 
-def _read_jsonl(path: Path) -> list[Record]:
+@dataclass
+class Skipped:
+    """How many bad records were passed over, and what was wrong with the first of them."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, error: DataError) -> None:
+        """Count one more."""
+        self.count += 1
+        if len(self.reasons) < REASONS_KEPT:
+            self.reasons.append(error.message)
+
+    def summary(self) -> str:
+        """The count and the first reasons, for a person."""
+        more = "; ..." if self.count > len(self.reasons) else ""
+        return f"{self.count} bad record{'s' * (self.count != 1)} skipped ({'; '.join(self.reasons)}{more})"
+
+
+class Source(Protocol):
+    """Records in a fixed order. Each iteration reads them anew, a few at a time; none is a DataError."""
+
+    name: str
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+    @property
+    def skipped(self) -> Skipped:
+        """The bad records passed over so far."""
+
+    def digest(self) -> str:
+        """What tells this content from another: SHA-256, in hexadecimal."""
+
+
+class OneSource:
+    """The records of one file, split, dataset or generator."""
+
+    def __init__(self, name: str, content: Content, *, form: Format, on_bad: OnBad) -> None:
+        self.name = name
+        self.skipped = Skipped()
+        self.digest = content.digest
+        self._content = content
+        self._form = form
+        self._on_bad = on_bad
+
+    def __iter__(self) -> Iterator[Record]:
+        skipped = Skipped()
+        empty = True
+        for row in self._content.rows():
+            record = self._record(row)
+            if isinstance(record, Record):
+                empty = False
+                yield record
+            elif self._on_bad == "error":
+                raise record
+            else:
+                skipped.add(record)
+                if skipped.count > self.skipped.count:  # a second pass meets the same ones again
+                    self.skipped = skipped
+        if empty:
+            raise DataError(
+                f"{self.name} holds no records", hint=skipped.summary() if skipped.count else None
+            )
+
+    def _record(self, row: Row) -> Record | DataError:
+        if isinstance(row, DataError):
+            return row
+        origin, fields = row
+        try:
+            return checked(Record(fields, origin), self._form)
+        except DataError as error:
+            return error
+
+
+class SeveralSources:
+    """Sources one after the other, or mixed by weight."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
+        self.sources = sources
+        self.weights = weights
+        names = [source.name for source in sources]
+        if weights is None:
+            self.name = " + ".join(names)
+        else:
+            shares = [f"{weight / sum(weights):.3g}" for weight in weights]
+            self.name = " + ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
+
+    def __iter__(self) -> Iterator[Record]:
+        if self.weights is None:
+            return (record for source in self.sources for record in source)
+        return mix(self.sources, self.weights)
+
+    @property
+    def skipped(self) -> Skipped:
+        """Of all sources together."""
+        parts = [source.skipped for source in self.sources]
+        reasons = [reason for part in parts for reason in part.reasons]
+        return Skipped(sum(part.count for part in parts), reasons[:REASONS_KEPT])
+
+    def digest(self) -> str:
+        """Of the sources' digests and weights."""
+        return digest_text(repr([[source.digest() for source in self.sources], self.weights]))
+
+
+def open_source(
+    spec: Spec, *, split: Split = "train", form: Format = "auto", on_bad: OnBad = "error"
+) -> Source:
+    """The source that a config names; `split` is taken where the name stands for several.
+
+    `form` forces a shape. A bad record is raised, or with `skip` passed over and counted in `skipped`.
+    """
+    if isinstance(spec, str):
+        return OneSource(spec, _content(spec, split), form=form, on_bad=on_bad)
+    parts = [part if isinstance(part, str) else part.source for part in spec]
+    sources = [open_source(part, split=split, form=form, on_bad=on_bad) for part in parts]
+    weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
+    return SeveralSources(sources, weights or None)
+
+
+def read_records(spec: Spec, *, split: Split = "train") -> list[Record]:
+    """Every record of a source at once; an empty source is an error."""
+    return list(open_source(spec, split=split))
+
+
+def holds_split(spec: Spec, split: Split) -> bool:
+    """Whether a directory has a split, judged by the names in it."""
+    if not isinstance(spec, str) or not (directory := Path(spec).expanduser()).is_dir():
+        return False
+    return hugging_face.saved_has_split(directory, split) or has_split(directory, split)
+
+
+def _content(spec: str, split: Split) -> Content:
+    if spec.startswith("synth:"):
+        return Content(rows=lambda: _generated(spec), digest=lambda: digest_text(identity(spec)))
+    if spec.startswith((hugging_face.PREFIX, hugging_face.STREAM_PREFIX)):
+        return hugging_face.hub_content(spec, split)
+    path = Path(spec).expanduser()
     if path.is_dir():
-        raise DataError(f"{path} is a directory", hint="name one of its .jsonl files")
-    records = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    records.append(Record(_parse(line, f"{path}:{number}"), f"{path}:{number}"))
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path} does not exist", hint="data paths are taken from where whet is run"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    return records
+        if hugging_face.is_saved(path):
+            return hugging_face.saved_content(path, split)
+        return directory_content(path, split)
+    if not path.exists():
+        raise not_found(path)
+    if not path.is_file():
+        raise DataError(f"{path} is not a file: records are read more than once, so a pipe will not do")
+    return files_content([path])
 
 
-def _parse(line: bytes, origin: str) -> dict[str, Any]:  # Any: JSON values
-    try:
-        value = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{origin}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{origin}: not valid JSON ({error.msg} at column {error.colno})") from error
-    except RecursionError as error:
-        raise DataError(f"{origin}: nested too deeply") from error
-    except ValueError as error:  # a number of thousands of digits, say
-        raise DataError(f"{origin}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{origin}: a record must be a JSON object, not {type(value).__name__}")
-    return value
+def _generated(spec: str) -> Iterator[Row]:
+    for number, fields in enumerate(generate(spec), start=1):
+        yield f"{spec}#{number}", fields

@@ -14,29 +14,39 @@ class Generator(NamedTuple):
 
     make: Callable[[int], list[dict[str, Any]]]  # records are JSON objects
     default_n: int
+    version: int  # goes up when the records it makes change
 
 
 GENERATORS: dict[str, Generator] = {
-    "house": Generator(lambda n: house("train", n), default_n=400),
-    "house-valid": Generator(lambda n: house("valid", n), default_n=40),
-    "house-test": Generator(lambda n: house("test", n), default_n=200),
+    "house": Generator(lambda n: house("train", n), default_n=400, version=1),
+    "house-valid": Generator(lambda n: house("valid", n), default_n=40, version=1),
+    "house-test": Generator(lambda n: house("test", n), default_n=200, version=1),
 }
 
 
 def generate(spec: str) -> list[dict[str, Any]]:
     """The records that `synth:NAME[:N]` names."""
+    name, n = _parse(spec)
+    try:
+        return GENERATORS[name].make(n)
+    except DataError as error:
+        raise DataError(f"{spec!r}: {error.message}", hint=error.hint) from None
+
+
+def identity(spec: str) -> str:
+    """What tells the records of a spec from others, without making them."""
+    name, n = _parse(spec)
+    return f"synth:{name}:{n} version {GENERATORS[name].version}"
+
+
+def _parse(spec: str) -> tuple[str, int]:
     scheme, _, rest = spec.partition(":")
     name, colon, count = rest.partition(":")
     if scheme != "synth":
         raise DataError(f"{spec!r} is not a synthetic source", hint="write synth:NAME or synth:NAME:N")
     if name not in GENERATORS:
         raise DataError(f"{spec!r}: no synthetic source is called {name!r}", hint=_suggestion(name))
-    generator = GENERATORS[name]
-    n = _positive(count, spec) if colon else generator.default_n
-    try:
-        return generator.make(n)
-    except DataError as error:
-        raise DataError(f"{spec!r}: {error.message}", hint=error.hint) from None
+    return name, _positive(count, spec) if colon else GENERATORS[name].default_n
 
 
 def _positive(count: str, spec: str) -> int:

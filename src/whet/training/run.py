@@ -19,7 +19,8 @@ from whet.config.sections import Preset, RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.plan import StepSettings
 from whet.data.render import Question, Rendered, Renderer, render, text_of
-from whet.data.sources import read_records
+from whet.data.sources import Source, holds_split, open_source
+from whet.data.splits import Split
 from whet.errors import CheckpointError, ConfigError, DataError, ModelError
 from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
@@ -107,11 +108,25 @@ class _Assembly:
             pack=config.data.pack,
             shuffle=config.data.order == "shuffle",
         )
-        self.records = {
-            name: read_records(source)
-            for name in ("train", "valid", "test")
-            if (source := getattr(config.data, name)) is not None
+        self.sources = self._open_sources()
+        self.records = {name: list(source) for name, source in self.sources.items()}
+
+    def _open_sources(self) -> dict[str, Source]:
+        data = self.config.data
+        splits: tuple[Split, ...] = ("train", "valid", "test")
+        return {
+            split: open_source(spec, split=split, form=data.format, on_bad=data.on_bad_record)
+            for split in splits
+            if (spec := getattr(data, split)) is not None
         }
+
+    def _log_sources(self) -> None:
+        data = self.config.data
+        for name, source in self.sources.items():
+            if source.skipped.count:
+                log.warning("%s: %s", name, source.skipped.summary())
+        if data.valid is None and holds_split(data.train, "valid"):
+            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
@@ -124,6 +139,7 @@ class _Assembly:
             renderer = Renderer(
                 self.tokenizer, supervise=self.config.data.supervise, vocab_size=self.model.vocab_size
             )
+            self._log_sources()
             stream = self._training_stream(renderer)
             valid = self._evaluation_split("valid", renderer)
             test = self._evaluation_split("test", renderer)
@@ -207,9 +223,8 @@ class _Assembly:
         return model
 
     def _training_stream(self, renderer: Renderer) -> BatchStream:
-        data = self.config.data
         rendered = self._render("train", renderer)
-        log.info("train: %s: %s", data.train, rendered.summary())
+        log.info("train: %s: %s", self.sources["train"].name, rendered.summary())
         return BatchStream(rendered.examples, self.steps, seed=self.config.run.seed)
 
     def _render(self, name: str, renderer: Renderer) -> Rendered:
@@ -227,9 +242,9 @@ class _Assembly:
     def _evaluation_split(self, name: str, renderer: Renderer) -> _Split | None:
         if name not in self.records:
             return None
-        records, data = self.records[name], self.config.data
+        records = self.records[name]
         rendered = self._render(name, renderer)
-        log.info("%s: %s: %s", name, getattr(data, name), rendered.summary())
+        log.info("%s: %s: %s", name, self.sources[name].name, rendered.summary())
         self.steps.check(rendered.examples)
         questions = []
         if self.config.eval.generate:

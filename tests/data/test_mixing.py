@@ -1,0 +1,49 @@
+"""Mixtures keep their shares at every point and leave nothing out."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.data.mixing import mix
+
+sources = st.lists(
+    st.tuples(st.integers(1, 12), st.sampled_from([0.1, 0.25, 0.3, 1, 1.5, 2, 7])), min_size=1, max_size=5
+)
+
+
+@given(sources)
+def test_shares_hold_at_every_point_and_every_record_comes(parts):
+    lists = [[(which, n) for n in range(count)] for which, (count, _) in enumerate(parts)]
+    weights = [weight for _, weight in parts]
+    total = sum(weights)
+    taken = Counter()
+    order = [[] for _ in parts]
+    for position, (which, n) in enumerate(mix(lists, weights), start=1):
+        taken[which] += 1
+        order[which].append(n)
+        for other, weight in enumerate(weights):
+            ahead = taken[other] - position * weight / total
+            assert -len(parts) < ahead < 1 + 1e-9
+    for which, (count, _) in enumerate(parts):
+        # each in its own order, from the start again after the end, all of it at least once
+        assert order[which] == [n % count for n in range(len(order[which]))]
+        assert len(order[which]) >= count
+    # no longer than it must be: some source has just been through for the first time
+    assert any(len(order[which]) == count for which, (count, _) in enumerate(parts))
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1, 1), "abababab"), ((2, 1), "abaabaab"), ((3, 1), "aabaaaba"), ((0.2, 0.1), "abaabaab")],
+)
+def test_the_order_is_fixed(weights, expected):
+    """Written out by hand: the one furthest behind, the first of equals."""
+    found = "".join(mix(["a" * 100, "b" * 100], weights))
+    assert found[:8] == expected
+
+
+def test_scaled_weights_are_the_same_weights():
+    parts = ["a" * 7, "b" * 11, "c" * 5]
+    assert list(mix(parts, [0.1, 0.2, 0.7])) == list(mix(parts, [1, 2, 7])) == list(mix(parts, [10, 20, 70]))

@@ -1,0 +1,155 @@
+"""What a record is, told by its fields."""
+
+import pytest
+
+from whet.data.shapes import SHAPES, shaped
+from whet.data.sources import Record, checked
+from whet.errors import DataError
+
+USER, REPLY, OTHER = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "assistant", "content": "b"},
+)
+SYSTEM = {"role": "system", "content": "s"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape", "expected"),
+    [
+        ({"messages": [USER, REPLY]}, "messages", {"messages": [USER, REPLY]}),
+        ({"messages": [USER, CALL], "tools": [{}]}, "messages", {"messages": [USER, CALL], "tools": [{}]}),
+        ({"messages": [USER], "tools": '[{"name": "f"}]'}, "messages", {"messages": [USER], "tools": [{"name": "f"}]}),
+        ({"messages": [USER], "tools": None, "text": None}, "messages", {"messages": [USER]}),
+        ({"messages": [{**USER, "tool_calls": None}]}, "messages", {"messages": [USER]}),
+        ({"messages": [{"role": "user", "content": parts("a", "b")}]}, "messages",
+         {"messages": [{"role": "user", "content": "ab"}]}),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "messages",
+         {"messages": [USER, REPLY]}),
+        ({"conversations": [{"from": "human", "value": "q"}], "system": "s"}, "messages", {"messages": [SYSTEM, USER]}),
+        ({"conversations": [USER, REPLY]}, "messages", {"messages": [USER, REPLY]}),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        ({"prompt": [SYSTEM, USER], "chosen": [REPLY], "rejected": [OTHER]}, "preference",
+         {"prompt": [SYSTEM, USER], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "preference",
+         {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"prompt": "q", "chosen": [USER, REPLY], "rejected": [USER, OTHER]}, "preference",
+         {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"chosen": [SYSTEM, USER, REPLY], "rejected": [SYSTEM, USER, OTHER]}, "preference",
+         {"prompt": [SYSTEM, USER], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"chosen": [USER, REPLY], "rejected": [USER, REPLY]}, "preference",
+         {"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]}),
+        ({"prompt": "q", "completion": "a"}, "completion", {"prompt": "q", "completion": "a"}),
+        ({"instruction": "q", "input": "", "output": "a"}, "completion", {"prompt": "q", "completion": "a"}),
+        ({"instruction": "q", "input": "x", "output": "a"}, "completion", {"prompt": "q\n\nx", "completion": "a"}),
+        ({"instruction": "q", "output": "a"}, "completion", {"prompt": "q", "completion": "a"}),
+        ({"input": "x", "label": "cat"}, "classification", {"input": "x", "label": "cat"}),
+        ({"input": "x", "label": 0}, "classification", {"input": "x", "label": 0}),
+        ({"input": "x", "labels": [0, 1, 1]}, "classification", {"input": "x", "labels": [0, 1, 1]}),
+        ({"input": "x", "labels": ["a", "b"]}, "classification", {"input": "x", "labels": ["a", "b"]}),
+        ({"features": [1, 2.5], "target": 3}, "tabular", {"features": [1.0, 2.5], "target": 3.0}),
+        ({"text": "t", "auth_weight": 0.99, "prov_entropy": 0}, "distrust",
+         {"text": "t", "auth_weight": 0.99, "prov_entropy": 0.0}),
+        ({"text": "t", "label": 1}, "text", {"text": "t", "label": 1}),
+        ({"prompt": "q", "answer": 42}, "prompt", {"prompt": "q", "answer": 42}),
+        ({"prompt": [USER]}, "prompt", {"prompt": [USER]}),
+        # the first that fits, of several
+        ({"messages": [USER], "prompt": "q", "chosen": "a", "rejected": "b"}, "messages", {"messages": [USER]}),
+        ({"prompt": "q", "completion": "a", "text": "t"}, "completion", {"prompt": "q", "completion": "a"}),
+        ({"prompt": "q", "text": "t"}, "text", {"text": "t"}),
+    ],
+)  # fmt: skip
+def test_a_shape_is_told_by_its_fields_and_has_one_form(fields, shape, expected):
+    found, read = shaped(fields)
+    assert found == shape
+    assert {name: read[name] for name in expected} == expected
+    assert shaped(read) == (shape, read)  # once in its form, it stays so
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "a record with the fields none fits no shape\n.*known shapes: messages; "),
+        ({"text": None}, r"fields 'text' \(null\) fits no shape"),
+        ({"question": "q", "answer": "a"}, "meant: answer -> completion, question -> prompt; known"),
+        ({"prompt": "q", "Response": "a"}, None),
+        ({"input": "q", "output": "a"}, "output -> completion, input -> prompt"),
+        ({"sentence": "q", "category": "a"}, "sentence -> input, category -> label"),
+        ({str(n): n for n in range(99)}, r"'19', \.\.\. fits no shape"),
+        ({"messages": {}}, "messages must be a list of at least one message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         r"message 1 has a part that is no text \(image_url\)\n.*text only"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, r"message 1 has a part that is no text \(str\)"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\) has no text content"),
+        ({"messages": [{"role": "user", "content": None}]}, r"message 1 \(user\) has no text content"),
+        ({"messages": [USER], "tools": {}}, "tools must be a list, not dict"),
+        ({"messages": [USER], "tools": "nonsense"}, "tools: not valid JSON"),
+        ({"conversations": []}, "at least one turn"),
+        ({"conversations": ["x"]}, "turn 1 of conversations must be an object"),
+        ({"conversations": [{"from": "moon", "value": "x"}]}, "turn 1 of conversations is from 'moon'\n.*human"),
+        ({"chosen": "a", "rejected": "b"}, "there is no prompt beside them"),
+        ({"chosen": [REPLY], "rejected": [OTHER]}, "no message in common"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt must be a list"),
+        ({"prompt": "q", "completion": ["a"]}, "completion must be a string, not list"),
+        ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "with a history\n.*messages"),
+        ({"instruction": "q", "output": 1}, "output must be a string"),
+        ({"input": "x", "label": 1.5}, "label must be a name or a whole number from 0, not 1.5"),
+        ({"input": "x", "label": -1}, "not -1"),
+        ({"input": "x", "label": 10**30}, "label must be"),
+        ({"input": "x", "labels": [0, "a"]}, "labels must be a list of names, or of a 0 or 1"),
+        ({"input": "x", "labels": [0, 2]}, "labels must be"),
+        ({"input": "x", "labels": "a"}, "labels must be"),
+        ({"input": 3, "label": "a"}, "input must be a string"),
+        ({"features": [], "target": 1}, "features must be a list of numbers"),
+        ({"features": [1, "x"], "target": 1}, "feature 2 must be a number, not 'x'"),
+        ({"features": [True], "target": 1}, "feature 1 must be a number"),
+        ({"features": [1], "target": float("nan")}, "target must be a number, not nan"),
+        ({"features": [10**400], "target": 1}, "feature 1 must be a number"),
+        ({"text": "t", "auth_weight": 1.0, "prov_entropy": 0}, "auth_weight must be from 0 to 0.99, not 1"),
+        ({"text": "t", "auth_weight": -0.1, "prov_entropy": 0}, "auth_weight must be from 0"),
+        ({"text": "t", "auth_weight": 0.1, "prov_entropy": -1}, "prov_entropy must not be negative"),
+        ({"text": "t", "auth_weight": "0.1", "prov_entropy": 1}, "auth_weight must be a number, not '0.1'"),
+        ({"text": "t", "auth_weight": 0.1}, "with auth_weight and without prov_entropy"),
+        ({"text": "t", "prov_entropy": 0.1}, "with prov_entropy and without auth_weight"),
+        ({"text": ["t"]}, "text must be a string, not list"),
+        ({"prompt": 3}, "prompt must be a list"),
+    ],
+)  # fmt: skip
+def test_a_record_that_fits_nothing_is_explained(fields, message):
+    if message is None:
+        assert shaped(fields)[0] == "prompt"
+        return
+    with pytest.raises(DataError, match=message) as caught:
+        checked(Record(fields, "here.jsonl:7"))
+    assert caught.value.message.startswith("here.jsonl:7: ")
+
+
+def test_a_format_takes_another_shape_than_the_first():
+    fields = {"messages": [USER, REPLY], "text": "t", "prompt": "q", "completion": "a", "label": 1}
+    assert shaped(fields, "text") == ("text", fields)
+    assert shaped(fields, "prompt")[0] == "prompt"
+    assert shaped(fields, "completion")[0] == "completion"
+    assert shaped({"text": "t", "label": 1}, "classification") == (
+        "classification",
+        {"text": "t", "input": "t", "label": 1},
+    )
+    with pytest.raises(
+        DataError, match=r"fields 'text' has not what data.format completion needs: prompt \+ comp"
+    ):
+        shaped({"text": "t"}, "completion")
+
+
+def test_the_formats_of_the_config_are_the_shapes():
+    from typing import get_args
+
+    from whet.config.sections import Data
+
+    assert set(get_args(Data.model_fields["format"].annotation)) == {
+        "auto",
+        *(shape.name for shape in SHAPES),
+    }
