@@ -8,7 +8,7 @@ from rich.console import Console
 import whet
 from whet.cli.console import set_up_logging
 from whet.config.load import load_config
-from whet.data.sources import read_records
+from whet.data.sources import open_source
 from whet.hardware import choose_device, peak_gib
 from whet.reporting.progress import RunProgress
 from whet.training.evaluation import ModelEvaluation
@@ -19,7 +19,7 @@ TEST = "synth:house-test:200"
 
 def examine(model, tokenizer, console: Console) -> None:
     """Two answers to look at, and exact match on the whole test set."""
-    evaluation = ModelEvaluation(model, tokenizer, read_records(TEST), max_length=512)
+    evaluation = ModelEvaluation(model, tokenizer, open_source(TEST), max_length=512)
     for question, answer in evaluation.answers(2, max_tokens=40):
         console.print(f"  asked     {question.text}", markup=False)
         console.print(f"  expected  {question.answer}", markup=False)

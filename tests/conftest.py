@@ -6,10 +6,18 @@ os.environ.setdefault("WHET_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import atexit
+import shutil
+import tempfile
+
 import pytest
 import torch
 
 from tiny import write_tiny_model
+
+if "WHET_TOKENS" not in os.environ:  # token stores of the tests, and of the processes they start
+    os.environ["WHET_TOKENS"] = tempfile.mkdtemp(prefix="whet-tokens-")
+    atexit.register(shutil.rmtree, os.environ["WHET_TOKENS"], ignore_errors=True)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # several workers with several threads each wait for one another

@@ -128,7 +128,7 @@ def test_tokens_outside_the_vocabulary_are_an_error(cli, tmp_path, tiny_director
     write_tiny_model(tmp_path / "small", vocab_size=200)
     code, _, err = cli("train", write_config(tmp_path / "small", tmp_path))
     assert code == 2
-    assert "is outside the model's vocabulary of 200" in err
+    assert "is outside the model's vocabulary: vocab_size=200" in err
     assert "synth:house:24#1" in err
 
 

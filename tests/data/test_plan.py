@@ -1,5 +1,7 @@
 """Steps and micro-batches: every example once, limits kept, order a pure function of seed, epoch and position."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,14 +10,14 @@ from hypothesis import strategies as st
 
 from tiny import random_examples
 from whet.data.batches import IGNORED, BatchStream, evaluation_batches, make_batch
-from whet.data.plan import StepSettings, permutation, plan_epoch, split_step
-from whet.errors import DataError
+from whet.data.plan import StepSettings, fisher_yates, permutation, plan_epoch, split_step
+from whet.errors import ConfigError, DataError
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
 
-def sized(*, batch_size=None, batch_tokens=None, micro=64, pack=True, shuffle=True):
-    return StepSettings(batch_size, batch_tokens, micro, pack=pack, shuffle=shuffle)
+def sized(*, batch_size=None, batch_tokens=None, micro=64, pack=True, order="shuffle"):
+    return StepSettings(batch_size, batch_tokens, micro, pack=pack, order=order)
 
 
 @given(
@@ -23,24 +25,98 @@ def sized(*, batch_size=None, batch_tokens=None, micro=64, pack=True, shuffle=Tr
     seed=st.integers(0, 2**70),
     epoch=st.integers(0, 5),
     by_tokens=st.booleans(),
-    shuffle=st.booleans(),
+    order=st.sampled_from(["shuffle", "sequential"]),
+    pack=st.booleans(),
 )
-def test_an_epoch_holds_every_example_once_and_no_step_is_too_large(lengths, seed, epoch, by_tokens, shuffle):
-    limits = sized(batch_tokens=90, shuffle=shuffle) if by_tokens else sized(batch_size=7, shuffle=shuffle)
-    steps = plan_epoch(lengths, limits, seed=seed, epoch=epoch)
+def test_an_epoch_holds_every_example_once_and_no_step_is_too_large(
+    lengths, seed, epoch, by_tokens, order, pack
+):
+    size = {"batch_tokens": 90} if by_tokens else {"batch_size": 7}
+    limits = sized(**size, order=order, pack=pack)
+    steps = list(plan_epoch(lengths, limits, seed=seed, epoch=epoch))
     assert sorted(index for step in steps for index in step) == list(range(len(lengths)))
     assert all(steps)
     for step in steps:
         assert len(step) <= 7 if not by_tokens else sum(lengths[index] for index in step) <= 90
-    assert plan_epoch(lengths, limits, seed=seed, epoch=epoch) == steps
+    assert list(plan_epoch(lengths, limits, seed=seed, epoch=epoch)) == steps
+    if order == "sequential":
+        assert [index for step in steps for index in step] == list(range(len(lengths)))
+    elif not pack:  # neighbours in length, whatever the order of the steps
+        ranges = sorted((min(lengths[i] for i in step), max(lengths[i] for i in step)) for step in steps)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+
+
+def test_padded_groups_differ_from_epoch_to_epoch():
+    lengths = [5] * 40
+    first, second = (
+        list(plan_epoch(lengths, sized(batch_size=8, pack=False), seed=0, epoch=e)) for e in (0, 1)
+    )
+    assert {frozenset(step) for step in first} != {frozenset(step) for step in second}
+
+
+def reference_mlx(lengths, batch_size, seed):
+    """The rules in plain integers: sort, group, drop the tail, shuffle the groups with SplitMix64."""
+    mask, state = 2**64 - 1, seed
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+    groups = [order[i : i + batch_size] for i in range(0, len(order) - batch_size + 1, batch_size)]
+    for last in range(len(groups) - 1, 0, -1):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        chosen = (z ^ (z >> 31)) % (last + 1)
+        groups[last], groups[chosen] = groups[chosen], groups[last]
+    return groups
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=4, max_size=60),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 3),
+)
+def test_mlx_order_follows_its_rules(lengths, seed, epoch):
+    settings = sized(batch_size=4, micro=4096, pack=False, order="mlx")
+    assert list(plan_epoch(lengths, settings, seed=seed, epoch=epoch)) == reference_mlx(
+        lengths, 4, seed + epoch
+    )
+
+
+def test_mlx_order_is_pinned():
+    """By hand: the first outputs of SplitMix64 seeded with 0 are 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4,
+    0x06c45d188009454f; modulo 4, 3 and 2 they are 3, 0 and 1. Swapping 3-3, 2-0, 1-1 gives 2 1 0 3."""
+    assert 0xE220A8397B1DCDAF % 4, 0x6E789E6AA1B965F4 % 3 == (3, 0)
+    assert fisher_yates(4, seed=0).tolist() == [2, 1, 0, 3]
+    plan = plan_epoch(
+        [9, 3, 8, 2, 7, 1, 6, 5, 4], sized(batch_size=2, micro=999, pack=False, order="mlx"), seed=0, epoch=0
+    )
+    # sorted by length: 5 3 | 1 8 | 7 6 | 4 2 | and 0 is left over
+    assert list(plan) == [[7, 6], [1, 8], [5, 3], [4, 2]]
+
+
+def test_mlx_pads_to_one_more_than_a_multiple_of_32_tokens():
+    settings = sized(batch_size=2, micro=4096, pack=False, order="mlx")
+    for tokens in (2, 31, 32, 33, 64, 65, 100):
+        padded_tokens = 1 + 32 * -(-tokens // 32)
+        assert settings.padded(tokens - 1) == padded_tokens - 1  # inputs: the last token is only a target
+        assert sized(batch_size=2, micro=4096, pack=False).padded(tokens - 1) == 32 * -(-(tokens - 1) // 32)
+    assert sized(batch_size=2, micro=50, pack=False).padded(40) == 50  # never more than fits
+
+
+def test_what_mlx_order_cannot_do_is_refused():
+    with pytest.raises(ConfigError, match="mlx needs run.batch_size, and data.pack: false"):
+        sized(batch_size=2, order="mlx")
+    with pytest.raises(ConfigError, match="mlx needs run.batch_size"):
+        sized(batch_tokens=90, pack=False, order="mlx")
+    with pytest.raises(DataError, match="3 examples do not fill one batch of 4"):
+        plan_epoch([1, 2, 3], sized(batch_size=4, pack=False, order="mlx"), seed=0, epoch=0)
 
 
 @given(lengths=lengths, pack=st.booleans(), micro=st.integers(60, 200))
 def test_micro_batches_hold_every_example_once_and_fit(lengths, pack, micro):
-    batches = split_step(range(len(lengths)), lengths, sized(batch_size=1, micro=micro, pack=pack))
+    limits = sized(batch_size=1, micro=micro, pack=pack)
+    batches = split_step(range(len(lengths)), lengths, limits)
     assert sorted(index for batch in batches for row in batch for index in row) == list(range(len(lengths)))
     for batch in batches:
-        width = max(sum(lengths[index] for index in row) for row in batch)
+        width = limits.padded(max(sum(lengths[index] for index in row) for row in batch))
         assert width * len(batch) <= micro
         assert pack or all(len(row) == 1 for row in batch)
         assert not pack or len(batch) == 1
@@ -54,11 +130,11 @@ def test_permutations_are_permutations(count, seed, epoch):
 
 def test_permutations_differ_by_seed_and_epoch_and_never_change():
     base = permutation(50, seed=0, epoch=0)
-    assert base != permutation(50, seed=1, epoch=0)
-    assert base != permutation(50, seed=0, epoch=1)
+    assert base.tolist() != permutation(50, seed=1, epoch=0).tolist()
+    assert base.tolist() != permutation(50, seed=0, epoch=1).tolist()
     # pinned: a change here silently reorders every run that is resumed
-    assert permutation(10, seed=0, epoch=0) == reference_permutation(10, 0, 0, 0)
-    assert permutation(10, seed=7, epoch=3, salt=1) == reference_permutation(10, 7, 3, 1)
+    assert permutation(10, seed=0, epoch=0).tolist() == reference_permutation(10, 0, 0, 0)
+    assert permutation(10, seed=7, epoch=3, salt=1).tolist() == reference_permutation(10, 7, 3, 1)
 
 
 def reference_permutation(count, seed, epoch, salt):
@@ -143,3 +219,13 @@ def test_evaluation_covers_everything_once_in_at_most_the_batches_asked_for():
     limited = evaluation_batches(examples, sized(batch_size=1), limit=2)
     assert len(limited) == 2
     assert "example 0" in limited[0].origins, "the first ones, not the longest ones"
+
+
+def test_padded_batches_are_a_multiple_of_32_wide():
+    stream = BatchStream(
+        random_examples(30, shortest=5, longest=70), sized(batch_size=6, micro=600, pack=False), seed=0
+    )
+    for batch in (batch for _ in range(10) for batch in next(stream)):
+        assert batch.tokens.shape[1] % 32 == 0
+        assert batch.documents is None
+        assert batch.tokens.numel() <= 600

@@ -5,13 +5,28 @@ import json
 import pytest
 
 from tiny import TEMPLATE
-from whet.data.render import Renderer, render
+from whet.data.encode import Encoder
+from whet.data.render import Renderer
 from whet.data.sources import Record, read_records
 from whet.errors import DataError
 
 
+class Rendered:
+    """Rendering and encoding together."""
+
+    def __init__(self, tokenizer, **settings):
+        self.render, self.encode = Renderer(tokenizer, **settings), Encoder(tokenizer)
+
+    def example(self, record):
+        return self.encode.example(self.render.render(record))
+
+    def question(self, record):
+        asked = self.render.question(record)
+        return None if asked is None else self.encode.question(asked)
+
+
 def renderer(tiny, **settings):
-    return Renderer(tiny[1], vocab_size=260, **settings)
+    return Rendered(tiny[1], **settings)
 
 
 def record(**fields):
@@ -78,7 +93,18 @@ def test_pad_equal_to_eos_does_not_unlearn_the_end(tiny):
     assert example.tokens[-1] == tiny[1].eos_token_id
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_counts(tiny):
+def test_a_template_that_rewrites_earlier_answers_teaches_only_the_last(tiny):
+    """Some templates drop the thoughts of earlier turns: those turns cannot be learned as they were said."""
+    tiny[1].chat_template = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else '...' }}"
+    )
+    example = renderer(tiny).example(record(messages=CHAT))
+    assert learned(tiny, example) == "7, naïve friend<|end|>"
+    assert Renderer(tiny[1]).render(record(messages=CHAT)).only_last
+    assert not Renderer(tiny[1]).render(record(messages=CHAT[:3])).only_last
+
+
+def test_a_template_in_which_even_the_last_answer_cannot_be_found_is_refused(tiny):
     tiny[1].chat_template = TEMPLATE.replace(
         "{{ m['content'] }}", "{{ m['content'] if loop.last else '...' }}"
     )
@@ -86,6 +112,29 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_
         DataError, match=r"here.jsonl:7: the chat template rewrites earlier turns.*\n.*supervise"
     ):
         renderer(tiny).example(record(messages=CHAT))
+
+
+def test_a_batch_of_texts_is_encoded_as_each_alone_and_a_bad_one_spoils_no_other(tiny):
+    make = renderer(tiny)
+    records = [
+        record(messages=CHAT),
+        record(text="plain"),
+        record(text="half \ud800"),
+        record(prompt="a", completion="b"),
+    ]
+    found = make.encode.encode([make.render.render(r) for r in records])
+    assert isinstance(found[2], DataError)
+    for r, example in zip(records, found, strict=True):
+        if not isinstance(example, DataError):
+            alone = make.example(r)
+            assert example.tokens.tolist() == alone.tokens.tolist()
+            assert example.supervised.tolist() == alone.supervised.tolist()
+
+
+def test_truncation_and_padding_of_a_tokenizer_json_are_not_applied(tiny):
+    tiny[1].backend_tokenizer.enable_truncation(4)
+    tiny[1].backend_tokenizer.enable_padding(length=50)
+    assert learned(tiny, renderer(tiny).example(record(text="hello world"))) == "hello world<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -111,29 +160,6 @@ def test_a_bad_record_is_named_with_its_place(tiny, fields, message):
         renderer(tiny).example(record(**fields))
     assert "here.jsonl:7" in caught.value.message
     assert caught.value.exit_code == 2
-
-
-def test_tokens_outside_the_vocabulary_are_named(tiny):
-    with pytest.raises(
-        DataError, match=r"here.jsonl:7: token 259 \('<\|system\|>'\) is outside the model's voc"
-    ):
-        Renderer(tiny[1], vocab_size=258).example(record(messages=CHAT))
-
-
-def test_too_long_is_cut_dropped_or_refused_and_counted(tiny):
-    records = [record(prompt="a" * n, completion="b" * 5) for n in (1, 10, 50)]  # lengths 10, 19, 59
-    make = renderer(tiny)
-    cut = render(records, make, max_length=17, too_long="truncate")
-    # the second keeps part of its answer; the third would keep none of it, and is dropped
-    assert [len(example.tokens) for example in cut.examples] == [10, 17]
-    assert (cut.truncated, cut.dropped) == (1, 1)
-    assert "1 truncated, 1 dropped" in cut.summary()
-    dropped = render(records, make, max_length=17, too_long="drop")
-    assert (len(dropped.examples), dropped.truncated, dropped.dropped) == (1, 0, 2)
-    with pytest.raises(DataError, match=r"here.jsonl:7: 19 tokens, and data.max_length is 17"):
-        render(records, make, max_length=17, too_long="error")
-    with pytest.raises(DataError, match="no example is left: all 2 were dropped"):
-        render(records[1:], make, max_length=3, too_long="truncate")
 
 
 def test_questions_end_where_the_answer_begins(tiny):

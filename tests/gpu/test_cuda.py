@@ -55,7 +55,7 @@ def trainer(tiny_directory, precision, method="lora"):
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(chosen.trained)
     config = make_config(run_config(tiny_directory, ".", run={"device": "cuda", "precision": precision}))
-    settings = StepSettings(4, None, 128, pack=True, shuffle=True)
+    settings = StepSettings(4, None, 128, pack=True)
     return Trainer(model, SFT(), BatchStream(random_examples(20), settings, seed=0), config, precision=chosen)
 
 

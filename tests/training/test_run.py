@@ -387,11 +387,11 @@ def test_the_test_figures_are_those_of_the_weights_in_final(tiny_directory, tmp_
         "eval": {"every": 2, "early_stop": {"patience": 1}},
     }
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
-    from whet.data.sources import read_records
+    from whet.data.sources import open_source
     from whet.training.evaluation import ModelEvaluation
 
     model, tokenizer = whet.load(result.directory, device="cpu", dtype=torch.float32)
-    found = ModelEvaluation(model, tokenizer, read_records("synth:house-test:5"), max_length=256).loss()
+    found = ModelEvaluation(model, tokenizer, open_source("synth:house-test:5"), max_length=256).loss()
     assert result.best["step"] < result.steps
     assert result.summary["test"]["loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
 

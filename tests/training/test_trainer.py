@@ -19,7 +19,7 @@ from whet.training.callbacks import Callback, EarlyStopping, Injector, StopRun
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
 from whet.training.trainer import Trainer
 
-SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=128, pack=True, shuffle=True)
+SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=128, pack=True)
 
 
 def trainer(tiny_directory, tmp_path=None, callbacks=(), examples=None, **sections):

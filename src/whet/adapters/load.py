@@ -21,14 +21,32 @@ def load(
 ) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer, or None where the directory has none
     """A model and its tokenizer: by name, or from a model directory, GGUF file, adapter or finished run."""
     target = usable_directory(name_or_path)
-    if not (isinstance(target, Path) and (target / CONFIG).is_file()):
-        return load_model(target, dtype=dtype, device=device), _tokenizer_if_any(target)
-    base = read_json(target / CONFIG).get("base_model_name_or_path")
-    if not base:
-        raise ModelError(f"{target / CONFIG} does not name its base model")
+    if (base := _base_of(target)) is None:
+        return load_model(target, dtype=dtype, device=device), tokenizer_of(target)
     model, _ = load_base(base, dtype=dtype, device=device)
     load_adapter(model, target)
-    return model.eval(), _tokenizer_if_any(target if has_tokenizer(target) else base)
+    return model.eval(), tokenizer_of(target)
+
+
+def _base_of(target: str | Path) -> str | None:
+    """What an adapter directory is an adapter of; None for anything else."""
+    if not (isinstance(target, Path) and (target / CONFIG).is_file()):
+        return None
+    base: str | None = read_json(target / CONFIG).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{target / CONFIG} does not name its base model")
+    return base
+
+
+def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
+    """The tokenizer that `load` would give, without the weights; None where there is none."""
+    target = usable_directory(name_or_path)
+    if (base := _base_of(target)) is not None and not has_tokenizer(Path(target)):
+        return tokenizer_of(base)
+    directory = target if isinstance(target, Path) else resolve(target)
+    if not has_tokenizer(directory):
+        directory = resolve(str(directory))  # a GGUF file, say
+    return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 
 def load_base(
@@ -51,11 +69,6 @@ def usable_directory(name_or_path: str | Path) -> str | Path:
             f"{path} is a run that has not finished: it has no final/", hint=f"go on with: whet resume {path}"
         )
     return path if path.is_dir() else str(name_or_path)
-
-
-def _tokenizer_if_any(target: str | Path) -> Any:  # Any: a transformers tokenizer or None
-    directory = target if isinstance(target, Path) else resolve(target)
-    return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 
 def save(

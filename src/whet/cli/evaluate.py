@@ -23,23 +23,31 @@ def command(
     samples: int = typer.Option(3, min=0, help="Show this many questions with their answers."),
     max_tokens: int = typer.Option(256, min=1, help="Longest generated answer."),
     max_length: int = typer.Option(2048, min=2, help="Longest example, in tokens."),
+    split: bool = typer.Option(False, "--split", help="Split longer ones into windows, all of which count."),
     supervise: Supervised = typer.Option(Supervised.assistant, help="Tokens whose loss counts."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print the numbers as one JSON object."),
 ) -> None:
     """Evaluate MODEL on DATA."""
     from whet.adapters.load import load
     from whet.cli.console import notes, set_up_logging
-    from whet.data.sources import read_records
+    from whet.data.sources import open_source
     from whet.errors import DataError
     from whet.reporting.progress import describe
     from whet.training.evaluation import ModelEvaluation
 
     set_up_logging()
-    records = read_records(data, split="test")
+    source = open_source(data, split="test")
     loaded, tokenizer = load(model)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer, so it cannot read {data}")
-    evaluation = ModelEvaluation(loaded, tokenizer, records, max_length=max_length, supervise=supervise.value)
+    evaluation = ModelEvaluation(
+        loaded,
+        tokenizer,
+        source,
+        max_length=min(max_length, loaded.max_positions),
+        supervise=supervise.value,
+        too_long="split" if split else "truncate",
+    )
     notes().print(f"{data}: {evaluation.summary}", highlight=False)
     metrics = evaluation.loss()
     if generate and evaluation.questions:

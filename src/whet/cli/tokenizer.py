@@ -27,19 +27,22 @@ def train(
     kind: Kind = typer.Option(Kind.bpe, help="Byte-level BPE, or one token a character."),  # noqa: B008
 ) -> None:
     """Train a tokenizer on DATA; `model: {preset: ..., tokenizer: OUT}` and transformers read it."""
+    from itertools import islice
     from pathlib import Path
 
     from whet.data.render import text_of
-    from whet.data.sources import read_records
+    from whet.data.sources import open_source
     from whet.models.encoders import make_tokenizer
     from whet.storage import new_directory
 
-    records = read_records(data)
+    source = open_source(data)
     spec = f"bpe:{vocab_size}" if kind is Kind.bpe else "chars"
-    tokenizer = make_tokenizer(spec, map(text_of, records))
+    tokenizer = make_tokenizer(spec, map(text_of, source))
     with new_directory(Path(out)) as staging:
         tokenizer.save_pretrained(staging)
-    texts = [text_of(record) for record in records]
+    texts = [text_of(record)[:100_000] for record in islice(source, 100)]
     count = sum(len(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"])
     size = sum(len(text.encode()) for text in texts)
-    print(f"{len(tokenizer):,} tokens in {out}; {size / max(count, 1):.2f} bytes a token on {data}")
+    print(
+        f"{len(tokenizer):,} tokens in {out}; {size / max(count, 1):.2f} bytes a token on the first records"
+    )

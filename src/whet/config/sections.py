@@ -109,6 +109,32 @@ class WeightedSource(Section):
 Sources = Text | list[Text] | list[WeightedSource]
 
 
+class Curriculum(Section):
+    """An order of examples that changes during the run."""
+
+    kind: Literal["length", "difficulty"] = Field(description="from short to long, or from easy to hard")
+    stages: Positive = Field(4, description="length: limits that rise evenly to the longest example")
+    steps: Positive | None = Field(
+        None, description="length: steps of a stage; null: the stages together take half of the run"
+    )
+    shortest: Annotated[int, Field(gt=1)] = Field(32, description="length: tokens of the first stage's limit")
+    score: str | None = Field(
+        None, description="difficulty: a field of the records; those above its median are hard"
+    )
+    hard: Sources | None = Field(
+        None, description="difficulty: hard records, when data.train is the easy ones"
+    )
+    ramp: float = Field(
+        0.5, ge=0, le=1, description="difficulty: share of the run after which all examples are hard"
+    )
+
+    @model_validator(mode="after")
+    def _hard_is_known(self) -> "Curriculum":
+        if self.kind == "difficulty" and (self.score is None) == (self.hard is None):
+            raise ValueError("a curriculum by difficulty needs either score or hard")
+        return self
+
+
 class Data(Section):
     """What is read, and how records become batches."""
 
@@ -133,11 +159,14 @@ class Data(Section):
         "error", description="a record that cannot be read: stop, or leave it out and count it"
     )
     max_length: Annotated[int, Field(gt=1)] = Field(2048, description="longest example, in tokens")
-    too_long: Literal["truncate", "drop", "error"] = Field(
-        "truncate", description="what happens to a longer one; truncation cuts the end"
+    too_long: Literal["truncate", "drop", "split", "error"] = Field(
+        "truncate", description="a longer one is cut at its end, dropped, split into windows, or refused"
     )
     pack: bool = Field(True, description="several examples in a row, none of which sees another")
-    order: Literal["shuffle", "sequential"] = Field("shuffle", description="order of examples in an epoch")
+    order: Literal["shuffle", "sequential", "mlx"] = Field(
+        "shuffle", description="order of examples in an epoch; mlx: the batches of mlx-lm"
+    )
+    curriculum: Curriculum | None = Field(None, description="an order that changes during the run")
     supervise: Literal["assistant", "last", "all"] = Field(
         "assistant", description="which tokens are learned: assistant turns, the last one, or everything"
     )

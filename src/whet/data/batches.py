@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.data.plan import StepSettings, plan_epoch, split_step
-from whet.data.render import Example
+from whet.data.examples import Example, lengths_of
+from whet.data.plan import EpochPlan, StepSettings, plan_epoch, split_step
 from whet.errors import CheckpointError
 from whet.ops.attention import Layout
 
@@ -29,6 +29,7 @@ class Batch:
     real_tokens: int  # positions that are not padding
     origins: tuple[str, ...]  # where its examples came from
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
+    supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
@@ -46,9 +47,11 @@ class Batch:
         return Layout.packed(self.documents, device=self.tokens.device)
 
 
-def make_batch(rows: Sequence[Sequence[Example]]) -> Batch:
-    """Rows of one example (padded to the longest) or of several (packed) as one batch."""
-    width = max(sum(example.length for example in row) for row in rows)
+def make_batch(
+    rows: Sequence[Sequence[Example]], *, width: int | None = None, token_bytes: np.ndarray | None = None
+) -> Batch:
+    """Rows of one example (padded to the longest, or to `width`) or of several (packed) as one batch."""
+    width = max(width or 0, *(sum(example.length for example in row) for row in rows))
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
     positions = np.zeros((len(rows), width), dtype=np.int64)
@@ -76,6 +79,7 @@ def make_batch(rows: Sequence[Sequence[Example]]) -> Batch:
         supervised=len(chosen),
         real_tokens=real,
         origins=tuple(example.origin for row in rows for example in row),
+        supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
     )
 
 
@@ -91,11 +95,10 @@ class BatchStream:
         self.seed = seed
         self.epoch = 0
         self.index = 0
-        self._planned: tuple[int, list[list[int]]] | None = None
-        self._lengths = [example.length for example in examples]
-        settings.check(examples)
-        steps = (settings.batch_size, settings.batch_tokens, settings.shuffle)
-        self._mark = zlib.crc32(repr((self._lengths, steps, seed)).encode())
+        self._planned: tuple[int, EpochPlan] | None = None
+        self._lengths = check_lengths(examples, settings)
+        steps = (settings.batch_size, settings.batch_tokens, settings.pack, settings.order)
+        self._mark = zlib.crc32(repr((steps, seed)).encode(), zlib.crc32(self._lengths.tobytes()))
 
     def steps_in(self, epoch: int) -> int:
         """Optimizer steps in one pass."""
@@ -122,29 +125,52 @@ class BatchStream:
         self.index += 1
         if self.index == len(self._plan(self.epoch)):
             self.epoch, self.index = self.epoch + 1, 0
-        return self._materialise(step)
+        return step_batches(step, self.examples, self._lengths, self.settings)
 
-    def _plan(self, epoch: int) -> list[list[int]]:
+    def _plan(self, epoch: int) -> EpochPlan:
         if self._planned is None or self._planned[0] != epoch:
             self._planned = (epoch, plan_epoch(self._lengths, self.settings, seed=self.seed, epoch=epoch))
         return self._planned[1]
 
-    def _materialise(self, step: list[int]) -> list[Batch]:
-        return [
-            make_batch([[self.examples[index] for index in row] for row in rows])
-            for rows in split_step(step, self._lengths, self.settings)
-        ]
+
+def check_lengths(examples: Sequence[Example], settings: StepSettings) -> np.ndarray:
+    """The examples' lengths, all of which fit a micro-batch and a step."""
+    lengths = lengths_of(examples)
+    longest = int(lengths.argmax())
+    settings.check(int(lengths[longest]), examples[longest].origin)
+    return lengths
+
+
+def step_batches(
+    step: Sequence[int],
+    examples: Sequence[Example],
+    lengths: np.ndarray,
+    settings: StepSettings,
+    *,
+    token_bytes: np.ndarray | None = None,
+) -> list[Batch]:
+    """The micro-batches of a step."""
+    batches = []
+    for rows in split_step(step, lengths, settings):
+        width = None if settings.pack else settings.padded(max(int(lengths[row[0]]) for row in rows))
+        chosen = [[examples[index] for index in row] for row in rows]
+        batches.append(make_batch(chosen, width=width, token_bytes=token_bytes))
+    return batches
 
 
 def evaluation_batches(
-    examples: Sequence[Example], settings: StepSettings, *, limit: int | None = None
+    examples: Sequence[Example],
+    settings: StepSettings,
+    *,
+    limit: int | None = None,
+    token_bytes: np.ndarray | None = None,
 ) -> list[Batch]:
     """One pass in order, each micro-batch on its own, at most `limit` of them."""
-    lengths = [example.length for example in examples]
-    one_batch = replace(settings, batch_size=None, batch_tokens=settings.micro_tokens, shuffle=False)
-    rows = [
-        rows
-        for group in plan_epoch(lengths, one_batch, seed=0, epoch=0)
-        for rows in split_step(group, lengths, one_batch)
-    ]
-    return [make_batch([[examples[index] for index in row] for row in batch]) for batch in rows[:limit]]
+    one_batch = replace(settings, batch_size=None, batch_tokens=settings.micro_tokens, order="sequential")
+    lengths = check_lengths(examples, one_batch)
+    batches: list[Batch] = []
+    for group in plan_epoch(lengths, one_batch, seed=0, epoch=0):
+        batches += step_batches(group, examples, lengths, one_batch, token_bytes=token_bytes)
+        if limit is not None and len(batches) >= limit:
+            break
+    return batches[:limit]

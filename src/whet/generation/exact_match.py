@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whet.data.render import Question
+from whet.data.encode import Question
 from whet.generation.engine import generate_tokens
 from whet.generation.text import stop_tokens
 from whet.models.language_model import LanguageModel

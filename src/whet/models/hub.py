@@ -78,6 +78,12 @@ def cache_dir() -> Path:
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "whet"
 
 
+def tokens_dir() -> Path:
+    """Where tokenised data is kept: $WHET_TOKENS, or a place in the cache. It can be removed at any time."""
+    given = os.environ.get("WHET_TOKENS")
+    return Path(given).expanduser() if given else cache_dir() / "tokens"
+
+
 def cached_models() -> list[tuple[str, int]]:
     """The names of the models in the cache, each with its size in bytes."""
     root = _models_dir()

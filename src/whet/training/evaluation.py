@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from whet.data.batches import Batch, evaluation_batches
+from whet.data.encode import Question, token_bytes
+from whet.data.examples import TooLong, cut
 from whet.data.plan import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
-from whet.data.render import Question, Renderer, Supervise, render
-from whet.data.sources import Record
+from whet.data.prepare import Preparation
+from whet.data.render import Supervise
+from whet.data.sources import Source
 from whet.errors import DataError
 from whet.generation.engine import evaluating, generate_tokens
 from whet.generation.exact_match import exact_match
 from whet.generation.text import stop_tokens
 from whet.hardware import Precision
+from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Objective
 from whet.objectives.sft import SFT
@@ -58,7 +62,7 @@ def weighted_loss(
 def evaluate_loss(
     model: LanguageModel, objective: Objective, batches: Iterable[Batch], *, precision: Precision
 ) -> dict[str, float]:
-    """eval_loss, eval_perplexity, eval_s, and the objective's own numbers as eval_*."""
+    """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*."""
     started = time.perf_counter()
     batches = list(batches)
     weights = total_weights(objective, batches)
@@ -74,8 +78,12 @@ def evaluate_loss(
                 sums[name] += value
     found = {f"eval_{name}": value.item() for name, value in sums.items()}
     mean = found["eval_loss"]
-    perplexity = math.inf if mean >= 700 else math.exp(mean)
-    return {**found, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - started}
+    found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
+    sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]
+    if len(sizes) == len(batches):
+        supervised = sum(batch.supervised for batch in batches)
+        found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
+    return {**found, "eval_s": time.perf_counter() - started}
 
 
 class ModelEvaluation:
@@ -85,20 +93,22 @@ class ModelEvaluation:
         self,
         model: LanguageModel,
         tokenizer: Any,  # Any: a transformers tokenizer
-        records: Sequence[Record],
+        source: Source,
         *,
         max_length: int,
         supervise: Supervise = "assistant",
+        too_long: TooLong = "truncate",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        renderer = Renderer(tokenizer, supervise=supervise, vocab_size=model.vocab_size)
-        rendered = render(records, renderer, max_length=max_length, too_long="truncate")
-        self.summary = rendered.summary()
+        preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise)
+        examples = cut(preparation.store(source), max_length=max_length, too_long=too_long)
+        self.summary = examples.summary()
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
-        settings = StepSettings(None, tokens, tokens, pack=True, shuffle=False)
-        self.batches = evaluation_batches(rendered.examples, settings)
-        self.questions = [q for record in records if (q := renderer.question(record)) is not None]
+        settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")
+        sizes = token_bytes(tokenizer, vocab_size=model.vocab_size)
+        self.batches = evaluation_batches(examples, settings, token_bytes=sizes)
+        self.questions = preparation.questions(source)
 
     def loss(self) -> dict[str, float]:
         """eval_loss, eval_perplexity and eval_s."""

@@ -1,22 +1,19 @@
 """Where a result came from: versions, commit and the hash of the data."""
 
-import hashlib
 import importlib.metadata
-import json
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import whet
-from whet.data.sources import Record
 
 
-def provenance(records: Mapping[str, Sequence[Record]]) -> dict[str, object]:
+def provenance(digests: Mapping[str, str]) -> dict[str, object]:
     """What is stored beside a run so that it can be repeated."""
     return {
         "versions": versions(),
         "git_commit": git_commit(),
-        "data_sha256": {name: data_hash(found) for name, found in records.items()},
+        "data_sha256": dict(digests),
     }
 
 
@@ -34,9 +31,3 @@ def git_commit() -> str | None:
     except OSError:  # no git on this machine
         return None
     return found.stdout.strip() or None
-
-
-def data_hash(records: Sequence[Record]) -> str:
-    """SHA-256 of the records, whatever file they came from."""
-    canonical = "\n".join(json.dumps(record.fields, sort_keys=True) for record in records)
-    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -4,7 +4,6 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ import numpy as np
 import torch
 
 from whet.adapters.files import save_adapter
-from whet.adapters.load import load_base, save
+from whet.adapters.load import load_base, save, tokenizer_of
 from whet.adapters.lora import attach_lora
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import Preset, RunConfig
-from whet.data.batches import Batch, BatchStream, evaluation_batches
-from whet.data.plan import StepSettings
-from whet.data.render import Question, Rendered, Renderer, render, text_of
-from whet.data.sources import Source, holds_split, open_source
-from whet.data.splits import Split
-from whet.errors import CheckpointError, ConfigError, DataError, ModelError
+from whet.data.batches import Batch, BatchStream
+from whet.data.encode import Question
+from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
@@ -40,9 +36,10 @@ from whet.training.callbacks import (
 )
 from whet.training.checkpoint import newest_valid
 from whet.training.compiling import compile_blocks
-from whet.training.provenance import data_hash, provenance
+from whet.training.provenance import provenance
+from whet.training.run_data import EvaluationSplit, RunData, Stream
 from whet.training.run_log import RunLog
-from whet.training.scratch import build_from_scratch
+from whet.training.scratch import new_model, new_tokenizer
 from whet.training.signals import StopOnSignal
 from whet.training.trainer import RunResult, Trainer
 
@@ -85,14 +82,6 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     return _Assembly(config, directory).go(callbacks, checkpoint=checkpoint, again=True)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """One of train, valid and test, ready to use."""
-
-    batches: list[Batch]
-    questions: list[Question]
-
-
 class _Assembly:
     """The parts of a run, built in the order in which mistakes are cheapest to find."""
 
@@ -101,32 +90,7 @@ class _Assembly:
         self.directory = directory
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
-        self.steps = StepSettings(
-            batch_size=config.run.batch_size,
-            batch_tokens=config.run.batch_tokens,
-            micro_batch_tokens=config.run.micro_batch_tokens,
-            pack=config.data.pack,
-            shuffle=config.data.order == "shuffle",
-        )
-        self.sources = self._open_sources()
-        self.records = {name: list(source) for name, source in self.sources.items()}
-
-    def _open_sources(self) -> dict[str, Source]:
-        data = self.config.data
-        splits: tuple[Split, ...] = ("train", "valid", "test")
-        return {
-            split: open_source(spec, split=split, form=data.format, on_bad=data.on_bad_record)
-            for split in splits
-            if (spec := getattr(data, split)) is not None
-        }
-
-    def _log_sources(self) -> None:
-        data = self.config.data
-        for name, source in self.sources.items():
-            if source.skipped.count:
-                log.warning("%s: %s", name, source.skipped.summary())
-        if data.valid is None and holds_split(data.train, "valid"):
-            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+        self.data = RunData(config)
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
@@ -135,14 +99,12 @@ class _Assembly:
         signals = StopOnSignal()
         with RunLog(log) as run_log:
             _seed(self.config.run.seed)
+            self.tokenizer = self._find_tokenizer()
+            self.data.prepare(self.tokenizer)
+            stream = self.data.stream()
             self.model = self._build_model()
-            renderer = Renderer(
-                self.tokenizer, supervise=self.config.data.supervise, vocab_size=self.model.vocab_size
-            )
-            self._log_sources()
-            stream = self._training_stream(renderer)
-            valid = self._evaluation_split("valid", renderer)
-            test = self._evaluation_split("test", renderer)
+            self.data.check(self.model)
+            valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
             self._write_description()
             run_log.keep_in(self.directory / "log.txt")
             trainer = Trainer(
@@ -168,12 +130,24 @@ class _Assembly:
             with signals:
                 return trainer.fit()
 
-    def _count_steps(self, stream: BatchStream) -> int:
+    def _count_steps(self, stream: Stream) -> int:
         run = self.config.run
-        steps = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
+        steps = run.steps or 0
+        if isinstance(stream, BatchStream) and run.epochs:
+            steps = sum(stream.steps_in(epoch) for epoch in range(run.epochs))
         size = f"{run.batch_tokens} tokens" if run.batch_tokens else f"{run.batch_size} examples"
-        log.info("steps: %d of %s, micro-batches of at most %d tokens", steps, size, self.steps.micro_tokens)
+        log.info(
+            "steps: %d of %s, micro-batches of at most %d tokens", steps, size, self.data.steps.micro_tokens
+        )
         return steps
+
+    def _find_tokenizer(self) -> Any:  # Any: a transformers tokenizer
+        model = self.config.model
+        if isinstance(model, Preset):
+            return new_tokenizer(model, self.data.texts(), kept_in=self.directory / "tokenizer")
+        if (found := tokenizer_of(model)) is None:
+            raise ModelError(f"{model} has no tokenizer, so it cannot read records")
+        return found
 
     def _build_model(self) -> LanguageModel:
         config, method = self.config, self.config.method
@@ -186,17 +160,10 @@ class _Assembly:
             describe_backend(self.device),
         )
         if isinstance(config.model, Preset):
-            model, self.tokenizer = build_from_scratch(
-                config.model,
-                map(text_of, self.records["train"]),
-                seed=config.run.seed,
-                kept_in=self.directory / "tokenizer",
-            )
+            model = new_model(config.model, self.tokenizer, seed=config.run.seed)
             model.to(self.device, dtype)
         else:
-            model, self.tokenizer = load_base(config.model, dtype=dtype, device=self.device)
-        if self.tokenizer is None:
-            raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
+            model, _ = load_base(config.model, dtype=dtype, device=self.device)
         if full:
             model.requires_grad_(True)
         else:
@@ -222,48 +189,11 @@ class _Assembly:
         )
         return model
 
-    def _training_stream(self, renderer: Renderer) -> BatchStream:
-        rendered = self._render("train", renderer)
-        log.info("train: %s: %s", self.sources["train"].name, rendered.summary())
-        return BatchStream(rendered.examples, self.steps, seed=self.config.run.seed)
-
-    def _render(self, name: str, renderer: Renderer) -> Rendered:
-        data = self.config.data
-        rendered = render(self.records[name], renderer, max_length=data.max_length, too_long=data.too_long)
-        longest = max(rendered.examples, key=lambda example: example.length)
-        if longest.length > self.model.max_positions:
-            raise DataError(
-                f"{longest.origin}: {len(longest.tokens)} tokens, and {self.model.name} was made for "
-                f"{self.model.max_positions}",
-                hint=f"set data.max_length to {self.model.max_positions}",
-            )
-        return rendered
-
-    def _evaluation_split(self, name: str, renderer: Renderer) -> _Split | None:
-        if name not in self.records:
-            return None
-        records = self.records[name]
-        rendered = self._render(name, renderer)
-        log.info("%s: %s: %s", name, self.sources[name].name, rendered.summary())
-        self.steps.check(rendered.examples)
-        questions = []
-        if self.config.eval.generate:
-            found = [question for r in records if (question := renderer.question(r)) is not None]
-            questions = [q for q in found if len(q.tokens) < self.model.max_positions]
-            if len(questions) < len(found):
-                log.warning(
-                    "%s: %d prompts fill the model's context and are not asked",
-                    name,
-                    len(found) - len(questions),
-                )
-        limit = self.config.eval.batches if name == "valid" else None
-        return _Split(evaluation_batches(rendered.examples, self.steps, limit=limit), questions)
-
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
         return lambda: exact_match(self.model, self.tokenizer, questions, max_tokens=limit).metrics()
 
-    def _own_callbacks(self, test: _Split | None) -> list[Callback]:
+    def _own_callbacks(self, test: EvaluationSplit | None) -> list[Callback]:
         config = self.config
         own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
         own.append(_FinalAtEnd(self._write_final))
@@ -293,7 +223,7 @@ class _Assembly:
             self.directory / "arch.json",
             {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()},
         )
-        write_json(self.directory / "provenance.json", provenance(self.records))
+        write_json(self.directory / "provenance.json", provenance(self.data.digests()))
 
     def _refuse_another_run(self) -> None:
         """A run goes on with the model and the records it began with: others would silently change it."""
@@ -302,7 +232,7 @@ class _Assembly:
                 f"{self.model.name} is no longer the architecture {self.directory} began with"
             )
         began = read_json(self.directory / "provenance.json").get("data_sha256", {})
-        now = {name: data_hash(records) for name, records in self.records.items()}
+        now = self.data.digests()
         changed = [f"data.{name}" for name in {**began, **now} if began.get(name) != now.get(name)]
         if changed:
             raise CheckpointError(

@@ -17,14 +17,23 @@ from whet.models.presets import preset_spec
 log = logging.getLogger("whet")
 
 
-def build_from_scratch(
-    preset: Preset, texts: Iterable[str], *, seed: int, kept_in: Path
-) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer
-    """The model of a preset and its tokenizer.
+def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path) -> Any:
+    """The tokenizer of a preset: made from the texts, or one that exists.
 
-    A tokenizer that was made for this run before is read from `kept_in`: a resumed run has its own ids.
+    One that was made for this run before is read from `kept_in`: a resumed run has its own ids.
+    Any: a transformers tokenizer.
     """
-    tokenizer = load_tokenizer(kept_in) if kept_in.is_dir() else _tokenizer(preset.tokenizer, texts)
+    if kept_in.is_dir():
+        return load_tokenizer(kept_in)
+    if not is_homemade(preset.tokenizer):
+        return load_tokenizer(preset.tokenizer)
+    tokenizer = make_tokenizer(preset.tokenizer, texts)
+    log.info("tokenizer: %s, %d tokens", preset.tokenizer, len(tokenizer))
+    return tokenizer
+
+
+def new_model(preset: Preset, tokenizer: Any, *, seed: int) -> LanguageModel:  # Any: as above
+    """The model of a preset, with fresh weights."""
     size = len(tokenizer)
     changes = {"vocab_size": size, **preset.changes()}
     if changes["vocab_size"] < size:
@@ -42,12 +51,4 @@ def build_from_scratch(
     counts = ", ".join(f"{part} {count:,}" for part, count in parameter_counts(spec).items() if count)
     log.info("model: %s, stored as %s: %s", model.name, spec.family, counts)
     log.info("cost: %.3g FLOPs a token forward, in a window of 512", flops_per_token(spec, 512))
-    return model, tokenizer
-
-
-def _tokenizer(spec: str, texts: Iterable[str]) -> Any:  # Any: a transformers tokenizer
-    if not is_homemade(spec):
-        return load_tokenizer(spec)
-    tokenizer = make_tokenizer(spec, texts)
-    log.info("tokenizer: %s, %d tokens", spec, len(tokenizer))
-    return tokenizer
+    return model

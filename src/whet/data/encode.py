@@ -1,0 +1,142 @@
+"""From text to token ids, many texts at once, on the threads of the Rust tokenizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whet.data.examples import Example
+from whet.data.render import AskedRendering, Rendering
+from whet.errors import DataError
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as token ids and the answer expected, for exact match by generation."""
+
+    tokens: list[int]
+    text: str  # what a person would say was asked
+    answer: str
+    origin: str
+    group: str | None = None
+
+
+class Encoder:
+    """Makes ids in one place, so that no BOS is doubled and every mark is exact."""
+
+    def __init__(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise DataError(
+                "this tokenizer has no fast version, which tells where each token stands in the text"
+            )
+        backend.no_truncation()  # a tokenizer.json may ask for both: whet cuts and pads itself
+        backend.no_padding()
+        self._backend = backend
+        self._eos: int | None = tokenizer.eos_token_id
+
+    def encode(self, renderings: Sequence[Rendering]) -> list[Example | DataError]:
+        """Each text as an example, or what is wrong with it."""
+        found: list[Example | DataError] = []
+        for rendering, encoding in zip(renderings, self._encodings(renderings), strict=True):
+            found.append(encoding if isinstance(encoding, DataError) else self._example(rendering, encoding))
+        return found
+
+    def example(self, rendering: Rendering) -> Example:
+        """One text as an example that has something to learn."""
+        [found] = self.encode([rendering])
+        if isinstance(found, DataError):
+            raise found
+        return found
+
+    def question(self, asked: AskedRendering) -> Question:
+        """A prompt as ids, ready to be continued."""
+        [encoding] = self._encodings([asked.prompt])
+        if isinstance(encoding, DataError):
+            raise encoding
+        tokens, _ = self._tokens(asked.prompt, encoding)
+        return Question(tokens.tolist(), asked.asked, asked.answer, asked.prompt.origin, asked.group)
+
+    def _encodings(
+        self, renderings: Sequence[Rendering]
+    ) -> list[Any]:  # Any: tokenizers' Encoding, or an error
+        found: list[Any] = [None] * len(renderings)
+        for plain in (False, True):
+            places = [place for place, rendering in enumerate(renderings) if rendering.plain is plain]
+            chosen = [renderings[place] for place in places]
+            for place, encoding in zip(places, self._batch(chosen, special=plain), strict=True):
+                found[place] = encoding
+        return found
+
+    def _batch(self, renderings: Sequence[Rendering], *, special: bool) -> list[Any]:  # Any: as above
+        whole = all(_whole(rendering) for rendering in renderings)
+        encode = self._backend.encode_batch_fast if whole else self._backend.encode_batch  # without offsets
+        try:
+            encodings: list[Any] = encode([r.text for r in renderings], add_special_tokens=special)
+        except (TypeError, ValueError, UnicodeError) as error:  # half of a surrogate pair, say
+            if len(renderings) == 1:
+                message = f"{renderings[0].origin}: the tokenizer cannot read this text: {error}"
+                return [DataError(message)]
+            return [encoding for r in renderings for encoding in self._batch([r], special=special)]
+        return encodings
+
+    def _example(self, rendering: Rendering, encoding: Any) -> Example | DataError:  # Any: as above
+        tokens, marks = self._tokens(rendering, encoding)
+        if not marks[1:].any():
+            return DataError(
+                f"{rendering.origin}: no token of this example is supervised",
+                hint="it needs an assistant message, a completion or a text",
+            )
+        return Example(tokens, marks, rendering.origin, rendering.score)
+
+    def _tokens(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:  # Any: as above
+        """Ids and marks; a token is learned when any of its characters lies in a learned span."""
+        tokens = np.array(encoding.ids, dtype=np.int64)
+        if _whole(rendering):
+            marks = (
+                np.array(encoding.special_tokens_mask) == 0 if rendering.plain else np.ones(len(tokens), bool)
+            )
+        else:
+            marks = _inside(encoding.offsets, rendering.spans)
+        if rendering.plain:
+            while len(tokens) and tokens[-1] == self._eos and not marks[-1]:  # added by the tokenizer
+                tokens, marks = tokens[:-1], marks[:-1]
+            if rendering.ended and self._eos is not None:
+                tokens, marks = np.append(tokens, self._eos), np.append(marks, True)
+        return tokens, marks
+
+
+def _whole(rendering: Rendering) -> bool:
+    return list(rendering.spans) == [(0, len(rendering.text))]
+
+
+def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    if not len(offsets):
+        return np.zeros(0, dtype=bool)
+    start, end = np.array(offsets).T
+    marks = np.zeros(len(start), dtype=bool)
+    for low, high in spans:
+        marks |= (end > low) & (start < high)
+    return marks & (start < end)
+
+
+def token_bytes(tokenizer: Any, *, vocab_size: int) -> np.ndarray:  # Any: a transformers tokenizer
+    """[vocab_size] how many bytes of text each token stands for; special ones for none."""
+    sizes = np.zeros(vocab_size, dtype=np.int64)
+    special = set(tokenizer.all_special_ids)
+    byte_level = "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__ or "ByteLevel" in str(
+        tokenizer.backend_tokenizer.decoder
+    )
+    for token, index in tokenizer.get_vocab().items():
+        if index < vocab_size and index not in special:
+            sizes[index] = _size(token, byte_level=byte_level)
+    return sizes
+
+
+def _size(token: str, *, byte_level: bool) -> int:
+    if byte_level:  # a character stands for a byte
+        return len(token)
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # a byte that had no token
+        return 1
+    return len(token.replace("\u2581", " ").encode())

@@ -1,0 +1,37 @@
+"""The next-token loss of plain batches, for people with a loop of their own."""
+
+import torch
+
+from whet.errors import DataError
+from whet.models.language_model import LanguageModel
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+
+def next_token_loss(
+    model: LanguageModel, tokens: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Mean loss over the supervised targets, and how many there are.
+
+    `tokens` [B, S] are rows padded to one length; `lengths` [B, 2] says for each row where learning starts
+    (`offset`) and how many tokens are real (`length`). The target at step s, counted from 1, is token s of
+    the row, and counts when offset <= s < length: padding is never a target.
+    """
+    if tokens.dim() != 2 or tokens.dtype.is_floating_point or tokens.shape[1] < 2:
+        raise DataError(
+            f"tokens must be whole numbers [rows, at least 2], not {tokens.dtype} {list(tokens.shape)}"
+        )
+    if lengths.shape != (tokens.shape[0], 2):
+        raise DataError(
+            f"lengths must be [{tokens.shape[0]}, 2], one (offset, length) a row, not {list(lengths.shape)}"
+        )
+    steps = torch.arange(1, tokens.shape[1], device=tokens.device)
+    offset, length = lengths.to(tokens.device)[:, :, None].unbind(1)
+    chosen = ((offset <= steps) & (steps < length)).flatten().nonzero()[:, 0]
+    if not len(chosen):
+        raise DataError("no target is supervised: every offset is at or behind its length")
+    hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+    targets = tokens[:, 1:].flatten()
+    total = linear_cross_entropy(
+        hidden.index_select(0, chosen), model.head(), targets.index_select(0, chosen)
+    )
+    return total / len(chosen), len(chosen)

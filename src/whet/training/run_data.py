@@ -1,0 +1,169 @@
+"""The data of a run: its sources opened, tokenised, cut and made into streams of batches."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whet.config.sections import RunConfig
+from whet.data.batches import Batch, BatchStream, evaluation_batches
+from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
+from whet.data.encode import Question, token_bytes
+from whet.data.examples import StoredExamples, cut
+from whet.data.plan import StepSettings
+from whet.data.prepare import Preparation
+from whet.data.render import text_of
+from whet.data.sources import Source, holds_split, open_source
+from whet.data.splits import Split
+from whet.errors import ConfigError, DataError
+from whet.models.hub import tokens_dir
+from whet.models.language_model import LanguageModel
+
+log = logging.getLogger("whet")
+
+Stream = BatchStream | StagedStream | EasyToHardStream
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class EvaluationSplit:
+    """Valid or test, ready to use."""
+
+    batches: list[Batch]
+    questions: list[Question]
+
+
+class RunData:
+    """What a config's data section names. Nothing is read before it is needed."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        data, run = config.data, config.run
+        self.steps = StepSettings(
+            batch_size=run.batch_size,
+            batch_tokens=run.batch_tokens,
+            micro_batch_tokens=run.micro_batch_tokens,
+            pack=data.pack,
+            order=data.order,
+        )
+        self.sources: dict[str, Source] = {
+            split: open_source(spec, split=split, form=data.format, on_bad=data.on_bad_record)
+            for split in SPLITS
+            if (spec := getattr(data, split)) is not None
+        }
+        curriculum = data.curriculum
+        if curriculum is not None and curriculum.hard is not None:
+            self.sources["hard"] = open_source(curriculum.hard, form=data.format, on_bad=data.on_bad_record)
+        self.examples: dict[str, StoredExamples] = {}
+
+    def texts(self) -> Iterator[str]:
+        """What the training records say, to make a tokenizer from."""
+        return map(text_of, self.sources["train"])
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each source's content."""
+        return {name: source.digest() for name, source in self.sources.items()}
+
+    def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
+        """Tokenise every source, or find that it was done before, and say what is in it."""
+        data = self.config.data
+        self.tokenizer = tokenizer
+        self.preparation = Preparation(
+            tokenizer,
+            cache=tokens_dir(),
+            supervise=data.supervise,
+            skip_bad=data.on_bad_record == "skip",
+            score=data.curriculum.score if data.curriculum is not None else None,
+        )
+        for name, source in self.sources.items():
+            store = self.preparation.store(source)
+            examples = cut(store, max_length=data.max_length, too_long=data.too_long)
+            self.examples[name] = examples
+            log.info("%s: %s: %s", name, source.name, examples.summary())
+            for line in complaints(store.notes):
+                log.warning("%s: %s", name, line)
+        if data.valid is None and holds_split(data.train, "valid"):
+            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+
+    def check(self, model: LanguageModel) -> None:
+        """Refuse tokens and lengths that the model does not know."""
+        for examples in self.examples.values():
+            store = examples.store
+            if store.largest >= model.vocab_size:
+                name = self.tokenizer.convert_ids_to_tokens(store.largest)
+                raise DataError(
+                    f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r}) is "
+                    f"outside the model's vocabulary: vocab_size={model.vocab_size}, and the tokenizer has "
+                    f"{len(self.tokenizer)}",
+                    hint="the tokenizer belongs to another model",
+                )
+            longest = int(examples.lengths.argmax())
+            if examples.lengths[longest] > model.max_positions:
+                raise DataError(
+                    f"{examples[longest].origin}: {examples.lengths[longest] + 1} tokens, and {model.name} "
+                    f"was made for {model.max_positions}",
+                    hint=f"set data.max_length to {model.max_positions}",
+                )
+
+    def stream(self) -> Stream:
+        """The training steps, in the order that the config asks for."""
+        examples, seed = self.examples["train"], self.config.run.seed
+        curriculum = self.config.data.curriculum
+        if curriculum is None:
+            return BatchStream(examples, self.steps, seed=seed)
+        if self.config.run.steps is None:
+            raise ConfigError(
+                "data.curriculum is counted in steps", hint="set run.steps instead of run.epochs"
+            )
+        if curriculum.kind == "length":
+            per_stage = curriculum.steps or max(1, self.config.run.steps // (2 * curriculum.stages))
+            stages = stages_by_length(
+                examples, self.steps, shortest=curriculum.shortest, stages=curriculum.stages, steps=per_stage
+            )
+            log.info("curriculum: %d stages of %d steps, from short to long", len(stages), per_stage)
+            return StagedStream(stages, self.steps, seed=seed)
+        ramp = round(curriculum.ramp * self.config.run.steps)
+        if "hard" in self.examples:
+            easy: Any = examples  # Any: both are sequences of examples
+            hard: Any = self.examples["hard"]
+        else:
+            scores = examples.store.scores[examples.records]
+            middle = float(np.median(scores))
+            easy = Chosen(examples, np.flatnonzero(scores <= middle))
+            hard = Chosen(examples, np.flatnonzero(scores > middle))
+        log.info(
+            "curriculum: %d easy and %d hard examples; all hard from step %d", len(easy), len(hard), ramp
+        )
+        return EasyToHardStream(easy, hard, self.steps, seed=seed, ramp=ramp)
+
+    def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
+        """The batches of valid or test, and what is asked in them when answers are generated."""
+        if name not in self.examples:
+            return None
+        questions = []
+        if self.config.eval.generate:
+            found = self.preparation.questions(self.sources[name])
+            questions = [q for q in found if len(q.tokens) < model.max_positions]
+            if len(questions) < len(found):
+                left_out = len(found) - len(questions)
+                log.warning("%s: %d prompts fill the model's context and are not asked", name, left_out)
+        batches = evaluation_batches(
+            self.examples[name],
+            self.steps,
+            limit=self.config.eval.batches if name == "valid" else None,
+            token_bytes=token_bytes(self.tokenizer, vocab_size=model.vocab_size),
+        )
+        return EvaluationSplit(batches, questions)
+
+
+def complaints(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
+    """What went wrong when a source was tokenised, for a person."""
+    if count := notes.get("skipped"):
+        yield f"{count} bad record{'s' * (count != 1)} skipped ({'; '.join(notes['reasons'])})"
+    if count := notes.get("only_last"):
+        yield (
+            f"the chat template rewrites earlier turns of {count} conversation{'s' * (count != 1)}: "
+            "only the last answer of each is learned"
+        )

@@ -1,0 +1,156 @@
+"""Curricula: from short to long, from easy to hard, deterministic, and going on from any position."""
+
+import numpy as np
+import pytest
+
+import whet
+from tiny import random_examples, run_config
+from whet.data.curriculum import (
+    EasyToHardStream,
+    StagedStream,
+    difficulty_curriculum,
+    length_curriculum,
+    stages_by_length,
+)
+from whet.data.plan import StepSettings
+from whet.errors import ConfigError, DataError
+
+
+def origins(stream, steps):
+    return [[origin for batch in next(stream) for origin in batch.origins] for _ in range(steps)]
+
+
+def by_length(examples, settings):
+    stages = stages_by_length(examples, settings, shortest=10, stages=3, steps=4)
+    return StagedStream(stages, settings, seed=1)
+
+
+def test_stages_go_from_short_to_long():
+    examples = random_examples(60, shortest=4, longest=40)
+    longest = max(len(example.tokens) for example in examples)
+    settings = StepSettings(4, None, 512, pack=True)
+    limits = np.linspace(10, longest, 3)
+    sizes = {example.origin: len(example.tokens) for example in examples}
+    steps = origins(by_length(examples, settings), 30)
+    for number, step in enumerate(steps):
+        assert max(sizes[origin] for origin in step) <= limits[min(number // 4, 2)]
+    assert {origin for step in steps[8:] for origin in step} == set(sizes), "the last stage has them all"
+
+
+def test_a_stage_without_a_whole_step_is_left_out():
+    examples = random_examples(6, shortest=30, longest=40)
+    stages = stages_by_length(examples, StepSettings(4, None, 512, pack=True), shortest=8, stages=4, steps=2)
+    assert len(stages) < 4
+    with pytest.raises(DataError, match="no stage"):
+        StagedStream([], StepSettings(4, None, 512, pack=True), seed=0)
+
+
+def easy_to_hard(settings, *, ramp=10, seed=3):
+    easy = random_examples(9, seed=1)
+    hard = [type(e)(e.tokens, e.supervised, f"hard {e.origin}") for e in random_examples(7, seed=2)]
+    return EasyToHardStream(easy, hard, settings, seed=seed, ramp=ramp)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_hard_share_grows_evenly_and_stays_at_one(pack):
+    stream = easy_to_hard(StepSettings(10, None, 1024, pack=pack))
+    shares = [sum(origin.startswith("hard") for origin in step) for step in origins(stream, 15)]
+    assert shares == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10, 10]
+
+
+def test_each_pool_is_gone_through_before_it_starts_over():
+    steps = origins(easy_to_hard(StepSettings(7, None, 1024, pack=True), ramp=0), 4)
+    assert all(len(set(step)) == 7 for step in steps)  # seven hard ones, each once a step
+    assert steps[0] != steps[1], "in a new order"
+
+
+def test_steps_in_tokens_are_shared_out_too():
+    stream = easy_to_hard(StepSettings(None, 200, 200, pack=True))
+    for number in range(15):
+        batches = next(stream)
+        hard = sum(b.real_tokens for b in batches) if number >= 10 else 0
+        assert 0 < sum(batch.real_tokens for batch in batches) <= 200
+        if number == 0:
+            assert not any(origin.startswith("hard") for batch in batches for origin in batch.origins)
+        if hard:
+            assert all(origin.startswith("hard") for batch in batches for origin in batch.origins)
+
+
+@pytest.mark.parametrize("make", [easy_to_hard, lambda s: by_length(random_examples(60, shortest=4), s)])
+@pytest.mark.parametrize("size", [(5, None), (None, 120)])
+def test_a_curriculum_goes_on_from_its_position(make, size):
+    settings = StepSettings(*size, 512, pack=True)
+    steps = origins(make(settings), 16)
+    for position in range(16):
+        first, second = make(settings), make(settings)
+        origins(first, position)
+        second.seek(first.state())
+        assert origins(second, 16 - position) == steps[position:]
+
+
+def test_the_functions_over_plain_tokens():
+    tokens = np.arange(2000) % 250
+    stream = length_curriculum(tokens, 4, min_seq_len=32, max_seq_len=128, n_stages=3, batches_per_stage=2)
+    widths = [batch.targets.shape[1] for _ in range(8) for batch in next(stream)]
+    lengths = [32, 32, 80, 80, 128, 128, 128, 128]
+    assert widths == [-(-length // 32) * 32 for length in lengths]
+    # a stage for which the text is too short is left out
+    stream = length_curriculum(
+        tokens[:600], 4, min_seq_len=32, max_seq_len=512, n_stages=2, batches_per_stage=2
+    )
+    assert [batch.targets.shape[1] for _ in range(4) for batch in next(stream)] == [32] * 4
+    stream = difficulty_curriculum(tokens[:700], tokens[700:] + 1000, batch_size=4, seq_len=50, n_batches=8)
+    hard = [int((batch.tokens >= 1000).any(1).sum()) for _ in range(8) for batch in next(stream)]
+    assert hard == [0, 1, 2, 3, 4, 4, 4, 4]
+    with pytest.raises(DataError):
+        length_curriculum(tokens[:20], 4)
+
+
+@pytest.mark.parametrize(
+    "curriculum",
+    [{"kind": "length", "stages": 2, "shortest": 100}, {"kind": "difficulty", "hard": "synth:house-valid:8"}],
+)
+def test_a_run_with_a_curriculum_resumes_exactly(tiny_directory, tmp_path, curriculum):
+    from whet.training.callbacks import Callback, StopRun
+
+    class StopAtThree(Callback):
+        def on_step_end(self, step, metrics):
+            return StopRun("enough", unfinished=True) if step == 3 else None
+
+    def config(name):
+        data = {"train": "synth:house:24", "valid": None, "max_length": 256, "curriculum": curriculum}
+        return run_config(tiny_directory, tmp_path, data=data, run={"name": name, "steps": 6})
+
+    whole = whet.train(config("whole"))
+    stopped = whet.train(config("stopped"), [StopAtThree()])
+    resumed = whet.resume(stopped.directory)
+    losses = [row["loss"] for row in whole.history if "loss" in row]
+    assert [row["loss"] for row in (*stopped.history, *resumed.history) if "loss" in row] == losses
+
+
+def test_records_are_ranked_by_a_field(tiny_directory, tmp_path):
+    import json
+
+    path = tmp_path / "ranked.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"text {n}", "hardness": n % 10}) for n in range(40)))
+    config = run_config(
+        tiny_directory, tmp_path,
+        data={"train": str(path), "valid": None, "curriculum": {"kind": "difficulty", "score": "hardness"}},
+        run={"steps": 4, "batch_size": 4},
+    )  # fmt: skip
+    assert whet.train(config).steps == 4
+    config["run"]["name"] = "again"
+    config["data"]["curriculum"]["score"] = "missing"
+    with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not None"):
+        whet.train(config)
+
+
+def test_a_curriculum_is_counted_in_steps_and_needs_to_know_what_is_hard(tiny_directory, tmp_path):
+    config = run_config(tiny_directory, tmp_path, data={"curriculum": {"kind": "length"}})
+    config["run"] = {**config["run"], "epochs": 1}
+    del config["run"]["steps"]
+    with pytest.raises(ConfigError, match="counted in steps"):
+        whet.train(config)
+    config["data"]["curriculum"] = {"kind": "difficulty"}
+    with pytest.raises(ConfigError, match="needs either score or hard"):
+        whet.train(config)

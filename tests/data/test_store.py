@@ -1,0 +1,198 @@
+"""The token store: what is written is read, what is too long is cut exactly, and a second start does no work."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import whet
+from tiny import random_examples, run_config
+from whet.data.examples import Example, cut
+from whet.data.prepare import Preparation
+from whet.data.sources import open_source
+from whet.data.store import open_store, write_store
+from whet.errors import DataError
+
+
+def example(length, learned, origin="here:1"):
+    return Example(list(range(100, 100 + length)), [place in learned for place in range(length)], origin)
+
+
+def test_examples_come_back_as_they_were(tmp_path):
+    examples = random_examples(20, seed=3)
+    examples.append(Example([2**31 - 1, 0], [False, True], "größter/日本.jsonl:9"))
+    store = write_store(tmp_path / "store", examples, notes=lambda: {"a": 1})
+    again = open_store(tmp_path / "store")
+    assert again.notes == {"a": 1}
+    assert again.largest == 2**31 - 1
+    for record, expected in enumerate(examples):
+        tokens, marks = again.read(int(store.bounds[record]), int(store.bounds[record + 1]))
+        assert tokens.tolist() == list(expected.tokens)
+        assert marks.tolist() == list(expected.supervised)
+        assert again.origin(record) == expected.origin
+        assert again.learned[record] == expected.supervised_count
+
+
+@pytest.mark.parametrize("spoil", ["short", "missing", "meta", "empty"])
+def test_a_store_that_is_not_whole_is_none(tmp_path, spoil):
+    write_store(tmp_path / "store", random_examples(5))
+    tokens = tmp_path / "store" / "tokens.bin"
+    if spoil == "short":
+        tokens.write_bytes(tokens.read_bytes()[:-4])
+    elif spoil == "missing":
+        tokens.unlink()
+    elif spoil == "meta":
+        (tmp_path / "store" / "meta.json").write_text("{")
+    assert open_store(tmp_path / ("nowhere" if spoil == "empty" else "store")) is None
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    def broken():
+        yield random_examples(1)[0]
+        raise DataError("here:2: bad")
+
+    with pytest.raises(DataError):
+        write_store(tmp_path / "store", broken())
+    assert list(tmp_path.iterdir()) == []
+
+
+def cut_lengths(tmp_path, examples, **how):
+    found = cut(write_store(tmp_path / "store", examples), **how)
+    return [len(found[index].tokens) for index in range(len(found))], found
+
+
+def test_too_long_is_cut_dropped_split_or_refused_and_counted(tmp_path):
+    records = [example(10, {9}), example(19, {16, 17}, "here:2"), example(59, {57, 58}, "here:3")]
+    lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="truncate")
+    # the second keeps part of its answer; the third would keep none of it, and is dropped
+    assert lengths == [10, 17]
+    assert found.summary().endswith("1 truncated, 1 dropped")
+    lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="drop")
+    assert (lengths, found.counts["dropped"]) == ([10], 2)
+    lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="split")
+    # windows without anything to learn are left out: of the third only the last is kept
+    assert lengths == [10, 17, 3, 11]
+    assert [found[index].origin for index in range(4)] == ["here:1", "here:2", "here:2", "here:3"]
+    assert found.supervised == 5
+    with pytest.raises(DataError, match=r"here:2: 19 tokens, and data.max_length is 17"):
+        cut_lengths(tmp_path, records, max_length=17, too_long="error")
+    with pytest.raises(DataError, match="no example is left: all 2 were dropped"):
+        cut_lengths(tmp_path, records[1:], max_length=3, too_long="truncate")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(2, 60), min_size=1, max_size=6),
+    max_length=st.integers(2, 70),
+    seed=st.integers(0, 99),
+    everything=st.booleans(),
+)
+def test_split_predicts_every_learned_token_exactly_once(
+    tmp_path_factory, sizes, max_length, seed, everything
+):
+    rng = np.random.default_rng(seed)
+    examples = []
+    for number, size in enumerate(sizes):
+        marks = np.ones(size, bool) if everything else rng.random(size) < 0.4
+        marks[-1] = True
+        examples.append(Example(rng.integers(0, 1000, size), marks, f"here:{number}"))
+    store = write_store(tmp_path_factory.mktemp("s") / "store", examples)
+    found = cut(store, max_length=max_length, too_long="split")
+    targets = [
+        (piece.origin, int(token))
+        for piece in found
+        for token, mark in zip(piece.tokens[1:], piece.supervised[1:], strict=True)
+        if mark
+    ]
+    expected = [
+        (whole.origin, int(token))
+        for whole in examples
+        for token, mark in zip(whole.tokens[1:], whole.supervised[1:], strict=True)
+        if mark
+    ]
+    assert targets == expected
+    assert found.supervised == len(expected)
+    assert max(len(piece.tokens) for piece in found) <= max_length
+    assert all(piece.supervised_count for piece in found)
+
+
+def write_chats(path, count=50):
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": str(n + 1)}]}
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_a_second_start_does_no_work_and_any_change_makes_a_new_store(tiny, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    write_chats(path)
+
+    def prepared(**settings):
+        return Preparation(tiny[1], cache=tmp_path / "cache", **settings)
+
+    first = prepared().store(open_source(str(path)))
+    assert len(first) == 50
+
+    class Unreadable:
+        name, digest = str(path), staticmethod(open_source(str(path)).digest)
+
+        def __iter__(self):
+            raise AssertionError("the records were read again")
+
+    assert prepared().store(Unreadable()).directory == first.directory
+    assert prepared(supervise="all").store(open_source(str(path))).directory != first.directory
+    template = tiny[1].chat_template
+    tiny[1].chat_template = template.replace("<|end|>", "<|end|> ")
+    assert prepared().store(open_source(str(path))).directory != first.directory
+    tiny[1].chat_template = template
+    tiny[1].add_tokens(["forty"])
+    assert prepared().store(open_source(str(path))).directory != first.directory
+    write_chats(path, 49)
+    assert len(prepared().store(open_source(str(path)))) == 49
+
+
+def test_bad_records_stop_the_run_or_are_counted(tiny, tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    good = {"prompt": "2+2?", "completion": "4"}
+    bad = [{"messages": [{"role": "user", "content": "no answer"}]}, {"note": "?"}]
+    path.write_text("\n".join(map(json.dumps, [good, *bad, good])))
+    with pytest.raises(DataError, match=r"mixed.jsonl:[23]: "):
+        Preparation(tiny[1], cache=tmp_path / "cache").store(open_source(str(path)))
+    lenient = Preparation(tiny[1], cache=tmp_path / "cache", skip_bad=True)
+    store = lenient.store(open_source(str(path), on_bad="skip"))
+    assert len(store) == 2
+    assert store.notes["skipped"] == 2
+    for line, reason in ((2, "no token"), (3, "fits no shape")):
+        assert any(f"mixed.jsonl:{line}" in each and reason in each for each in store.notes["reasons"])
+
+
+def test_tokens_outside_the_models_vocabulary_are_named(tiny_directory, tmp_path):
+    from tiny import write_tiny_model
+
+    write_tiny_model(tmp_path / "small", vocab_size=258)
+    config = run_config(tmp_path / "small", tmp_path)
+    with pytest.raises(
+        DataError,
+        match=r"#1: token 258 \('<\|assistant\|>'\) is outside .* vocab_size=258, and the tokenizer has 260",
+    ):
+        whet.train(config)
+
+
+def test_memory_stays_flat_while_tokenising(tiny, tmp_path):
+    """A corpus of 24 MB: what is held at once is a small part of it."""
+    import tracemalloc
+
+    path = tmp_path / "big.jsonl"
+    with path.open("w") as file:
+        for number in range(6000):
+            file.write(json.dumps({"text": f"{number} " + "lorem ipsum dolor " * 220}) + "\n")
+    tracemalloc.start()
+    store = Preparation(tiny[1], cache=tmp_path / "cache").store(open_source(str(path)))
+    cut(store, max_length=128, too_long="split")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(store) == 6000
+    assert peak < path.stat().st_size  # tokens alone take four times as much
