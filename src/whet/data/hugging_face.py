@@ -146,5 +146,5 @@ def _rows(dataset: Any, place: str) -> Iterator[Row]:  # Any: an optional librar
         for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
             yield from from_table(table, place, start=number + 1)
             number += table.num_rows
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library raises what its readers and the network raise
         raise _unreadable(place, error) from error

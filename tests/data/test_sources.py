@@ -1,0 +1,239 @@
+"""Names of sources: files, directories with splits, lists and mixtures; bad records stop or are counted."""
+
+import hashlib
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from whet.config.sections import WeightedSource
+from whet.data.sources import holds_split, open_source, read_records
+from whet.data.synthetic import GENERATORS, generate
+from whet.errors import DataError
+
+
+def write(path, *texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def texts(spec, **settings):
+    return [record.fields["text"] for record in open_source(spec, **settings)]
+
+
+def test_a_directory_gives_the_split_asked_for(tmp_path):
+    for name, text in (("train.jsonl", "a"), ("validation.json", "b"), ("test.csv", "c"), ("README.md", "d")):
+        write(tmp_path / name, text)
+    (tmp_path / "test.csv").write_text("text\nc\n")
+    assert [texts(str(tmp_path), split=split) for split in ("train", "valid", "test")] == [
+        ["a"],
+        ["b"],
+        ["c"],
+    ]
+    assert holds_split(str(tmp_path), "valid")
+    assert not holds_split(str(tmp_path / "train.jsonl"), "valid")
+    assert open_source(str(tmp_path)).digest() == open_source(str(tmp_path / "train.jsonl")).digest()
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "val", "dev", "eval"])
+def test_a_validation_split_has_many_names(tmp_path, name):
+    write(tmp_path / f"{name}.jsonl", "a")
+    assert texts(str(tmp_path), split="valid") == ["a"]
+
+
+def test_a_split_may_be_in_parts(tmp_path):
+    for n, text in ((0, "a"), (1, "b"), (2, "c")):
+        write(tmp_path / f"train-0000{n}-of-00003.jsonl", text)
+    assert texts(str(tmp_path)) == ["a", "b", "c"]
+    (tmp_path / "train-00001-of-00003.jsonl").unlink()
+    with pytest.raises(DataError, match="has 2 of the 3 parts of its train split"):
+        open_source(str(tmp_path))
+
+
+def test_a_directory_that_does_not_say_which_is_refused(tmp_path):
+    write(tmp_path / "data.jsonl", "a")
+    with pytest.raises(
+        DataError, match=r"is a directory without a train file\n.*it holds data.jsonl; wanted: train.jsonl"
+    ):
+        open_source(str(tmp_path))
+    write(tmp_path / "train.jsonl", "a")
+    write(tmp_path / "train.json", "a")
+    with pytest.raises(DataError, match=r"has several train files: train.json, train.jsonl"):
+        open_source(str(tmp_path))
+    (tmp_path / "train.json").rename(tmp_path / "train-00000-of-00001.jsonl")
+    with pytest.raises(DataError, match="has several train files"):
+        open_source(str(tmp_path))
+
+
+def test_a_path_that_is_not_there_is_named_with_its_neighbours(tmp_path):
+    write(tmp_path / "train.jsonl", "a")
+    with pytest.raises(DataError, match=r"trian.jsonl does not exist\n.*did you mean .*train.jsonl\?"):
+        open_source(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(
+        DataError, match=r"does not exist\n  hint: data paths are taken from where whet is run"
+    ):
+        open_source(str(tmp_path / "nowhere" / "train.jsonl"))
+
+
+def test_a_pipe_is_refused_before_anyone_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match="is not a file"):
+        open_source(str(tmp_path / "a.jsonl"))
+
+
+def test_home_is_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.jsonl", "a")
+    assert texts("~/a.jsonl") == ["a"]
+
+
+def test_lists_follow_one_another_and_weights_mix(tmp_path):
+    one, two = write(tmp_path / "1.jsonl", *"abcd"), write(tmp_path / "2.jsonl", *"xy")
+    both = open_source([one, two])
+    assert "".join(record.fields["text"] for record in both) == "abcdxy"
+    assert both.name == f"{one} + {two}"
+    mixed = open_source([WeightedSource(source=one, weight=3), WeightedSource(source=two, weight=1)])
+    assert "".join(record.fields["text"] for record in mixed) == "abxcday"  # until both have been through
+    assert mixed.name == f"0.75 {one} + 0.25 {two}"
+    assert (
+        len({both.digest(), mixed.digest(), open_source([two, one]).digest(), open_source(one).digest()}) == 4
+    )
+    assert open_source([one, two]).digest() == both.digest()
+
+
+def test_synthetic_sources_are_known_by_spec_and_version():
+    digest = open_source("synth:house:400").digest()
+    assert (
+        digest
+        == open_source("synth:house").digest()
+        == hashlib.sha256(b"synth:house:400 version 1").hexdigest()
+    )
+    assert open_source("synth:house:399").digest() != digest
+
+
+def test_a_generator_that_makes_other_records_has_another_version():
+    """Runs are resumed when spec and version are the same: whoever changes a generator raises its version, then this."""
+    made = {
+        name: (
+            generator.version,
+            hashlib.sha256(json.dumps(generate(f"synth:{name}")).encode()).hexdigest()[:12],
+        )
+        for name, generator in GENERATORS.items()
+    }
+    assert made == {
+        "house": (1, "a9a1d5e2d1e5"),
+        "house-valid": (1, "97aa4a983195"),
+        "house-test": (1, "038f0841ec6f"),
+    }
+
+
+def test_bad_records_are_skipped_and_counted_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    bad = ['{"text": ', "[]", '{"question": "x"}', '{"text": 3}', '{"messages": []}', "\0", '{"text": NaN}']
+    path.write_text("\n".join(['{"text": "a"}', *bad, '{"text": "b"}']))
+    with pytest.raises(DataError, match="a.jsonl:2: not valid JSON"):
+        read_records(str(path))
+    source = open_source(str(path), on_bad="skip")
+    for _ in range(2):  # reading again counts nothing twice
+        assert [record.fields["text"] for record in source] == ["a", "b"]
+        assert source.skipped.count == len(bad)
+    assert [reason.split(": ")[0] for reason in source.skipped.reasons] == [
+        f"{path}:{n}" for n in range(2, 7)
+    ]
+    assert source.skipped.summary().startswith(f"7 bad records skipped ({path}:2: not valid JSON")
+    assert source.skipped.summary().endswith("; ...)")
+    mixed = open_source(
+        [WeightedSource(source=str(path), weight=1), WeightedSource(source="synth:house:50", weight=1)],
+        on_bad="skip",
+    )
+    assert sum(record.shape == "text" for record in mixed) == 50
+    assert mixed.skipped.count == len(bad)
+
+
+def test_a_source_with_nothing_but_bad_records_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text("x\ny\n")
+    with pytest.raises(DataError, match=r"a.jsonl holds no records\n  hint: 2 bad records skipped"):
+        list(open_source(str(tmp_path / "a.jsonl"), on_bad="skip"))
+
+
+def test_a_format_is_held_to(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "x"}], "text": "a"}\n{"messages": []}\n')
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2: a record with the fields 'messages' has not what data.format text"
+    ):
+        texts(str(path), form="text")
+    assert texts(str(path), form="text", on_bad="skip") == ["a"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+names = st.sampled_from(
+    [
+        "messages",
+        "conversations",
+        "prompt",
+        "completion",
+        "chosen",
+        "rejected",
+        "text",
+        "input",
+        "label",
+        "labels",
+        "features",
+        "target",
+        "tools",
+        "system",
+        "auth_weight",
+        "prov_entropy",
+        "instruction",
+        "output",
+    ]
+)
+roles = st.fixed_dictionaries({}, optional={"role": json_values, "content": json_values, "from": st.text(max_size=5), "value": json_values, "tool_calls": json_values})  # fmt: skip
+fuzzed = st.dictionaries(names, json_values | st.lists(roles, max_size=3) | st.text(max_size=8), max_size=5)
+lines = (
+    st.binary(max_size=60)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | fuzzed.map(lambda value: json.dumps(value).encode())
+    | fuzzed.map(lambda value: json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass"))
+    | st.just(b'{"text": "good"}')
+    | st.just(b'{"text": "' + b"x" * 2**20 + b'"}')
+)
+
+
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".jsonl.gz", ".jsonl.zst"]
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.lists(lines, max_size=6).map(b"\n".join) | st.binary(max_size=200))
+def test_no_content_gets_past_as_anything_but_records_or_errors(tmp_path, suffix, content):
+    path = tmp_path / f"fuzz{suffix}"
+    path.write_bytes(content)
+    for on_bad in ("error", "skip"):
+        try:
+            records = list(open_source(str(path), on_bad=on_bad))
+        except DataError as error:
+            named = str(path) in error.message
+        else:
+            named = all(record.shape for record in records)
+            json.dumps([record.fields for record in records], allow_nan=False, ensure_ascii=False).encode()
+        assert named
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=st.lists(lines.filter(lambda line: b"\n" not in line and line.strip()), min_size=1, max_size=8))
+def test_every_line_is_a_record_or_is_counted(tmp_path, parts):
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(b'{"text": "first"}\n' + b"\n".join(parts))
+    source = open_source(str(path), on_bad="skip")
+    records = list(source)
+    assert len(records) + source.skipped.count == 1 + len(parts)
+    for reason in source.skipped.reasons:
+        assert reason.startswith(f"{path}:")
