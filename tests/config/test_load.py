@@ -110,3 +110,34 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     data = {"train": "a.jsonl", "valid": "b.jsonl"}
     config = make_config({**GOOD, "data": data, "eval": {"early_stop": {}}, "method": {"layers": [0, 1]}})
     assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+def test_sources_are_names_lists_or_weighted_lists(tmp_path):
+    path = write(tmp_path, yaml.safe_dump(GOOD))
+    assert load_config(path, ["data.train=[a.jsonl, b]"]).data.train == ["a.jsonl", "b"]
+    config = load_config(path, ["data.train=[{source: a, weight: 0.5}, {source: b, weight: 2}]"])
+    assert [(part.source, part.weight) for part in config.data.train] == [("a", 0.5), ("b", 2.0)]
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[]", "data.train: name at least one source"),
+        ("data.train=''", "data.train: name at least one source"),
+        ("data.train=[{source: a}]", "run.yaml: data.train.0.weight is missing"),
+        (
+            "data.train=[{source: a, weight: 0}]",
+            "run.yaml: data.train.0.weight: Input should be greater than 0",
+        ),
+        (
+            "data.train=[{source: a, weigth: 1, weight: 1}]",
+            "unknown key 'data.train.0.weigth', did you mean 'weight'?",
+        ),
+        ("data.train=[a, {source: b, weight: 1}]", "data.train.1: Input should be a valid string"),
+    ],
+)
+def test_a_wrong_source_gets_only_the_message_that_fits(tmp_path, override, message):
+    found = problem(tmp_path, override)
+    assert message in found
+    assert "data.train: Input should be a valid string" not in found

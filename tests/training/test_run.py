@@ -458,3 +458,55 @@ def test_compile_works_or_falls_back_with_a_reason(tiny_directory, tmp_path, cap
     name = "final/adapter_model.safetensors"
     expected, found = load_file(plain.directory / name), load_file(result.directory / name)
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_directory_gives_each_key_its_split_and_bad_records_are_left_out(tiny_directory, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "valid"):
+        good = [json.dumps({"prompt": f"{split} {n}", "completion": "x"}) for n in range(9)]
+        bad = ["{", json.dumps({"messages": [{"role": "user", "content": "unanswered"}]}), '{"text": 3}']
+        (data / f"{split}.jsonl").write_text("\n".join([*good, *bad]))
+    sections = {"train": str(data), "on_bad_record": "skip"}
+    config = run_config(tiny_directory, tmp_path, data=sections, eval={"generate": True, "max_new_tokens": 2})
+    config["data"]["valid"] = str(data)
+    said = (whet.train(config).directory / "log.txt").read_text()
+    assert f"train: 2 bad records skipped ({data}/train.jsonl:10: not valid JSON" in said
+    assert (
+        f"train: 1 bad record skipped ({data}/train.jsonl:11: no token of this example is supervised" in said
+    )
+    assert f"valid: 2 bad records skipped ({data}/valid.jsonl:10" in said
+    assert "has a valid split, which is not used" not in said
+    with pytest.raises(DataError, match=r"train.jsonl:10: not valid JSON"):
+        whet.train(
+            {
+                **config,
+                "data": {**config["data"], "on_bad_record": "error"},
+                "run": {**config["run"], "name": "b"},
+            }
+        )
+
+
+def test_a_valid_split_that_is_not_used_is_mentioned_and_mixtures_and_formats_are_kept(
+    tiny_directory, tmp_path
+):
+    data = tmp_path / "data"
+    data.mkdir()
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "m"}]
+    record = json.dumps({"messages": messages, "text": "words"}) + "\n"
+    for split in ("train", "validation"):
+        (data / f"{split}.jsonl").write_text(record * 8)
+    config = run_config(tiny_directory, tmp_path, data={"train": str(data), "format": "text"})
+    config["data"].pop("valid", None)
+    config["data"].pop("test", None)
+    result = whet.train(config)
+    said = (result.directory / "log.txt").read_text()
+    assert f"{data} has a valid split, which is not used; data.valid={data} uses it" in said
+    assert "8 examples, 48 tokens (40 supervised)" in said  # five letters and the end, without a template
+    mixed = [{"source": str(data), "weight": 1}, {"source": "synth:house:8", "weight": 3}]
+    config = run_config(tiny_directory, tmp_path, data={"train": mixed}, run={"name": "mixed"})
+    result = whet.train(config)
+    assert (
+        f"train: 0.25 {data} + 0.75 synth:house:8: 30 examples" in (result.directory / "log.txt").read_text()
+    )
+    assert yaml.safe_load((result.directory / "config.yaml").read_text())["data"]["train"] == mixed
