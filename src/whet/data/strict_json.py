@@ -63,11 +63,13 @@ def check(text: str, value: Any, origin: str) -> None:  # Any: a JSON value
     """Refuse what JSON allows and nothing afterwards can handle; nearly free for ordinary records."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise DataError(f"{origin}: nested too deeply (more than {MAX_DEPTH} levels)")
-    if not text.isascii() or _HALF_CHARACTER.search(text):
-        try:
+    try:
+        if "\\u" in text and _HALF_CHARACTER.search(text):
             json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{origin}: not UTF-8 text (half of a character: {error.reason})") from error
+        elif not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{origin}: not UTF-8 text (half of a character: {error.reason})") from error
 
 
 def _depth(value: Any) -> int:  # Any: a JSON value
