@@ -169,7 +169,8 @@ def section_tables(name, section):
     keys = {f"{name}.{key}": field for key, field in section.model_fields.items()}
     yield table(f"`{name}`", keys, section.__doc__)
     for key, field in keys.items():
-        for inner in get_args(field.annotation):
+        for kind in get_args(field.annotation):
+            inner = (get_args(kind) or (kind,))[-1]  # what a list holds
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from section_tables(key, inner)
 
@@ -198,6 +199,8 @@ def values(kind, limits=()):
         return " or ".join(values(inner, limits) for inner in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "a section"
+    if get_origin(kind) is dict:
+        return "sections by name"
     names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", type(None): "`null`"}
     if get_origin(kind) is list:
         several = {

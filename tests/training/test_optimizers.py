@@ -1,6 +1,8 @@
 """Optimizers against float64 formulas, and updates that a device-side flag turns off."""
 
+import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -8,21 +10,34 @@ from torch import nn
 
 from whet.config.sections import Optim
 from whet.errors import ConfigError
+from whet.training.adafactor import Adafactor
+from whet.training.checkpoint import load_checkpoint, save_checkpoint
 from whet.training.optimizers import create_optimizer, masked_step
+
+NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
 
 
 class Model(nn.Module):
-    def __init__(self):
+    """Vectors, a wide and a tall matrix, a stack of matrices; `width` above 64 has matrices of over 4096."""
+
+    def __init__(self, width=4):
         super().__init__()
         torch.manual_seed(0)
+        self.width = width
         self.embed = nn.Embedding(7, 4)
-        self.linear = nn.Linear(4, 3)
+        self.up = nn.Linear(4, width)
+        self.linear = nn.Linear(width, 3 * width // 4)
+        self.stack = nn.Parameter(torch.randn(2, 3 * width // 4, 3) / width**0.5)
         self.norm = nn.LayerNorm(3)
 
     def forward(self, step):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 7, (5,), generator=generator)
-        return (self.norm(self.linear(self.embed(tokens))) * torch.randn(5, 3, generator=generator)).sum()
+        inner = self.linear(self.up(self.embed(tokens)).tanh()) @ self.stack.sum(0)
+        return (self.norm(inner) * torch.randn(5, 3, generator=generator)).sum()
+
+
+DECAYED = {"up.weight", "linear.weight", "stack"}
 
 
 def gradients(model, step):
@@ -39,7 +54,7 @@ def test_adamw_equals_the_float64_formula_over_ten_steps():
     v = {name: torch.zeros_like(value) for name, value in w.items()}
     for t in range(1, 11):
         for name, g in gradients(model, t).items():
-            decay = 0.1 if name == "linear.weight" else 0.0
+            decay = 0.1 if name in DECAYED else 0.0
             m[name] = 0.8 * m[name] + 0.2 * g
             v[name] = 0.95 * v[name] + 0.05 * g * g
             update = (m[name] / (1 - 0.8**t)) / ((v[name] / (1 - 0.95**t)).sqrt() + 1e-6)
@@ -49,19 +64,39 @@ def test_adamw_equals_the_float64_formula_over_ten_steps():
         torch.testing.assert_close(p.detach().double(), w[name], rtol=2e-5, atol=2e-6)
 
 
-def run_reference(section, rule, steps=10):
+def run_reference(section, rule, *, rtol=2e-5, atol=2e-6):
     """Ten steps of the optimizer beside a float64 rule(w, g, state, t, decay) -> w for each weight."""
     model = Model()
     optimizer = create_optimizer(section, model)
     w = {name: p.detach().double().clone() for name, p in model.named_parameters()}
     states = {name: {} for name in w}
-    for t in range(1, steps + 1):
+    for t in range(1, 11):
         for name, g in gradients(model, t).items():
-            decay = section.weight_decay if name == "linear.weight" else 0.0
+            decay = section.weight_decay if name in DECAYED else 0.0
             w[name] = rule(w[name], g, states[name], t, decay)
         masked_step(optimizer, lr=section.lr, skip=torch.tensor(0.0))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.detach().double(), w[name], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(p.detach().double(), w[name], rtol=rtol, atol=atol)
+    return optimizer
+
+
+def error_of_ten_steps(section, rule, **shapes):
+    """The optimizer beside a float64 rule on random gradients: relative L2 error of the way each tensor went."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
+    optimizer = create_optimizer(section, model)
+    w = {name: p.detach().double().clone() for name, p in model.items()}
+    start, states = dict(w), {name: {} for name in w}
+    for t in range(1, 11):
+        for name, p in model.items():
+            p.grad = torch.randn_like(p) + 0.5 * p.detach()
+            decay = section.weight_decay if p.dim() > 1 else 0.0
+            w[name] = rule(w[name], p.grad.double(), states[name], t, decay)
+        masked_step(optimizer, lr=section.lr, skip=torch.tensor(0.0))
+    away = {name: (p.detach().double() - w[name]).norm() for name, p in model.items()}
+    return {name: float(away[name] / (w[name] - start[name]).norm()) for name in w}, {
+        name: {key: value.dtype for key, value in optimizer.state[p].items()} for name, p in model.items()
+    }
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.8, True)])
@@ -93,32 +128,294 @@ def test_lion_equals_the_float64_formula_over_ten_steps():
     run_reference(Optim(name="lion", lr=0.02, betas=(0.8, 0.95), weight_decay=0.3), rule)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
+def adafactor_rule(lr):
+    def rule(w, g, state, t, decay):
+        rho, beta = min(lr, t**-0.5), 1 - t**-0.8
+        size = max(1e-3, w.square().mean().sqrt()) * rho
+        eps = torch.finfo(torch.float32).eps
+        if w.dim() > 1:
+            rows, columns = g.square().mean(-1), g.square().mean(-2)
+            state["r"] = beta * state.get("r", 0) + (1 - beta) * rows
+            state["c"] = beta * state.get("c", 0) + (1 - beta) * columns
+            average = state["r"].mean(-1).clamp(min=eps)[..., None, None]
+            v = torch.einsum("...i,...j->...ij", state["r"], state["c"]) / average
+        else:
+            v = state["v"] = beta * state.get("v", 0) + (1 - beta) * g.square()
+        u = g / v.sqrt().clamp(min=eps)
+        u = u / max(1, u.square().mean().sqrt())
+        return w * (1 - lr * decay) - size * u
+
+    return rule
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("lr", [0.05, 0.9])  # with 0.9, 1 / sqrt(step) is the smaller from step 2 on
+def test_adafactor_equals_the_float64_formula_over_ten_steps(lr, decay):
+    run_reference(
+        Optim(name="adafactor", lr=lr, weight_decay=decay), adafactor_rule(lr), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adafactor_is_that_of_torch(decay):
+    shapes = [(5,), (4, 6), (7, 1), (2, 3, 4)]
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    first = Adafactor(ours, 0.05, weight_decay=decay)
+    second = torch.optim.Adafactor(theirs, lr=0.05, weight_decay=decay)
+    for _ in range(10):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        first.step()
+        second.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def adamw_rule(w, g, state, t, decay):
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
+    state["v"] = 0.95 * state.get("v", 0) + 0.05 * g * g
+    update = (state["m"] / (1 - 0.9**t)) / ((state["v"] / (1 - 0.95**t)).sqrt() + 1e-8)
+    return w * (1 - 0.02 * decay) - 0.02 * update
+
+
+def newton_schulz(matrix, steps=5):
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_muon_equals_the_float64_formula_for_matrices_and_adamw_elsewhere(decay):
+    def rule(w, g, state, t, decay):
+        if w.dim() != 2:
+            return adamw_rule(w, g, state, t, decay)
+        state["b"] = 0.95 * state.get("b", 0) + 0.05 * g
+        update = newton_schulz(0.05 * g + 0.95 * state["b"])
+        return w * (1 - 0.02 * decay) - 0.02 * 0.2 * max(w.shape) ** 0.5 * update
+
+    section = Optim(name="muon", lr=0.02, betas=(0.9, 0.95), weight_decay=decay)
+    errors, kinds = error_of_ten_steps(
+        section, rule, wide=(8, 24), tall=(24, 8), vector=(9,), stack=(2, 3, 4)
+    )
+    assert {name for name, keys in kinds.items() if "momentum_buffer" in keys} == {"wide", "tall"}
+    # torch orthogonalises in bfloat16
+    assert all(error < (0.01 if name in ("wide", "tall") else 1e-5) for name, error in errors.items()), errors
+
+
+def test_the_matrices_of_embeddings_and_head_are_not_muons():
+    class WithHead(Model):
+        def head(self):
+            return self.up
+
+    model = WithHead()
+    optimizer = create_optimizer(Optim(name="muon"), model)
+    assert [p.shape for g in optimizer.param_groups if g["rule"] == "muon" for p in g["params"]] == [(3, 4)]
+
+
+def test_muon_needs_no_second_kind_of_parameter():
+    only_matrices = nn.Sequential(nn.Linear(3, 4, bias=False))
+    only_vectors = nn.Sequential(nn.LayerNorm(4))
+    for model in (only_matrices, only_vectors):
+        assert len(create_optimizer(Optim(name="muon"), model).param_groups) == 1
+
+
+def test_small_tensors_keep_exact_moments_under_8_bit_adamw():
+    section = Optim(name="adamw8bit", lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = run_reference(section, adamw_rule)
+    assert all(v.dtype == torch.float32 for state in optimizer.state.values() for v in state.values())
+
+
+def test_8_bit_adamw_stays_close_to_the_float64_formula():
+    """Where moments are quantised (4096 values or more), ten steps end within 2% of how far AdamW goes in them."""
+    section = Optim(name="adamw8bit", lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
+    errors, kinds = error_of_ten_steps(section, adamw_rule, matrix=(64, 64), odd=(4097,), small=(4095,))
+    for name, error in errors.items():
+        exact = name == "small"
+        assert (
+            kinds[name]["exp_avg"] == kinds[name]["exp_avg_sq"] == (torch.float32 if exact else torch.uint8)
+        )
+        assert error < 1e-5 if exact else 1e-4 < error < 0.02
+
+
+def test_8_bit_adamw_is_that_of_bitsandbytes():
+    import bitsandbytes
+
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in [(80, 70), (5000,), (30,)]]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    section = Optim(name="adamw8bit", lr=0.05, weight_decay=0.1, groups={"": {"weight_decay": 0.1}})
+    first = create_optimizer(section, nn.ParameterList(ours))
+    second = bitsandbytes.optim.AdamW8bit(theirs, lr=0.05, weight_decay=0.1)
+    for _ in range(10):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        masked_step(first, lr=0.05, skip=torch.tensor(0.0))
+        second.step()
+    for a, b in zip(ours, theirs, strict=True):
+        # a value between two codes may be rounded either way
+        assert (a - b).norm() < 2e-3 * b.norm()
+        assert (a - b).abs().median() < 1e-6
+
+
+def test_8_bit_adamw_without_bitsandbytes_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.functional", raising=False)
+    with pytest.raises(ConfigError, match=r"whet\[bitsandbytes\]"):
+        create_optimizer(Optim(name="adamw8bit"), Model())
+
+
+def everything(model, optimizer):
+    """Weights and optimizer state, with what is not there yet as nothing but zeros."""
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        kept |= {f"{name}::{key}": value.clone() for key, value in optimizer.state[p].items()}
+    return kept
+
+
+def assert_same(before, after):
+    for key, value in after.items():
+        assert torch.equal(value, before.get(key, torch.zeros_like(value))), key
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad_step", [1, 3])
 def test_a_masked_update_changes_nothing_and_leaves_no_trace(name, bad_step):
     """The run with a masked step in it ends exactly where the run without that step ends."""
-    with_mask, without = Model(), Model()
+    with_mask, without = Model(96), Model(96)  # wide enough for 8-bit moments
     section = Optim(name=name, lr=0.1, weight_decay=0.1)
     first, second = create_optimizer(section, with_mask), create_optimizer(section, without)
     for step in range(1, 6):
         if step == bad_step:
-            before = [p.detach().clone() for p in with_mask.parameters()]
+            before = everything(with_mask, first)
             gradients(with_mask, step)
-            with_mask.linear.weight.grad[0, 0] = math.nan
+            for p, bad in zip(with_mask.parameters(), [math.nan, math.inf, 1e30] * 9, strict=False):
+                p.grad.view(-1)[0] = bad
             masked_step(first, lr=0.1, skip=torch.tensor(1.0))
-            assert all(torch.equal(a, b) for a, b in zip(before, with_mask.parameters(), strict=True))
+            assert_same(before, everything(with_mask, first))
         gradients(with_mask, step)
         gradients(without, step)
         masked_step(first, lr=0.1, skip=torch.tensor(0.0))
         masked_step(second, lr=0.1, skip=torch.tensor(0.0))
-    for a, b in zip(with_mask.parameters(), without.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(everything(without, second), everything(with_mask, first))
+    assert_same(everything(with_mask, first), everything(without, second))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_goes_on_from_a_checkpoint_bit_for_bit(name, tmp_path):
+    section = Optim(name=name, lr=0.1, weight_decay=0.1)
+    whole, resumed = Model(96), Model(96)
+    first = create_optimizer(section, whole)
+    for step in range(1, 4):
+        gradients(whole, step)
+        masked_step(first, lr=0.1, skip=torch.tensor(0.0))
+    save_checkpoint(tmp_path / "c", whole, first, 3)
+    second = create_optimizer(section, resumed)
+    load_checkpoint(tmp_path / "c", resumed, second)
+    for step in range(4, 7):
+        for model, optimizer in ((whole, first), (resumed, second)):
+            gradients(model, step)
+            masked_step(optimizer, lr=0.1, skip=torch.tensor(float(step == 5)))
+    assert everything(whole, first).keys() == everything(resumed, second).keys()
+    assert_same(everything(whole, first), everything(resumed, second))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_without_a_gradient_are_left_alone(name):
+    model = Model()
+    optimizer = create_optimizer(Optim(name=name, lr=0.1, weight_decay=0.1), model)
+    before = model.linear.weight.detach().clone()
+    model.up.weight.grad = torch.ones_like(model.up.weight)
+    masked_step(optimizer, lr=0.1, skip=torch.tensor(0.0))
+    assert torch.equal(before, model.linear.weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_weights_are_updated(name):
+    model = Model(96).bfloat16()
+    optimizer = create_optimizer(Optim(name=name, lr=0.1), model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    masked_step(optimizer, lr=0.1, skip=torch.tensor(0.0))
+    for a, b in zip(before, model.parameters(), strict=True):
+        assert b.dtype == torch.bfloat16
+        assert (b < a).all()
 
 
 def test_only_matrices_decay():
     optimizer = create_optimizer(Optim(weight_decay=0.3), model := Model())
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    assert decayed == {id(model.linear.weight)}
+    assert decayed == {id(p) for name, p in model.named_parameters() if name in DECAYED}
+
+
+def settings(model, optimizer):
+    """(lr, weight decay) of each parameter, by name."""
+    of = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_pattern_found_in_a_name_decides(name):
+    groups = {
+        "^up": {"lr_scale": 0.5},
+        r"weight$": {"lr_scale": 2, "weight_decay": 0.7},
+        "norm.bias": {"weight_decay": 0.2},
+    }
+    model = Model()
+    optimizer = create_optimizer(Optim(name=name, lr=9.0, weight_decay=0.1, groups=groups), model)
+    masked_step(optimizer, lr=0.25, skip=torch.tensor(0.0))  # the schedule's rate counts, not the peak
+    assert settings(model, optimizer) == {
+        "embed.weight": (0.5, 0.7),
+        "up.weight": (0.125, 0.1),
+        "up.bias": (0.125, 0.0),
+        "linear.weight": (0.5, 0.7),
+        "linear.bias": (0.25, 0.0),
+        "stack": (0.25, 0.1),
+        "norm.weight": (0.5, 0.7),
+        "norm.bias": (0.25, 0.2),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scaled_rate_moves_weights_as_that_rate_would(name):
+    scaled, plain = Model(), Model()
+    first = create_optimizer(Optim(name=name, groups={".": {"lr_scale": 0.25}}), scaled)
+    second = create_optimizer(Optim(name=name), plain)
+    for step in range(1, 4):
+        gradients(scaled, step)
+        gradients(plain, step)
+        masked_step(first, lr=0.2, skip=torch.tensor(0.0))
+        masked_step(second, lr=0.05, skip=torch.tensor(0.0))
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("groups", [{"router": {}}, {"up": {}, r"up\.bias": {}}, {"frozen": {}}])
+def test_a_pattern_without_parameters_is_an_error_that_shows_names(groups):
+    model = Model()
+    model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"(router|up..\.bias|frozen).*trainable") as e:
+        create_optimizer(Optim(groups=groups), model)
+    assert "embed.weight" in e.value.hint
+
+
+def test_the_log_says_what_is_done_to_how_many(caplog):
+    caplog.set_level(logging.INFO, logger="whet")
+    create_optimizer(Optim(weight_decay=0.1, groups={"embed": {"lr_scale": 0.1}}), Model(96))
+    assert caplog.messages == [
+        "optimizer: adamw; 3 tensors (7.7k), decay 0.1; 4 tensors (174), no decay (norms, biases, embeddings); "
+        "pattern 'embed': 1 tensors (28), lr x 0.1, no decay"
+    ]
+    caplog.clear()
+    create_optimizer(Optim(), Model())
+    assert caplog.messages == ["optimizer: adamw; 8 tensors (87), no decay"]
 
 
 def test_a_frozen_model_has_nothing_to_train():

@@ -5,9 +5,13 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from whet.config.sections import Optim
+from whet.errors import ConfigError
 from whet.training.schedules import create_schedule
+
+KINDS = ["constant", "linear", "cosine", "exponential", "step", "wsd"]
 
 
 def lr_at(steps=20, **keys):
@@ -34,9 +38,103 @@ def test_constant_stays():
     assert [rate(step) for step in (2, 4, 12, 100)] == [0.5, 1.0, 1.0, 1.0]
 
 
+def test_exponential_falls_by_the_same_factor_each_step():
+    rate = lr_at(schedule="exponential", lr=0.3, min_lr_ratio=0.01)
+    assert [rate(step) for step in range(4, 21)] == pytest.approx([0.3 * 0.01 ** (k / 16) for k in range(17)])
+    assert rate(20) == 0.3 * 0.01
+
+
+def test_step_holds_each_rate_for_decay_every_updates_and_stops_at_the_floor():
+    rate = lr_at(schedule="step", decay_every=5, decay_factor=0.3, steps=24)
+    assert [rate(step) for step in range(4, 25)] == pytest.approx([1.0] * 6 + [0.3] * 5 + [0.1] * 10)
+    without_warmup = lr_at(
+        schedule="step", decay_every=2, decay_factor=0.5, min_lr_ratio=0, warmup=0, steps=6
+    )
+    assert [without_warmup(step) for step in range(1, 7)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_wsd_is_flat_until_its_last_share_of_the_run():
+    rate = lr_at(schedule="wsd", decay_fraction=0.25, min_lr_ratio=0, steps=40)
+    assert [rate(step) for step in (4, 5, 29, 30)] == [1.0] * 4
+    assert [rate(step) for step in range(30, 42)] == pytest.approx([1 - k / 10 for k in range(11)] + [0])
+    assert rate(40) == 0
+
+
+def test_wsd_whose_decay_is_longer_than_the_run_after_the_warmup_falls_at_once():
+    rate = lr_at(schedule="wsd", decay_fraction=1.0, min_lr_ratio=0)
+    assert [rate(step) for step in (4, 12, 20)] == [1.0, 0.5, 0.0]
+
+
+def test_parts_follow_the_warmup_and_each_starts_where_the_last_one_ended():
+    parts = [
+        {"kind": "constant", "steps": 6},
+        {"kind": "linear", "steps": 10, "min_lr_ratio": 0.5},
+        {"kind": "constant", "steps": 5},
+        {"kind": "cosine"},
+    ]
+    rate = lr_at(schedule=parts, steps=35)
+    assert [rate(step) for step in range(4)] == [0, 0.25, 0.5, 0.75]
+    assert [rate(step) for step in range(4, 11)] == [1.0] * 7
+    assert [rate(step) for step in range(11, 21)] == pytest.approx([1 - 0.05 * k for k in range(1, 11)])
+    assert [rate(step) for step in range(21, 26)] == [rate(20)] * 5
+    cosine = [0.1 + 0.4 * (1 + math.cos(math.pi * k / 10)) / 2 for k in range(1, 11)]
+    assert [rate(step) for step in range(26, 36)] == pytest.approx(cosine)
+    assert rate(35) == rate(99) == 0.1
+
+
+def test_a_part_may_rise_again():
+    parts = [
+        {"kind": "linear", "steps": 4, "min_lr_ratio": 0},
+        {"kind": "linear", "steps": 4, "min_lr_ratio": 0.8},
+        {"kind": "exponential"},
+    ]
+    rate = lr_at(schedule=parts, steps=14)
+    assert [rate(step) for step in (4, 8, 10, 12, 13, 14)] == pytest.approx([1, 0, 0.4, 0.8, 0.08**0.5, 0.1])
+
+
+def test_one_part_is_the_same_as_its_name():
+    for kind in KINDS:
+        keys = {"decay_every": 3, "steps": 30}
+        one, name = lr_at(schedule=[{"kind": kind}], **keys), lr_at(schedule=kind, **keys)
+        assert [one(step) for step in range(40)] == [name(step) for step in range(40)]
+
+
+def test_parts_that_leave_nothing_for_the_last_are_an_error():
+    with pytest.raises(ConfigError, match="warm-up and parts take 20 of the run's 20 steps"):
+        lr_at(schedule=[{"kind": "constant", "steps": 16}, {"kind": "cosine"}])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"schedule": "step"}, "step needs decay_every"),
+        ({"schedule": "exponential", "min_lr_ratio": 0}, "exponential cannot start or end at 0"),
+        (
+            {
+                "schedule": [
+                    {"kind": "linear", "steps": 2, "min_lr_ratio": 0},
+                    {"kind": "constant", "steps": 2},
+                    {"kind": "exponential"},
+                ]
+            },
+            "exponential cannot start or end at 0",
+        ),
+        ({"schedule": []}, "every part of the schedule but the last needs steps"),
+        ({"schedule": [{"kind": "linear"}, {"kind": "cosine"}]}, "but the last needs steps"),
+        ({"schedule": [{"kind": "linear", "steps": 3}]}, "and the last has none"),
+        ({"schedule": [{"kind": "constant", "min_lr_ratio": 0.5}]}, "ends where it starts"),
+        ({"schedule": "cosin"}, "'cosine'"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        Optim(**keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [3, 4])
-def test_a_run_no_longer_than_its_warmup_holds_at_lr(steps):
-    rate = lr_at(steps=steps)
+def test_a_run_no_longer_than_its_warmup_holds_at_lr(steps, kind):
+    rate = lr_at(steps=steps, schedule=kind, decay_every=1)
     assert rate(3) == 0.75
     assert [rate(step) for step in (4, 5, 50)] == [1.0, 1.0, 1.0]
 
@@ -49,17 +147,56 @@ def test_without_warmup_the_cosine_starts_at_once():
 
 
 @given(
-    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    schedule=st.sampled_from(KINDS),
     steps=st.integers(1, 200),
     warmup=st.integers(0, 250),
-    ratio=st.floats(0, 1),
+    ratio=st.floats(1e-3, 1),
+    fraction=st.floats(0.01, 1),
+    every=st.integers(1, 300),
     step=st.integers(0, 500),
+    peak=st.floats(1e-6, 10),
 )
 def test_rates_stay_between_zero_and_the_peak_and_never_rise_after_the_warmup(
-    schedule, steps, warmup, ratio, step
+    schedule, steps, warmup, ratio, fraction, every, step, peak
 ):
-    rate = lr_at(steps=steps, schedule=schedule, warmup=warmup, min_lr_ratio=ratio)
-    assert 0 <= rate(step) <= 1 + 1e-12
-    if step >= warmup:
-        assert rate(step + 1) <= rate(step) + 1e-12
-        assert rate(step) >= min(ratio, 1) - 1e-12
+    rate = lr_at(
+        lr=peak,
+        steps=steps,
+        schedule=schedule,
+        warmup=warmup,
+        min_lr_ratio=ratio,
+        decay_fraction=fraction,
+        decay_every=every,
+    )
+    slack = peak * 1e-12
+    assert 0 <= rate(step) <= peak + slack
+    if step < warmup:
+        assert rate(step) == pytest.approx(peak * step / warmup)
+    else:
+        assert rate(step + 1) <= rate(step) + slack
+        assert rate(step) >= ratio * peak - slack
+    if schedule not in ("constant", "step") and steps > warmup:
+        assert rate(steps) == rate(steps + step) == peak * ratio
+
+
+PART = st.fixed_dictionaries({"kind": st.sampled_from(KINDS), "steps": st.integers(1, 20)}).flatmap(
+    lambda part: (
+        st.just(part)
+        if part["kind"] == "constant"
+        else st.floats(1e-3, 1).map(lambda r: {**part, "min_lr_ratio": r})
+    )
+)
+
+
+@given(
+    parts=st.lists(PART, max_size=4),
+    last=st.sampled_from(["linear", "cosine", "exponential", "wsd"]),
+    rest=st.integers(1, 20),
+)
+def test_parts_in_a_row_stay_within_bounds_and_end_at_the_floor(parts, last, rest):
+    steps = 4 + sum(part["steps"] for part in parts) + rest
+    rate = lr_at(schedule=[*parts, {"kind": last}], steps=steps, decay_every=3)
+    values = [rate(step) for step in range(4, steps + 1)]
+    assert values[0] == 1.0
+    assert all(0 <= value <= 1 + 1e-12 for value in values)
+    assert values[-1] == 0.1

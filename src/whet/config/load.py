@@ -6,8 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -127,7 +126,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 def _names_a_union_branch(part: int | str) -> bool:
     """Whether pydantic put a type here, which is no key that a reader wrote."""
     return str(part) in ("str", "int", "float", "a-name", "a-preset") or str(part).startswith(
-        ("constrained", "list[", "function-before[")
+        ("constrained", "list[", "function-before[", "literal[")
     )
 
 
@@ -148,22 +147,17 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = RunConfig
     for key in location:
-        if isinstance(key, int) or _names_a_union_branch(key):
+        if section is None or _names_a_union_branch(key):
             continue
-        field = None if section is None else section.model_fields.get(str(key))
-        section = field and (_inner_section(field.annotation) or _listed_section(field.annotation))
+        field = section.model_fields.get(str(key))
+        # in a list or mapping of sections, the next part is an index or a user's own key: the section stays
+        section = section if field is None else _inner_section(field.annotation)
     return section
 
 
 def _inner_section(annotation: object) -> type[BaseModel] | None:
-    """The section a field holds, if it holds one."""
-    kinds = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
-    plain = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)
-    return next((kind for kind in plain if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-
-
-def _listed_section(annotation: object) -> type[BaseModel] | None:
-    """The section that a field may hold a list of."""
-    kinds = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
-    inner = [_inner_section(get_args(kind)[0]) for kind in kinds if get_origin(kind) is list]
-    return next((section for section in inner if section is not None), None)
+    """The section a field holds, if it holds one, alone or as the items of a list or mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_inner_section(inner) for inner in get_args(annotation))
+    return next((section for section in found if section is not None), None)

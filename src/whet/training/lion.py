@@ -1,18 +1,15 @@
 """Lion (arXiv 2302.06675): the sign of an average of gradients, with decoupled weight decay."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from whet.training.masked import Group, MaskedOptimizer, State
 
-class Lion(torch.optim.Optimizer):
-    """One moment a weight, every update of the same size.
 
-    Like torch's fused optimizers it reads `found_inf`: set to 1 on the device, a step changes nothing at all.
-    """
-
-    found_inf: torch.Tensor | None = None
+class Lion(MaskedOptimizer):
+    """One moment a weight, every update of the same size."""
 
     def __init__(
         self,
@@ -24,20 +21,13 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; there is no loss to return."""
-        for group in self.param_groups:
-            (fast, slow), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                average = state["exp_avg"]
-                keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf.to(p.device, p.dtype)
-                grad = p.grad.nan_to_num() * keep  # NaN times zero would still be NaN
-                direction = average.lerp(grad, 1 - fast).sign_()
-                p.mul_(1 - lr * decay * keep).sub_(direction * (lr * keep))
-                average.add_((grad - average) * ((1 - slow) * keep))
+    def create_state(self, p: torch.Tensor, group: Group) -> State:
+        """An average of gradients."""
+        return {"exp_avg": torch.zeros_like(p)}
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+        """Step along the sign of an average quick to take in this gradient; keep one that is slow to."""
+        average, (fast, slow) = state["exp_avg"], group["betas"]
+        direction = average.lerp(grad, 1 - fast).sign_()
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+        average.lerp_(grad, 1 - slow)

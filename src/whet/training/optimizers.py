@@ -1,56 +1,70 @@
 """Optimizers whose update can be masked on the device: one switch, no host sync."""
 
+import logging
 from typing import Any
 
 import torch
 from torch import nn
 
 from whet.config.sections import Optim
-from whet.errors import ConfigError
+from whet.training.adafactor import Adafactor
+from whet.training.adamw8bit import AdamW8bit
 from whet.training.lion import Lion
+from whet.training.muon import Muon
+from whet.training.parameter_groups import hidden_matrices, parameter_groups
+from whet.training.sgd import SGD
+
+log = logging.getLogger("whet")
+
+Groups = list[dict[str, Any]]  # Any: torch's parameter groups
 
 
 def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
     """The configured optimizer over the model's trainable parameters.
 
-    Fused kernels take a `found_inf` flag: with it set, weights and moments stay exactly as they are. Matrices
-    decay; norms, biases and embeddings do not.
+    Each of them obeys a `found_inf` flag: with it set, weights and state stay exactly as they are. Torch's
+    fused kernels read it themselves, the others get it from MaskedOptimizer.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ConfigError("nothing to train: every parameter is frozen")
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decayed = [p for p in trainable.values() if p.dim() > 1 and id(p) not in embeddings]
-    plain = [p for p in trainable.values() if p.dim() <= 1 or id(p) in embeddings]
-    groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, section.weight_decay), (plain, 0.0))
-        if params
-    ]
-    if section.name == "sgd":
-        return _sgd(section, groups)
-    if section.name == "lion":
-        return Lion(groups, lr=section.lr, betas=section.betas)
-    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
-
-
-def _sgd(section: Optim, groups: list[dict[str, Any]]) -> torch.optim.SGD:  # Any: torch's parameter groups
-    optimizer = torch.optim.SGD(
-        groups, lr=section.lr, momentum=section.momentum, nesterov=section.nesterov, fused=True
-    )
-    if section.momentum:
-        # the fused kernel makes a missing buffer in its first step: masked, it would stay garbage
-        for group in groups:
-            for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    found = parameter_groups(section, model)
+    optimizer = _create(section, [group.for_torch() for group in found], model)
+    log.info("optimizer: %s", "; ".join([section.name, *(g.describe(section.weight_decay) for g in found)]))
     return optimizer
 
 
+def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Optimizer:
+    lr, betas, eps = section.lr, section.betas, section.eps
+    match section.name:
+        case "sgd":
+            return SGD(groups, lr, momentum=section.momentum, nesterov=section.nesterov)
+        case "lion":
+            return Lion(groups, lr, betas=betas)
+        case "adafactor":
+            return Adafactor(groups, lr)
+        case "adamw8bit":
+            return AdamW8bit(groups, lr, betas=betas, eps=eps)
+        case "muon":
+            hidden = hidden_matrices(model)
+            matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
+            return Muon(matrices, others, lr, betas=betas, eps=eps)
+        case _:
+            kind = torch.optim.Adam if section.name == "adam" else torch.optim.AdamW
+            return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:
+    """Each group's parameters that are (not) among some, where it has any."""
+    cut = [{**group, "params": [p for p in group["params"] if (id(p) in ids) == inside]} for group in groups]
+    return [group for group in cut if group["params"]]
+
+
 def masked_step(optimizer: torch.optim.Optimizer, *, lr: float, skip: torch.Tensor) -> None:
-    """One update with learning rate `lr`, unless the device-side flag `skip` (0. or 1.) is set."""
+    """One update with learning rate `lr`, unless the device-side flag `skip` (0. or 1.) is set.
+
+    The flag is about what is known before the update. An update that itself overflows (a learning rate of
+    1e38) is not undone: the fused kernels write in place, so it would take a copy of all weights and moments.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
     # the attributes torch's own GradScaler sets: the fused kernels read the flag on the device
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
