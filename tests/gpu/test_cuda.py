@@ -43,7 +43,9 @@ def test_packed_equals_solo(tiny_directory, dtype, tolerance):
                 start += example.length
 
 
-def trainer(tiny_directory, precision, method="lora"):
+def trainer(tiny_directory, precision, method="lora", optimizer="adamw"):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     chosen = choose_precision(precision, CUDA)
     model, _ = whet.load(
@@ -54,7 +56,8 @@ def trainer(tiny_directory, precision, method="lora"):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(chosen.trained)
-    config = make_config(run_config(tiny_directory, ".", run={"device": "cuda", "precision": precision}))
+    keys = {"run": {"device": "cuda", "precision": precision}, "optim": {"name": optimizer}}
+    config = make_config(run_config(tiny_directory, ".", **keys))
     settings = StepSettings(4, None, 128, pack=True)
     return Trainer(model, SFT(), BatchStream(random_examples(20), settings, seed=0), config, precision=chosen)
 
@@ -83,8 +86,12 @@ def test_bf16_gradients_point_where_fp32_gradients_point(tiny_directory):
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.99
 
 
-def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory):
-    run = trainer(tiny_directory, "bf16")
+OPTIMIZERS = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory, optimizer):
+    run = trainer(tiny_directory, "bf16", "full", optimizer)
     run.step(next(run.batches))
     before = [p.detach().clone() for p in run.trained]
     original = run.objective.loss
@@ -96,8 +103,11 @@ def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory):
     assert all(torch.equal(a, b) for a, b in zip(before, run.trained, strict=True))
 
 
-def test_nothing_in_a_step_waits_for_the_device_before_its_numbers_are_read(tiny_directory, monkeypatch):
-    run = trainer(tiny_directory, "bf16")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nothing_in_a_step_waits_for_the_device_before_its_numbers_are_read(
+    tiny_directory, monkeypatch, optimizer
+):
+    run = trainer(tiny_directory, "bf16", "full", optimizer)
     run.step(next(run.batches))
     batches = [batch.to(CUDA) for batch in next(run.batches)]
     original = torch.Tensor.tolist

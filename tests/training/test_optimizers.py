@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from whet.config.sections import Optim
 from whet.errors import ConfigError
 from whet.training.adafactor import Adafactor
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
+from whet.training.lion import Lion
 from whet.training.optimizers import create_optimizer, masked_step
 
 NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
@@ -305,6 +307,37 @@ def test_a_masked_update_changes_nothing_and_leaves_no_trace(name, bad_step):
         masked_step(second, lr=0.1, skip=torch.tensor(0.0))
     assert_same(everything(without, second), everything(with_mask, first))
     assert_same(everything(with_mask, first), everything(without, second))
+
+
+def step_without_values(create):
+    """Two steps with tensors that have shapes but no values: whatever reads one back to the host fails."""
+    with FakeTensorMode():
+        model = Model(96)
+        optimizer = create(model)
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            masked_step(optimizer, lr=0.1, skip=torch.zeros(()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_reads_nothing_back_to_the_host(name, monkeypatch):
+    import bitsandbytes.functional
+
+    # made once, on the host, before the first step
+    monkeypatch.setattr(bitsandbytes.functional, "create_dynamic_map", lambda signed: torch.zeros(256))
+    step_without_values(lambda model: create_optimizer(Optim(name=name, weight_decay=0.1), model))
+
+
+def test_a_step_that_reads_back_would_be_noticed():
+    class Reading(Lion):
+        def update(self, p, grad, state, group):
+            grad.norm().item()
+
+    with pytest.raises(DataDependentOutputException):
+        step_without_values(
+            lambda model: Reading([{"params": list(model.parameters()), "lr_scale": 1.0}], 0.1)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

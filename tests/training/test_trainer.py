@@ -132,7 +132,7 @@ def poison(run, at):
     run.objective.loss = loss
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"])
 def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_directory, tmp_path, optimizer):
     run = trainer(tiny_directory, tmp_path, optim={"name": optimizer, "weight_decay": 0.1})
     poison(run, at=3)
