@@ -55,7 +55,7 @@ def test_each_optimizer_learns_and_survives_a_bad_step(tiny_directory, tmp_path,
     assert sum(row.get("skipped", False) for row in rows) == 1
     first, *_, last = (row["eval_loss"] for row in result.history if "eval_loss" in row)
     assert last < first - 1.5
-    assert "pattern 'embed': 1 tensors (8.3k), lr x 0.5" in (result.directory / "log.txt").read_text()
+    assert "pattern 'embed': 1 tensor (8.3k), lr x 0.5" in (result.directory / "log.txt").read_text()
 
 
 class StopAt3(Callback):

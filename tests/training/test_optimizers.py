@@ -444,7 +444,7 @@ def test_the_log_says_what_is_done_to_how_many(caplog):
     create_optimizer(Optim(weight_decay=0.1, groups={"embed": {"lr_scale": 0.1}}), Model(96))
     assert caplog.messages == [
         "optimizer: adamw; 3 tensors (7.7k), decay 0.1; 4 tensors (174), no decay (norms, biases, embeddings); "
-        "pattern 'embed': 1 tensors (28), lr x 0.1, no decay"
+        "pattern 'embed': 1 tensor (28), lr x 0.1, no decay"
     ]
     caplog.clear()
     create_optimizer(Optim(), Model())

@@ -25,7 +25,8 @@ class Group:
 
     def describe(self, usual_decay: float) -> str:
         """One phrase for the log."""
-        count = f"{len(self.parameters)} tensors ({_short(sum(p.numel() for p in self.parameters))})"
+        size = _short(sum(p.numel() for p in self.parameters))
+        count = f"{len(self.parameters)} tensor{'s' if len(self.parameters) > 1 else ''} ({size})"
         decay = f"decay {self.weight_decay:g}" if self.weight_decay else "no decay"
         if self.pattern is not None:
             return f"pattern {self.pattern!r}: {count}, lr x {self.lr_scale:g}, {decay}"
