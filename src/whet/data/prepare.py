@@ -71,8 +71,16 @@ class Preparation:
 
     def questions(self, source: Source) -> list[Question]:
         """What the records with an answer ask."""
-        asked = (self.renderer.question(record) for record in source)
-        return [self.encoder.question(each) for each in asked if each is not None]
+        found = []
+        for record in source:
+            try:
+                asked = self.renderer.question(record)
+                if asked is not None:
+                    found.append(self.encoder.question(asked))
+            except DataError:  # counted when the source was tokenised
+                if not self.skip_bad:
+                    raise
+        return found
 
     def _key(self, source: Source) -> str:
         """A hash of everything the tokens depend on."""
