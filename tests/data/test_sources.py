@@ -45,7 +45,7 @@ def test_a_validation_split_has_many_names(tmp_path, name):
 
 
 def test_a_split_may_be_in_parts(tmp_path):
-    for n, text in ((0, "a"), (1, "b"), (2, "c")):
+    for n, text in ((0, "a"), ("1", "b"), (2, "c")):
         write(tmp_path / f"train-0000{n}-of-00003.jsonl", text)
     assert texts(str(tmp_path)) == ["a", "b", "c"]
     (tmp_path / "train-00001-of-00003.jsonl").unlink()
@@ -122,11 +122,12 @@ def test_a_generator_that_makes_other_records_has_another_version():
             hashlib.sha256(json.dumps(generate(f"synth:{name}")).encode()).hexdigest()[:12],
         )
         for name, generator in GENERATORS.items()
+        if not name.startswith("python-")  # those change with Python itself, and so does their version
     }
     assert made == {
-        "house": (1, "a9a1d5e2d1e5"),
-        "house-valid": (1, "97aa4a983195"),
-        "house-test": (1, "038f0841ec6f"),
+        "house": ("1", "a9a1d5e2d1e5"),
+        "house-valid": ("1", "97aa4a983195"),
+        "house-test": ("1", "038f0841ec6f"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Data that whet makes up itself, named by a spec such as `synth:house:400`."""
+"""Data that needs no file, made up or found on every machine, named by a spec such as `synth:house:400`."""
 
 import re
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from whet.data.house import house
+from whet.data.python_topics import PYTHON, python_topics
 from whet.errors import DataError
 
 
@@ -14,13 +15,15 @@ class Generator(NamedTuple):
 
     make: Callable[[int], list[dict[str, Any]]]  # records are JSON objects
     default_n: int
-    version: int  # goes up when the records it makes change
+    version: str  # changes when the records it makes do
 
 
 GENERATORS: dict[str, Generator] = {
-    "house": Generator(lambda n: house("train", n), default_n=400, version=1),
-    "house-valid": Generator(lambda n: house("valid", n), default_n=40, version=1),
-    "house-test": Generator(lambda n: house("test", n), default_n=200, version=1),
+    "house": Generator(lambda n: house("train", n), default_n=400, version="1"),
+    "house-valid": Generator(lambda n: house("valid", n), default_n=40, version="1"),
+    "house-test": Generator(lambda n: house("test", n), default_n=200, version="1"),
+    "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
+    "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
 }
 
 
