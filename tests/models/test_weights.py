@@ -1,6 +1,8 @@
 """Loading is strict: what does not fit is named, and nothing is read from outside the directory."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -108,3 +110,42 @@ def test_an_unknown_rope_goes_to_the_bridge_with_the_reason(directory, caplog):
 def test_a_broken_config_is_named(directory):
     (directory / "config.json").write_text("{")
     assert "config.json is not valid JSON" in problem(directory)
+
+
+MEASURE = """
+import sys, threading, time, torch
+from whet.models.load import load_model
+import whet.models.decoder, whet.models.bridge
+
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) * 1024
+
+before, peak, done = resident(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, resident())
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(sys.argv[1], dtype=getattr(torch, sys.argv[2]), device="cpu")
+done = True
+watcher.join()
+print((peak - before) / sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sharded_checkpoint_is_streamed(dtype, tmp_path):
+    """Peak memory while loading stays under 1.3 times the model, converted or not."""
+    from whet.models.initialise import from_scratch
+    from whet.models.load import save_model
+    from whet.models.presets import preset_spec
+
+    spec = preset_spec("nano", d_model=512, layers=16, heads=8, width=1536, vocab_size=2000)
+    save_model(from_scratch(spec, seed=0), None, tmp_path / "model", max_shard_bytes=60_000_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), dtype]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 1.3, found.stdout

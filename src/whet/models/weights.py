@@ -81,12 +81,15 @@ class TensorFiles:
             return tuple(shard.get_slice(name).get_shape())
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors, file by file."""
-        for file in dict.fromkeys(self._files[name] for name in names):
-            with _open(file) as shard:
-                for name in shard.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                    if name in names:
-                        yield name, shard.get_tensor(name)
+        """The named tensors, one at a time, each from a mapping of its own.
+
+        Files are mapped, not read: pages stay in memory as long as their mapping, so one for a whole file
+        would keep all of it beside the converted copy.
+        """
+        for name, file in self._files.items():
+            if name in names:
+                with _open(file) as shard:
+                    yield name, shard.get_tensor(name)
 
 
 def _open(path: Path) -> Any:  # Any: safetensors ships no types
