@@ -65,7 +65,8 @@ def over_base(sections):
     """A complete config: some sections of one over the smallest there is."""
     config = dict(BASE)
     for name, keys in sections.items():
-        config[name] = {**config.get(name, {}), **keys} if isinstance(keys, dict) else keys
+        both = isinstance(keys, dict) and isinstance(config.get(name, {}), dict)
+        config[name] = {**config.get(name, {}), **keys} if both else keys
     run = config["run"]  # a fragment that counts epochs or tokens does so instead of the base
     for given, instead in (("epochs", "steps"), ("batch_tokens", "batch_size")):
         if given in run:

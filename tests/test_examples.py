@@ -1,13 +1,18 @@
 """Every example runs: configs are valid, and the demo does what it says, on a model small enough to test with."""
 
 import importlib.util
+import math
+import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+import whet
 from tiny import run_config
 from whet.config.load import load_config
+from whet.data.synthetic import generate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -31,3 +36,72 @@ def test_the_demo_runs_twice_and_says_how_to_go_on(tiny_directory, tmp_path, mon
         assert said.count("exact match on 10 test commands") == 2
         assert f"whet chat {tmp_path}/runs/{directory}" in said
         assert (tmp_path / "runs" / directory / "final" / "adapter_model.safetensors").is_file()
+
+
+def write_corpus(directory):
+    directory.mkdir()
+    for split in ("train", "valid"):
+        lines = [
+            f"{split} {n}: the quick brown fox number {n * 7} jumps over the lazy dog." for n in range(400)
+        ]
+        (directory / f"{split}.txt").write_text("\n".join(lines))
+
+
+def test_the_pretraining_examples_run(tmp_path, monkeypatch):
+    """Their own text, tokenizer and shape where those are small enough, a few steps of it."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus")
+    small = [
+        "run.steps=2",
+        "run.batch_tokens=512",
+        "run.micro_batch_tokens=512",
+        "run.device=cpu",
+        "eval.batches=2",
+    ]
+    smaller = [
+        "model.layers=2",
+        "model.d_model=48",
+        "model.heads=4",
+        "model.tokenizer=bpe:300",
+        "data.max_length=65",
+    ]
+    for name, overrides in (
+        ("pretrain-nano", small),
+        ("pretrain-gpt2-small", [*small, *smaller, "run.precision=fp32", "run.compile=false"]),
+    ):
+        result = whet.train(load_config(EXAMPLES / f"{name}.yaml", overrides))
+        assert result.steps == 2
+        assert 1 < result.metrics["eval_bits_per_byte"] < 9
+        model, tokenizer = whet.load(result.directory)
+        assert isinstance(whet.generate(model, tokenizer, "The", max_tokens=3), str)
+
+
+def witten_bell(train, test, order):
+    """Bits per byte of an n-gram model with contexts of up to `order` bytes, interpolated by Witten and Bell's rule."""
+    counts = [defaultdict(Counter) for _ in range(order + 1)]
+    for place, byte in enumerate(train):
+        for size in range(min(order, place) + 1):
+            counts[size][train[place - size : place]][byte] += 1
+    both, bits = train[-order:] + test, 0.0
+    for place in range(order, len(both)):
+        chance = 1 / 256
+        for size in range(order + 1):
+            seen = counts[size].get(both[place - size : place])
+            if seen is None:
+                break
+            total, kinds = sum(seen.values()), len(seen)
+            chance = (seen[both[place]] + kinds * chance) / (total + kinds)
+        bits -= math.log2(chance)
+    return bits / len(test)
+
+
+@pytest.mark.slow
+def test_the_nano_model_beats_an_n_gram_model_of_the_same_text(tmp_path):
+    started = time.perf_counter()
+    result = whet.train(load_config(EXAMPLES / "pretrain-nano.yaml", [f"run.dir={tmp_path}"]))
+    seconds = time.perf_counter() - started
+    train, test = (generate(f"synth:python-topics{part}")[0]["text"].encode() for part in ("", "-valid"))
+    rival = min(witten_bell(train, test, order) for order in (4, 5))
+    found = result.metrics["eval_bits_per_byte"]
+    print(f"nano {found:.3f} bits per byte in {seconds:.0f} s, n-gram {rival:.3f}")
+    assert found < rival - 0.05
