@@ -258,6 +258,18 @@ def test_plain_text_is_one_record(tmp_path):
     assert [(r.fields, r.origin) for r in read_records(path)] == [({"text": "Once upon\na time\n"}, path)]
 
 
+def test_a_long_plain_text_is_cut_between_lines(tmp_path):
+    lines = [f"line {n} " + "x" * 500 + "\n" for n in range(1, 5000)]
+    path = write(tmp_path, "a.txt", "".join(lines))
+    records = read_records(path)
+    assert len(records) == 3
+    assert "".join(record.fields["text"] for record in records) == "".join(lines)
+    assert all(len(record.fields["text"]) <= 2**20 for record in records)
+    for record in records:
+        number = int(record.origin.rpartition(":")[2])
+        assert record.fields["text"].startswith(f"line {number} ")
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
     records = [{"text": f"{n} " + "word " * 400} for n in range(15_000)]  # 30 MB

@@ -9,7 +9,7 @@ def command() -> None:
     import torch
 
     from whet.hardware import GIB, choose_device, choose_precision
-    from whet.models.hub import cache_dir, cached_models
+    from whet.models.hub import cache_dir, cached_models, tokens_dir
     from whet.ops.attention import describe_backend
     from whet.training.provenance import versions
 
@@ -23,6 +23,7 @@ def command() -> None:
         "threads": str(torch.get_num_threads()),
         **versions(),
         "cache": str(cache_dir()),
+        "tokens": str(tokens_dir()),
     }
     width = max(map(len, rows))
     for name, value in rows.items():

@@ -18,6 +18,7 @@ Row = (
 )  # its origin and its fields, or why it is bad: the reader goes on after it
 Reader = Callable[[Path], Iterator[Row]]
 
+PIECE_BYTES = 2**20  # of a plain text: a longer one is cut between lines
 MAX_OBJECT_BYTES = 2**28  # of a .json file that is no list and no JSON Lines: it is read whole
 
 
@@ -150,21 +151,28 @@ def _header(row: list[str], origin: str) -> list[str]:
 
 
 def read_text(path: Path) -> Iterator[Row]:
-    """Plain text: the whole file is one record."""
+    """Plain text: one record, or of a long text pieces of whole lines, so that memory stays flat."""
     with opened(path) as file:
-        raw = without_bom(file.read(MAX_RECORD_BYTES + 1), path)
-    if len(raw) > MAX_RECORD_BYTES:
-        raise DataError(
-            f"{path} is one text of more than {MAX_RECORD_BYTES:,} bytes",
-            hint='cut it into documents: JSON Lines with {"text": ...}',
-        )
+        lines = Lines(file, path)
+        piece: list[bytes] = []
+        size, first = 0, 1
+        for line in lines:
+            if piece and size + len(line) > PIECE_BYTES:
+                yield from _text_piece(piece, f"{path}:{first}")
+                piece, size, first = [], 0, lines.number
+            piece.append(line)
+            size += len(line)
+        yield from _text_piece(piece, f"{path}:{first}" if first > 1 else str(path))
+
+
+def _text_piece(lines: list[bytes], origin: str) -> Iterator[Row]:
     try:
-        text = raw.decode()
+        text = b"".join(lines).decode()
     except UnicodeDecodeError as error:
-        yield DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start + 1})")
+        yield DataError(f"{origin}: not UTF-8 text ({error.reason} at byte {error.start + 1})")
         return
     if text.strip():
-        yield str(path), {"text": text}
+        yield origin, {"text": text}
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
