@@ -63,13 +63,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 span = slice(start, start + rows)
                 x, target = hidden[span], targets[span, None]
                 row_weight = None if weights is None else weights[span].to(wide)
-                logits = _logits(x, head)
+                logits = project(x, head)
                 log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
                 loss = (log_total - logits.gather(1, target))[:, 0]
                 total += loss.sum() if row_weight is None else torch.dot(loss, row_weight)
                 if not (want_hidden or want_weight or want_bias):
                     continue
-                grad = _projection_gradient(logits, log_total, target, row_weight, head)
+                grad = projection_gradient(logits, log_total, target, row_weight, head)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 grad = grad.to(hidden.dtype)
@@ -90,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def _logits(x: torch.Tensor, head: Head) -> torch.Tensor:
+def project(x: torch.Tensor, head: Head) -> torch.Tensor:
     """Wide logits of one chunk, transformed in place."""
     logits = F.linear(x, head.weight).to(torch.promote_types(x.dtype, torch.float32))
     if head.bias is not None:
@@ -100,7 +100,7 @@ def _logits(x: torch.Tensor, head: Head) -> torch.Tensor:
     return logits if head.softcap is None else logits.div_(head.softcap).tanh_().mul_(head.softcap)
 
 
-def _projection_gradient(
+def projection_gradient(
     logits: torch.Tensor,
     log_total: torch.Tensor,
     target: torch.Tensor,

@@ -1,0 +1,76 @@
+"""Log-probabilities of given tokens from hidden states and the head, in chunks."""
+
+from typing import Any
+
+import torch
+
+from whet.ops.head import Head
+from whet.ops.linear_cross_entropy import chunk_rows, project, projection_gradient
+
+
+def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> torch.Tensor:
+    """log p(target) at each position [N], in float32 or wider, with a gradient for any use of them.
+
+    `hidden` is [N, D], `targets` [N]. What is done with the numbers is not known yet, so logits are made
+    again, chunk by chunk, in the backward pass: the full [N, V] never exists.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    found: torch.Tensor = _TokenLogprobs.apply(
+        hidden, head.weight, head.bias, targets, head.scale, head.softcap
+    )
+    return found
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: autograd's context
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        head = Head(weight.to(hidden.dtype), bias, scale, softcap)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        found = hidden.new_empty(hidden.shape[0], dtype=wide)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
+                span = slice(start, start + rows)
+                logits = project(hidden[span], head)
+                picked = logits.gather(1, targets[span, None])[:, 0]
+                found[span] = picked - torch.logsumexp(logits, dim=-1)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.scale, ctx.softcap = scale, softcap
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
+        hidden, weight, bias, targets = ctx.saved_tensors
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        head = Head(weight.to(hidden.dtype), bias, ctx.scale, ctx.softcap)
+        wide = upstream.dtype
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
+                span = slice(start, start + rows)
+                logits = project(hidden[span], head)
+                log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+                grad = projection_gradient(logits, log_total, targets[span, None], -upstream[span], head)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                grad = grad.to(hidden.dtype)
+                if grad_hidden is not None:
+                    torch.mm(grad, head.weight, out=grad_hidden[span])
+                if grad_weight is not None:
+                    grad_weight.addmm_(grad.T.to(wide), hidden[span].to(wide))
+        grads = (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+        )
+        return (*grads, None, None, None)

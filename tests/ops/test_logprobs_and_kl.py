@@ -1,0 +1,96 @@
+"""Chunked log-probabilities and divergences equal plain float64 formulas, gradients included."""
+
+import pytest
+import torch
+
+from whet.ops import linear_cross_entropy
+from whet.ops.head import Head
+from whet.ops.linear_kl import linear_kl
+from whet.ops.token_logprobs import token_logprobs
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scaled": {"scale": 0.25},
+    "capped": {"softcap": 3.0, "bias": True, "scale": 1.5},
+}
+
+
+def make_head(kind, *, vocab=37, size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    settings = dict(HEADS[kind])
+    weight = torch.randn(vocab, size, generator=generator, dtype=torch.float64).requires_grad_()
+    bias = (
+        torch.randn(vocab, generator=generator, dtype=torch.float64).requires_grad_()
+        if settings.pop("bias", False)
+        else None
+    )
+    return Head(weight, bias, **settings)
+
+
+def logits_of(hidden, head):
+    logits = hidden @ head.weight.T + (0 if head.bias is None else head.bias)
+    return head.transform(logits)
+
+
+def gradients(loss, hidden, head):
+    inputs = [tensor for tensor in (hidden, head.weight, head.bias) if tensor is not None]
+    return torch.autograd.grad(loss, inputs, retain_graph=True)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "_MAX_CHUNK", 5)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_token_logprobs_equal_log_softmax(kind):
+    head, hidden = make_head(kind), torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 37, (13,))
+    found = token_logprobs(hidden, head, targets)
+    expected = logits_of(hidden, head).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, expected)
+    use = torch.randn(13, dtype=torch.float64)  # whatever is done with them
+    for ours, theirs in zip(
+        gradients((found * use).tanh().sum(), hidden, head),
+        gradients((expected * use).tanh().sum(), hidden, head),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def divergence(student, teacher, kind, temperature):
+    """Written out: sums of p log(p / q) over the vocabulary."""
+    q, p = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
+    middle = (p + q) / 2
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum()
+
+    return {"forward": kl(p, q), "reverse": kl(q, p), "jsd": (kl(p, middle) + kl(q, middle)) / 2}[kind]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("head_kind", HEADS)
+def test_divergences_equal_their_formulas(head_kind, kind, temperature):
+    student, teacher = make_head(head_kind), make_head("capped", size=6, seed=1)
+    hidden = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    teacher_hidden = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
+    found = linear_kl(hidden, student, teacher_hidden, teacher, temperature=temperature, divergence=kind)
+    expected = divergence(logits_of(hidden, student), logits_of(teacher_hidden, teacher), kind, temperature)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        gradients(found * 3, hidden, student), gradients(expected * 3, hidden, student), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    (found * 2).backward()
+    assert teacher_hidden.grad is None, "no gradient ever reaches the teacher"
+    assert teacher.weight.grad is None
+
+
+def test_without_gradients_nothing_is_kept():
+    head, hidden = make_head("plain"), torch.randn(9, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert not token_logprobs(hidden, head, torch.zeros(9, dtype=torch.long)).requires_grad
+        assert linear_kl(hidden, head, hidden, head).item() == pytest.approx(0, abs=1e-12)
