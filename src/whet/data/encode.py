@@ -88,7 +88,7 @@ class Encoder:
                 f"{rendering.origin}: no token of this example is supervised",
                 hint="it needs an assistant message, a completion or a text",
             )
-        return Example(tokens, marks, rendering.origin, rendering.score)
+        return Example(tokens, marks, rendering.origin, rendering.values)
 
     def _tokens(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:  # Any: as above
         """Ids and marks; a token is learned when any of its characters lies in a learned span."""

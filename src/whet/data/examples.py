@@ -19,7 +19,7 @@ class Example:
     tokens: Sequence[int] | np.ndarray
     supervised: Sequence[bool] | np.ndarray
     origin: str
-    score: float = 0.0  # how hard it is, for a curriculum
+    values: tuple[float, ...] = ()  # numbers that came with it, such as how hard it is
 
     @property
     def length(self) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ class Preparation:
         cache: Path,
         supervise: Supervise = "assistant",
         skip_bad: bool = False,
-        score: str | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise)
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
-        self.score = score  # the field that says how hard a record is
+        self.columns = tuple(columns)  # fields whose numbers are kept beside the tokens
 
     def store(self, source: Source) -> TokenStore:
         """The source's token store: the one that is there, or a new one."""
@@ -94,7 +94,7 @@ class Preparation:
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
             "skip_bad": self.skip_bad,
-            "score": self.score,
+            "columns": self.columns,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -128,18 +128,17 @@ class Preparation:
 
     def _rendering(self, record: Record, skipped: Skipped) -> Rendering | None:
         try:
-            return replace(self.renderer.render(record), score=self._score(record))
+            return replace(self.renderer.render(record), values=self._values(record))
         except DataError as error:
             self._bad(error, skipped)
             return None
 
-    def _score(self, record: Record) -> float:
-        if self.score is None:
-            return 0.0
-        value = record.fields.get(self.score)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise DataError(f"{record.origin}: {self.score} must be a number, not {value!r}")
-        return float(value)
+    def _values(self, record: Record) -> tuple[float, ...]:
+        for name in self.columns:
+            value = record.fields.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise DataError(f"{record.origin}: {name} must be a number, not {value!r}")
+        return tuple(float(record.fields[name]) for name in self.columns)
 
     def _bad(self, error: DataError, skipped: Skipped) -> None:
         if not self.skip_bad:

@@ -21,7 +21,7 @@ class Rendering:
     plain: bool  # outside a chat template: the tokenizer's own BOS in front of it
     ended: bool  # and a learned EOS behind it
     origin: str
-    score: float = 0.0  # how hard it is, for a curriculum
+    values: tuple[float, ...] = ()  # numbers that came with the record
     only_last: bool = False  # the template rewrites earlier turns, so only the last answer could be found
 
 

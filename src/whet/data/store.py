@@ -29,8 +29,8 @@ class Tokenised(Protocol):
         """Where it came from."""
 
     @property
-    def score(self) -> float:
-        """How hard it is."""
+    def values(self) -> tuple[float, ...]:
+        """Numbers that came with it."""
 
 
 class TokenStore:
@@ -46,7 +46,8 @@ class TokenStore:
                 raise ValueError(f"{directory / name} was not written to the end")
         self.bounds = self._map("bounds.bin", np.int64)  # [records + 1] where each starts in `_tokens`
         self.learned = self._map("learned.bin", np.int32)  # [records] how many of its targets are supervised
-        self.scores = self._map("scores.bin", np.float64)  # [records] how hard it is, where a field said so
+        # [records, columns] numbers that came with each record
+        self.values = self._map("values.bin", np.float64).reshape(-1, max(1, meta["columns"]))
         self._tokens = self._map("tokens.bin", np.uint32)
         self._origins = self._map("origins.bin", np.uint8)
         self._origin_bounds = self._map("origin_bounds.bin", np.int64)
@@ -93,8 +94,8 @@ def write_store(
 ) -> TokenStore:
     """Write a store, which appears when it is complete; `notes` is asked after the last example."""
     bounds, origin_bounds = array.array("q", [0]), array.array("q", [0])
-    learned, scores = array.array("i"), array.array("d")
-    largest = 0
+    learned, values = array.array("i"), array.array("d")
+    largest = columns = 0
     with new_directory(directory, replace=True) as staging:
         with (staging / "tokens.bin").open("wb") as tokens, (staging / "origins.bin").open("wb") as origins:
             for example in examples:
@@ -107,13 +108,15 @@ def write_store(
                 origin_bounds.append(origin_bounds[-1] + len(origin))
                 largest = max(largest, int(ids.max()))
                 learned.append(int(np.count_nonzero(marks[1:])))
-                scores.append(example.score)
+                values.extend(example.values)
+                columns = len(example.values)
         write_chunks(staging / "bounds.bin", [np.asarray(bounds, dtype=np.int64).tobytes()])
         write_chunks(staging / "origin_bounds.bin", [np.asarray(origin_bounds, dtype=np.int64).tobytes()])
         write_chunks(staging / "learned.bin", [np.asarray(learned, dtype=np.int32).tobytes()])
-        write_chunks(staging / "scores.bin", [np.asarray(scores, dtype=np.float64).tobytes()])
+        write_chunks(staging / "values.bin", [np.asarray(values, dtype=np.float64).tobytes()])
         sizes = {path.name: path.stat().st_size for path in sorted(staging.glob("*.bin"))}
-        write_json(staging / "meta.json", {"sizes": sizes, "largest": largest, "notes": notes()})
+        meta = {"sizes": sizes, "largest": largest, "columns": columns, "notes": notes()}
+        write_json(staging / "meta.json", meta)
     return TokenStore(directory)
 
 

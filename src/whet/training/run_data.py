@@ -68,14 +68,14 @@ class RunData:
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Tokenise every source, or find that it was done before, and say what is in it."""
-        data = self.config.data
+        data, curriculum = self.config.data, self.config.data.curriculum
         self.tokenizer = tokenizer
         self.preparation = Preparation(
             tokenizer,
             cache=tokens_dir(),
             supervise=data.supervise,
             skip_bad=data.on_bad_record == "skip",
-            score=data.curriculum.score if data.curriculum is not None else None,
+            columns=[curriculum.score] if curriculum is not None and curriculum.score else [],
         )
         for name, source in self.sources.items():
             store = self.preparation.store(source)
@@ -129,7 +129,7 @@ class RunData:
             easy: Any = examples  # Any: both are sequences of examples
             hard: Any = self.examples["hard"]
         else:
-            scores = examples.store.scores[examples.records]
+            scores = examples.store.values[examples.records, 0]
             middle = float(np.median(scores))
             easy = Chosen(examples, np.flatnonzero(scores <= middle))
             hard = Chosen(examples, np.flatnonzero(scores > middle))
