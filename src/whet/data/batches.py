@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.data.examples import Example, lengths_of
+from whet.data.examples import Example, Pair, lengths_of
 from whet.data.plan import EpochPlan, StepSettings, plan_epoch, split_step
 from whet.errors import CheckpointError
 from whet.ops.attention import Layout
@@ -26,9 +26,11 @@ class Batch:
     supervised_positions: torch.Tensor  # [N] into the flattened targets: found on the host, without a sync
     documents: tuple[tuple[int, ...], ...] | None  # packed rows: the lengths of their documents
     supervised: int  # N
+    examples: torch.Tensor  # [N]: which of the batch's examples each supervised position belongs to
     real_tokens: int  # positions that are not padding
     origins: tuple[str, ...]  # where its examples came from
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
+    values: torch.Tensor | None = None  # [examples, columns]: numbers that came with each
     supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
 
     def to(self, device: torch.device) -> "Batch":
@@ -55,12 +57,15 @@ def make_batch(
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
     positions = np.zeros((len(rows), width), dtype=np.int64)
+    owner = np.zeros((len(rows), width), dtype=np.int64)
     documents = []
-    real = 0
+    real = count = 0
     for index, row in enumerate(rows):
         end = 0
         for example in row:
             start, end = end, end + example.length
+            owner[index, start:end] = count
+            count += 1
             tokens[index, start:end] = example.tokens[:-1]
             targets[index, start:end] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
             positions[index, start:end] = np.arange(end - start)
@@ -77,10 +82,18 @@ def make_batch(
         supervised_positions=torch.from_numpy(chosen),
         documents=tuple(documents) if packed else None,
         supervised=len(chosen),
+        examples=torch.from_numpy(owner.flat[chosen]),
         real_tokens=real,
         origins=tuple(example.origin for row in rows for example in row),
+        values=_values([example for row in rows for example in row]),
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
     )
+
+
+def _values(examples: Sequence[Example]) -> torch.Tensor | None:
+    if not examples[0].values:
+        return None
+    return torch.tensor([example.values for example in examples], dtype=torch.float32)
 
 
 class BatchStream:
@@ -89,7 +102,9 @@ class BatchStream:
     The order is a pure function of (seed, epoch, step in the epoch), so two integers are its whole state.
     """
 
-    def __init__(self, examples: Sequence[Example], settings: StepSettings, *, seed: int) -> None:
+    def __init__(
+        self, examples: Sequence[Example] | Sequence[Pair], settings: StepSettings, *, seed: int
+    ) -> None:
         self.examples = examples
         self.settings = settings
         self.seed = seed
@@ -133,17 +148,17 @@ class BatchStream:
         return self._planned[1]
 
 
-def check_lengths(examples: Sequence[Example], settings: StepSettings) -> np.ndarray:
+def check_lengths(examples: Sequence[Example] | Sequence[Pair], settings: StepSettings) -> np.ndarray:
     """The examples' lengths, all of which fit a micro-batch and a step."""
     lengths = lengths_of(examples)
     longest = int(lengths.argmax())
-    settings.check(int(lengths[longest]), examples[longest].origin)
+    settings.check(int(lengths[longest]), members(examples[longest])[0].origin)
     return lengths
 
 
 def step_batches(
     step: Sequence[int],
-    examples: Sequence[Example],
+    examples: Sequence[Example] | Sequence[Pair],
     lengths: np.ndarray,
     settings: StepSettings,
     *,
@@ -152,14 +167,22 @@ def step_batches(
     """The micro-batches of a step."""
     batches = []
     for rows in split_step(step, lengths, settings):
-        width = None if settings.pack else settings.padded(max(int(lengths[row[0]]) for row in rows))
-        chosen = [[examples[index] for index in row] for row in rows]
+        width = None
+        chosen = [[example for index in row for example in members(examples[index])] for row in rows]
+        if not settings.pack:  # a row each
+            chosen = [[example] for row in chosen for example in row]
+            width = settings.padded(max(row[0].length for row in chosen))
         batches.append(make_batch(chosen, width=width, token_bytes=token_bytes))
     return batches
 
 
+def members(item: Example | Pair) -> tuple[Example, ...]:
+    """The examples of an item that is planned as a whole."""
+    return (item,) if isinstance(item, Example) else item
+
+
 def evaluation_batches(
-    examples: Sequence[Example],
+    examples: Sequence[Example] | Sequence[Pair],
     settings: StepSettings,
     *,
     limit: int | None = None,

@@ -32,6 +32,9 @@ class Example:
         return int(np.count_nonzero(self.supervised[1:]))
 
 
+Pair = tuple[Example, Example]  # a preferred answer and a worse one
+
+
 class StoredExamples(Sequence[Example]):
     """The examples of a store, none longer than asked for; read from disk as they are used."""
 
@@ -61,8 +64,9 @@ class StoredExamples(Sequence[Example]):
         return len(self.records)
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # slices are not needed
+        record = int(self.records[index])
         tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
-        return Example(tokens, supervised, self.store.origin(int(self.records[index])))
+        return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record))
 
     def summary(self) -> str:
         """Counts and lengths, for a person."""
@@ -75,13 +79,16 @@ class StoredExamples(Sequence[Example]):
         )
 
 
-def lengths_of(examples: Sequence[Example]) -> np.ndarray:
+def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
     """Positions that each example takes in a batch."""
     known = getattr(examples, "lengths", None)  # sequences that need not read their examples to tell
     if known is not None:
         found: np.ndarray = known
         return found
-    return np.array([example.length for example in examples], dtype=np.int64)
+    return np.array(
+        [sum(e.length for e in (item if isinstance(item, tuple) else (item,))) for item in examples],
+        dtype=np.int64,
+    )
 
 
 def cut(store: TokenStore, *, max_length: int, too_long: TooLong) -> StoredExamples:
@@ -132,3 +139,81 @@ def _windows(start: int, stop: int, max_length: int) -> np.ndarray:
     """[windows, 2]: pieces of at most `max_length` tokens that share one token with the next."""
     begin = np.arange(start, stop - 1, max_length - 1)
     return np.stack((begin, np.minimum(begin + max_length, stop)), axis=1)
+
+
+class StoredPairs(Sequence[Pair]):
+    """The pairs of a store: records 2i and 2i + 1, both cut to the longest that is allowed."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        bounds: np.ndarray,
+        *,
+        pack: bool,
+        counts: dict[str, int],
+        supervised: int,
+    ) -> None:
+        self.store = store
+        self.bounds = bounds  # [pairs, 2, 2]: start and stop of both sides
+        self.pack = pack
+        self.references: np.ndarray | None = None  # [pairs, 2]: what a reference model made of both
+        self.counts = counts
+        self.supervised = supervised
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions that each pair takes in a batch; padded, both rows are as wide as the longer one."""
+        sides: np.ndarray = self.bounds[:, :, 1] - self.bounds[:, :, 0] - 1
+        return sides.sum(1) if self.pack else 2 * sides.max(1)
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]  # slices are not needed
+        record = int(np.searchsorted(self.store.bounds, self.bounds[index, 0, 0]))
+        chosen, rejected = (
+            Example(
+                *self.store.read(int(start), int(stop)),
+                self.store.origin(record),
+                () if self.references is None else (float(self.references[index, side]),),
+            )
+            for side, (start, stop) in enumerate(self.bounds[index])
+        )
+        return chosen, rejected
+
+    def summary(self) -> str:
+        """Counts and lengths, for a person."""
+        sizes = np.sort(self.bounds[:, :, 1] - self.bounds[:, :, 0], axis=None)
+        quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
+        changed = "".join(f", {count:,} {what}" for what, count in self.counts.items() if count)
+        return (
+            f"{len(self):,} pairs, {sizes.sum():,} tokens ({self.supervised:,} supervised), "
+            f"length min/median/p95/max {quantiles}{changed}"
+        )
+
+
+def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
+    """The pairs of a store, no side longer than `max_length`; a pair that loses an answer is dropped."""
+    if too_long == "split":
+        raise DataError("pairs cannot be split into windows", hint="set data.too_long to truncate or drop")
+    starts, stops = store.bounds[:-1].reshape(-1, 2), store.bounds[1:].reshape(-1, 2)
+    long = (stops - starts > max_length).any(1)
+    if too_long == "error" and long.any():
+        first = int(np.flatnonzero(long)[0])
+        raise DataError(
+            f"{store.origin(2 * first)}: {(stops - starts)[first].max()} tokens, and data.max_length is "
+            f"{max_length}",
+            hint="raise data.max_length, or set data.too_long to truncate or drop",
+        )
+    bounds = np.stack((starts, np.minimum(stops, starts + max_length)), axis=2)
+    learned = store.learned.reshape(-1, 2).astype(np.int64)
+    for pair, side in np.argwhere(stops - starts > max_length).tolist():
+        learned[pair, side] = store.count_learned(2 * pair + side, bounds[pair, side][None])[0]
+    kept = np.asarray(~long if too_long == "drop" else (learned > 0).all(1))
+    if not kept.any():
+        raise DataError(
+            f"no pair is left: all {len(kept)} were dropped",
+            hint=f"data.max_length is {max_length}: raise it",
+        )
+    counts = {"truncated": int((long & kept).sum()), "dropped": int((~kept).sum())}
+    return StoredPairs(store, bounds[kept], pack=pack, counts=counts, supervised=int(learned[kept].sum()))

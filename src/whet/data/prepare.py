@@ -42,11 +42,13 @@ class Preparation:
         supervise: Supervise = "assistant",
         skip_bad: bool = False,
         columns: Sequence[str] = (),
+        pairs: bool = False,
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise)
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
+        self.pairs = pairs  # two examples a record, a preferred answer and a worse one
         self.columns = tuple(columns)  # fields whose numbers are kept beside the tokens
 
     def store(self, source: Source) -> TokenStore:
@@ -95,43 +97,50 @@ class Preparation:
             "supervise": self.renderer.supervise,
             "skip_bad": self.skip_bad,
             "columns": self.columns,
+            "pairs": self.pairs,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _examples(self, source: Source, skipped: Skipped, notes: dict[str, int]) -> Iterator[Example]:
         empty = True
-        for renderings in self._chunks(source, skipped):
-            for rendering, found in zip(renderings, self.encoder.encode(renderings), strict=True):
-                if isinstance(found, DataError):
-                    self._bad(found, skipped)
+        for chunk in self._chunks(source, skipped):
+            encoded = iter(self.encoder.encode([rendering for group in chunk for rendering in group]))
+            for group in chunk:
+                found = [next(encoded) for _ in group]
+                bad = [example for example in found if isinstance(example, DataError)]
+                if bad:
+                    self._bad(bad[0], skipped)
                     continue
-                notes["only_last"] += rendering.only_last
+                notes["only_last"] += group[0].only_last
                 empty = False
-                yield found
+                yield from (example for example in found if isinstance(example, Example))
         if empty:
             raise DataError(f"{source.name} holds no record to learn from", hint=skipped.summary())
 
-    def _chunks(self, source: Source, skipped: Skipped) -> Iterator[list[Rendering]]:
-        chunk: list[Rendering] = []
+    def _chunks(self, source: Source, skipped: Skipped) -> Iterator[list[tuple[Rendering, ...]]]:
+        """The texts of some records at a time."""
+        chunk: list[tuple[Rendering, ...]] = []
         characters = 0
         for record in source:
-            rendering = self._rendering(record, skipped)
-            if rendering is None:
+            group = self._renderings(record, skipped)
+            if not group:
                 continue
-            chunk.append(rendering)
-            characters += len(rendering.text)
+            chunk.append(group)
+            characters += sum(len(rendering.text) for rendering in group)
             if len(chunk) >= _CHUNK_RECORDS or characters >= _CHUNK_CHARACTERS:
                 yield chunk
                 chunk, characters = [], 0
         if chunk:
             yield chunk
 
-    def _rendering(self, record: Record, skipped: Skipped) -> Rendering | None:
+    def _renderings(self, record: Record, skipped: Skipped) -> tuple[Rendering, ...]:
         try:
-            return replace(self.renderer.render(record), values=self._values(record))
+            values = self._values(record)
+            group = self.renderer.pair(record) if self.pairs else (self.renderer.render(record),)
         except DataError as error:
             self._bad(error, skipped)
-            return None
+            return ()
+        return tuple(replace(rendering, values=values) for rendering in group)
 
     def _values(self, record: Record) -> tuple[float, ...]:
         for name in self.columns:

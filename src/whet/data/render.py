@@ -54,6 +54,32 @@ class Renderer:
         learned_from = 0 if self.supervise == "all" else len(prompt)
         return Rendering(text, [(learned_from, len(text))], True, True, record.origin)
 
+    def pair(self, record: Record) -> tuple[Rendering, Rendering]:
+        """A preferred answer and a worse one to the same prompt; only the answers are learned."""
+        record = record if record.shape else checked(record)
+        if record.shape != "preference":
+            raise DataError(
+                f"{record.origin}: a {record.shape} record has no two answers to compare",
+                hint="it needs prompt, chosen and rejected",
+            )
+        prompt, chosen, rejected = (record.fields[name] for name in ("prompt", "chosen", "rejected"))
+        if chosen == rejected:
+            raise DataError(f"{record.origin}: chosen and rejected are the same")
+        return self._answer(prompt, chosen, record), self._answer(prompt, rejected, record)
+
+    def _answer(self, prompt: Any, answer: Any, record: Record) -> Rendering:  # Any: text, or messages
+        if isinstance(prompt, str) and not self.tokenizer.chat_template:
+            text = prompt + answer
+            return Rendering(text, [(len(prompt), len(text))], True, True, record.origin)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+            answer = [{"role": "assistant", "content": answer}]
+        text = self._rendered([*prompt, *answer], record)
+        before = self._rendered(prompt, record, prompt=True)
+        if not text.startswith(before):
+            raise DataError(f"{record.origin}: the chat template rewrites the prompt when an answer follows")
+        return Rendering(text, [(len(before), len(text))], False, False, record.origin)
+
     def question(self, record: Record) -> AskedRendering | None:
         """What to ask and what to expect, or None for a record without an answer."""
         record = record if record.shape else checked(record)

@@ -71,6 +71,10 @@ class TokenStore:
         start, stop = self._origin_bounds[record : record + 2]
         return bytes(self._origins[start:stop]).decode()
 
+    def values_of(self, record: int) -> tuple[float, ...]:
+        """The numbers that came with a record."""
+        return tuple(self.values[record].tolist()) if self.values.size else ()
+
     def record_with(self, token: int) -> int:
         """The first record that has this token."""
         for record in range(len(self)):

@@ -1,0 +1,100 @@
+"""Distillation: a student learns what a teacher thinks of every token, not only which one came."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from whet.data.batches import Batch
+from whet.errors import ConfigError
+from whet.models.language_model import LanguageModel
+from whet.objectives.base import Loss
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.linear_kl import Divergence, linear_kl
+
+
+def soft_target_loss(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 4.0
+) -> torch.Tensor:
+    """T^2 * KL(teacher || student) of softened logits [..., V], a mean over positions (arXiv 1503.02531)."""
+    student = (student_logits / temperature).log_softmax(-1).flatten(0, -2)
+    teacher = (teacher_logits.detach() / temperature).log_softmax(-1).flatten(0, -2)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+
+
+def distillation_loss(
+    student: LanguageModel,
+    teacher: LanguageModel,
+    tokens: torch.Tensor,
+    temperature: float = 4.0,
+    alpha: float = 0.7,
+) -> torch.Tensor:
+    """alpha * T^2 * KL(teacher || student) + (1 - alpha) * CE over tokens [B, S], in chunks.
+
+    No gradient reaches the teacher; with `alpha` 1 or more the hard term is left out.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
+    hidden = student.hidden(inputs).flatten(0, 1)
+    with torch.no_grad():
+        wanted = teacher.hidden(inputs).flatten(0, 1)
+    soft = linear_kl(hidden, student.head(), wanted, teacher.head(), temperature=temperature)
+    loss = alpha * temperature**2 * soft / len(targets)
+    if alpha < 1:
+        loss = loss + (1 - alpha) * linear_cross_entropy(hidden, student.head(), targets) / len(targets)
+    return loss
+
+
+class Distillation:
+    """alpha * T^2 * divergence + (1 - alpha) * CE, both means over the supervised tokens."""
+
+    likelihood = False
+
+    def __init__(
+        self,
+        teachers: Sequence[tuple[LanguageModel, float]],
+        *,
+        temperature: float = 4.0,
+        alpha: float = 0.7,
+        divergence: Divergence = "forward",
+    ) -> None:
+        if not teachers:
+            raise ConfigError("distillation needs a teacher")
+        total = sum(weight for _, weight in teachers)
+        self.teachers = [
+            (teacher.eval().requires_grad_(False), weight / total) for teacher, weight in teachers
+        ]
+        self.temperature = temperature
+        self.divergence: Divergence = divergence
+        self.coefficients: Mapping[str, float] = {
+            "soft_loss": alpha * temperature**2,
+            **({"hard_loss": 1 - alpha} if alpha < 1 else {}),
+        }
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """Supervised tokens."""
+        return dict.fromkeys(self.coefficients, float(batch.supervised))
+
+    def loss(self, model: LanguageModel, batch: Batch) -> Loss:
+        """The sums of this micro-batch."""
+        chosen = batch.supervised_positions
+        hidden = model.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
+        hidden = hidden.index_select(0, chosen)
+        head, targets = model.head(), batch.targets.flatten().index_select(0, chosen)
+        soft = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for teacher, weight in self.teachers:
+            with torch.no_grad():
+                wanted = teacher.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
+            soft = soft + weight * linear_kl(
+                hidden,
+                head,
+                wanted.index_select(0, chosen),
+                teacher.head(),
+                temperature=self.temperature,
+                divergence=self.divergence,
+            )
+        sums = {"soft_loss": soft}
+        metrics = {}
+        if "hard_loss" in self.coefficients:
+            sums["hard_loss"] = linear_cross_entropy(hidden, head, targets)
+            metrics["cross_entropy"] = sums["hard_loss"].detach()
+        return Loss(sums, metrics)

@@ -1,0 +1,94 @@
+"""Distrust: cross-entropy weighted by how little authority and how much provenance a text has."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from whet.data.batches import Batch
+from whet.errors import DataError
+from whet.models.language_model import LanguageModel
+from whet.objectives.base import Loss
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+COLUMNS = ("auth_weight", "prov_entropy")
+MAX_AUTHORITY = 0.99
+ALPHA_RANGE = (2.3, 3.0)
+
+
+def distrust(auth_weight: float, prov_entropy: float, alpha: float = 2.7) -> float:
+    """alpha * d^2 with d = ln(1 - auth_weight + 1e-8) + prov_entropy, as published.
+
+    It is not monotone: it is 0 where prov_entropy = -ln(1 - auth_weight), and rises on both sides of that.
+    """
+    if not 0 <= auth_weight <= MAX_AUTHORITY:
+        raise DataError(f"auth_weight must be from 0 to {MAX_AUTHORITY}, not {auth_weight:g}")
+    if not prov_entropy >= 0:
+        raise DataError(f"prov_entropy must not be negative, and is {prov_entropy:g}")
+    low, high = ALPHA_RANGE
+    if not low <= alpha <= high:
+        raise DataError(f"alpha must be from {low} to {high}, not {alpha:g}")
+    return alpha * (math.log(1 - auth_weight + 1e-8) + prov_entropy) ** 2
+
+
+def squared_distance(values: torch.Tensor) -> torch.Tensor:
+    """d^2 of each row [auth_weight, prov_entropy]."""
+    return (torch.log(1 - values[..., 0] + 1e-8) + values[..., 1]).square()
+
+
+class Distrust:
+    """The usual loss, in which each example counts 1 - strength + strength * d^2 / mean(d^2).
+
+    The mean is that of the training set, so that a step of one example is weighted, too; alpha cancels. With
+    `mode: additive` the published total is reported instead, CE + scale * distrust: the term does not depend
+    on the weights of the model, so its gradient is zero and it changes nothing but the number.
+    """
+
+    likelihood = True
+
+    def __init__(
+        self,
+        mean_square: float,
+        *,
+        mode: Literal["weight", "additive"] = "weight",
+        strength: float = 1.0,
+        alpha: float = 2.7,
+        scale: float = 0.6,
+    ) -> None:
+        if mean_square <= 0:
+            raise DataError("every record has a distrust of 0: there is nothing to weight by")
+        self.mean_square = mean_square
+        self.mode = mode
+        self.strength = strength
+        self.alpha = alpha
+        self.coefficients: Mapping[str, float] = {"loss": 1.0} | (
+            {"distrust": scale} if mode == "additive" else {}
+        )
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """Supervised tokens: weights are not divided out. The additive term is a mean over examples."""
+        tokens = {"loss": float(batch.supervised)}
+        return tokens if self.mode == "weight" else {**tokens, "distrust": float(len(batch.origins))}
+
+    def loss(self, model: LanguageModel, batch: Batch) -> Loss:
+        """The sums of this micro-batch."""
+        assert batch.values is not None
+        squares = squared_distance(batch.values)
+        hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
+        chosen = batch.supervised_positions
+        each = 1 - self.strength + self.strength * squares / self.mean_square
+        summed = linear_cross_entropy(
+            hidden.flatten(0, 1).index_select(0, chosen),
+            model.head(),
+            batch.targets.flatten().index_select(0, chosen),
+            weights=each.index_select(0, batch.examples) if self.mode == "weight" else None,
+        )
+        if self.mode == "weight":
+            return Loss({"loss": summed})
+        return Loss({"loss": summed, "distrust": self.alpha * squares.sum().to(summed.dtype)})
+
+
+def calibrated_scale(squares: torch.Tensor, *, alpha: float, target: float = 5.0) -> float:
+    """The scale, in [0.001, 1], that makes the additive term about as large as a cross-entropy of `target`."""
+    return min(1.0, max(0.001, target / (alpha * float(squares.mean()))))
