@@ -1,9 +1,10 @@
 """Checkpoints: weights, optimizer and state in a directory that is complete or not there."""
 
 import base64
+import json
 import logging
 import random
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch import nn
 
 from whet.errors import CheckpointError
 from whet.models.weights import read_json
-from whet.storage import check_manifest, new_directory, replace_directory, write_json, write_safetensors
+from whet.storage import (
+    check_manifest,
+    new_directory,
+    remove_directory,
+    replace_directory,
+    write_manifest,
+    write_safetensors,
+    write_text,
+)
 
 log = logging.getLogger("whet")
 
@@ -23,6 +32,33 @@ WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 State = dict[str, Any]  # Any: JSON values
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything a checkpoint holds, named as in its files."""
+
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor] | None
+    state: str  # JSON
+
+
+def contents_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: State | None
+) -> Contents:
+    """What a checkpoint of this moment holds: the tensors themselves, not copies."""
+    moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
+    return Contents(_trained(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n")
+
+
+def write_contents(path: Path, contents: Contents) -> None:
+    """Write a checkpoint directory, complete or not at all."""
+    with new_directory(path, replace=True) as staging:
+        files = {WEIGHTS: write_safetensors(staging / WEIGHTS, contents.weights)}
+        if contents.moments is not None:
+            files[OPTIMIZER] = write_safetensors(staging / OPTIMIZER, contents.moments)
+        files[STATE] = write_text(staging / STATE, contents.state)
+        write_manifest(staging, files)
 
 
 def save_checkpoint(
@@ -33,11 +69,7 @@ def save_checkpoint(
     metadata: State | None = None,
 ) -> None:
     """Write a checkpoint; of a model with frozen weights, only the trained ones."""
-    with new_directory(Path(path), manifest=True, replace=True) as staging:
-        write_safetensors(staging / WEIGHTS, _trained(model))
-        if optimizer is not None:
-            write_safetensors(staging / OPTIMIZER, _optimizer_tensors(model, optimizer))
-        write_json(staging / STATE, {"step": step, **(metadata or {})})
+    write_contents(Path(path), contents_of(model, optimizer, step, metadata))
 
 
 def load_checkpoint(
@@ -55,6 +87,11 @@ def load_checkpoint(
     with torch.no_grad():
         for name, tensor in trained.items():
             tensor.copy_(weights[name])
+    return read_json(path / STATE)
+
+
+def read_state(path: Path) -> State:
+    """The part of a checkpoint that is not tensors."""
     return read_json(path / STATE)
 
 
@@ -175,4 +212,4 @@ def prune(directory: Path, *, keep: int, best_step: int | None) -> None:
         spared.add(checkpoint_path(directory, best_step))
     for path in paths:
         if path not in spared:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)

@@ -1,4 +1,4 @@
-"""Where a result came from: versions, commit and the hash of the data."""
+"""Where a result came from: versions, commit, and what tells its data and its base's weights from others."""
 
 import hashlib
 import importlib.metadata
@@ -7,17 +7,40 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import nn
+
 import whet
 from whet.data.sources import Record
 
+_SAMPLE = 2**14  # numbers of each tensor
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-def provenance(records: Mapping[str, Sequence[Record]]) -> dict[str, object]:
+
+def provenance(records: Mapping[str, Sequence[Record]], base: str) -> dict[str, object]:
     """What is stored beside a run so that it can be repeated."""
     return {
         "versions": versions(),
         "git_commit": git_commit(),
+        "base": base,
         "data_sha256": {name: data_hash(found) for name, found in records.items()},
     }
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A SHA-256 that tells a model's weights, as they are in memory, from any others.
+
+    Of each tensor it takes name, type and shape, the sum of all its numbers with their bits read as integers
+    (exact in any order, so one changed weight changes it), and a sample spread over the whole.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().contiguous().reshape(-1).view(_BITS[parameter.element_size()])
+        sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)} ".encode())
+        digest.update(f"{bits.sum(dtype=torch.int64).item()} ".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A run, assembled from its config: `whet.train` and `whet.resume`."""
 
+import contextlib
 import json
 import logging
 import random
@@ -20,26 +21,33 @@ from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.plan import StepSettings
 from whet.data.render import Question, Rendered, Renderer, render
 from whet.data.sources import read_records
-from whet.errors import CheckpointError, ConfigError, DataError, ModelError
+from whet.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
-from whet.models.weights import read_json
 from whet.objectives.sft import SFT
 from whet.ops.attention import describe_backend
-from whet.storage import replace_text, write_json, write_text
+from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
     EarlyStopping,
+    EvaluationStoppedError,
     Injector,
     MemoryLimit,
     Metrics,
     MetricsLogger,
     TimeLimit,
 )
-from whet.training.checkpoint import newest_valid
+from whet.training.checkpoint import newest_valid, read_state
 from whet.training.compiling import compile_blocks
-from whet.training.provenance import data_hash, provenance
+from whet.training.provenance import provenance, weights_digest
+from whet.training.resuming import (
+    is_finished,
+    refuse_changes,
+    refuse_other_origins,
+    refuse_taken_name,
+    set_aside_later_rows,
+)
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.trainer import RunResult, Trainer
@@ -59,14 +67,9 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        resumable = (directory / "checkpoints").is_dir() and not (directory / "final").exists()
-        ways = f"go on with it (whet resume {directory}) or " if resumable else ""
-        raise ConfigError(
-            f"{directory} exists already, and whet overwrites no run",
-            hint=f"{ways}choose another name (run.name=...)",
-        )
-    return _Assembly(config, directory).go(callbacks)
+    refuse_taken_name(directory)
+    with StopOnSignal() as signals:
+        return _Assembly(config, directory).go([signals, *callbacks])
 
 
 def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
@@ -74,13 +77,18 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     directory = Path(directory)
     if not (directory / "config.yaml").is_file():
         raise CheckpointError(f"{directory} is not a run: it has no config.yaml")
-    if (directory / "final").is_dir():
-        raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
     config = load_config(directory / "config.yaml")
-    checkpoint = newest_valid(directory)
-    if checkpoint is None:
-        log.info("%s was stopped before its first checkpoint: starting over", directory)
-    return _Assembly(config, directory).go(callbacks, checkpoint=checkpoint, again=True)
+    with StopOnSignal() as signals, locked(directory):
+        if is_finished(directory):
+            raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
+        clear_leftovers(directory)
+        clear_leftovers(directory / "checkpoints")
+        checkpoint = newest_valid(directory)
+        if checkpoint is None:
+            log.info("%s was stopped before its first checkpoint: starting over", directory)
+        else:
+            refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
+        return _Assembly(config, directory).go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,7 @@ class _Assembly:
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
     ) -> RunResult:
         """Build, train (`again`: a run that was begun before), and leave something people can use."""
-        signals = StopOnSignal()
-        with RunLog(log) as run_log:
+        with RunLog(log) as run_log, contextlib.ExitStack() as held:
             _seed(self.config.run.seed)
             self.model = self._build_model()
             renderer = Renderer(
@@ -126,30 +133,37 @@ class _Assembly:
             stream = self._training_stream(renderer)
             valid = self._evaluation_split("valid", renderer)
             test = self._evaluation_split("test", renderer)
-            self._write_description()
+            self.description = self._describe()
+            if again:
+                refuse_other_origins(
+                    self.directory, self.origins | {"fingerprint": self.model.fingerprint}, self.config.model
+                )
+            else:
+                self._write_description()
+                held.enter_context(locked(self.directory))
             run_log.keep_in(self.directory / "log.txt")
-            trainer = Trainer(
+            self.trainer = trainer = Trainer(
                 self.model,
                 OBJECTIVES[self.config.objective.kind](),
                 stream,
                 self.config,
-                [*self._own_callbacks(test), signals, *callbacks],
+                [*self._own_callbacks(test), *callbacks],
                 total_steps=self._count_steps(stream),
                 eval_batches=valid.batches if valid else (),
                 evaluators=[self._exact_match_on(valid.questions)] if valid and valid.questions else (),
                 directory=self.directory,
                 precision=self.precision,
             )
-            if again:
-                self._refuse_another_run()
             if checkpoint is not None:
                 trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
             if again:
-                reached = trainer.state.step if checkpoint is not None else -1
-                set_aside_later_rows(self.directory / "metrics.jsonl", reached)
-            with signals:
-                return trainer.fit()
+                set_aside_later_rows(
+                    self.directory / "metrics.jsonl",
+                    step=trainer.state.step if checkpoint is not None else -1,
+                    evaluated_step=trainer.state.evaluated_step,
+                )
+            return trainer.fit()
 
     def _count_steps(self, stream: BatchStream) -> int:
         run = self.config.run
@@ -171,6 +185,7 @@ class _Assembly:
         model, self.tokenizer = load_base(config.model, dtype=dtype, device=self.device)
         if self.tokenizer is None:
             raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
+        self.base_digest = weights_digest(model)
         if full:
             model.requires_grad_(True)
         else:
@@ -236,11 +251,14 @@ class _Assembly:
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
-        return lambda: exact_match(self.model, self.tokenizer, questions, max_tokens=limit).metrics()
+        return lambda: exact_match(
+            self.model, self.tokenizer, questions, max_tokens=limit, pause=self.trainer.pause_point
+        ).metrics()
 
     def _own_callbacks(self, test: _Split | None) -> list[Callback]:
         config = self.config
         own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
+        own.append(_Description(self.directory, self.description))
         own.append(_FinalAtEnd(self._write_final))
         if test is not None:
             own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
@@ -252,43 +270,50 @@ class _Assembly:
             own.append(TimeLimit(config.run.max_time))
         return own
 
+    def _describe(self) -> dict[str, str]:
+        """What this run is, as the files beside it."""
+        self.origins = provenance(self.records, self.base_digest)
+        architecture = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        return {
+            "config.yaml": to_yaml(self.config),
+            "arch.json": json.dumps(architecture, indent=2) + "\n",
+            "provenance.json": json.dumps(self.origins, indent=2) + "\n",
+        }
+
     def _write_description(self) -> None:
-        """What this run is: written before its first step, so that even a failed run can be understood."""
-        if (self.directory / "config.yaml").is_file():
-            return
+        """Before the first step, so that even a failed run can be understood; all of it or nothing."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
-        write_text(self.directory / "config.yaml", to_yaml(self.config))
-        write_json(
-            self.directory / "arch.json",
-            {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()},
-        )
-        write_json(self.directory / "provenance.json", provenance(self.records))
-
-    def _refuse_another_run(self) -> None:
-        """A run goes on with the model and the records it began with: others would silently change it."""
-        if read_json(self.directory / "arch.json").get("fingerprint") != self.model.fingerprint:
-            raise CheckpointError(
-                f"{self.config.model} is no longer the architecture {self.directory} began with"
-            )
-        began = read_json(self.directory / "provenance.json").get("data_sha256", {})
-        now = {name: data_hash(records) for name, records in self.records.items()}
-        changed = [f"data.{name}" for name in {**began, **now} if began.get(name) != now.get(name)]
-        if changed:
-            raise CheckpointError(
-                f"{', '.join(changed)} is no longer what {self.directory} was trained on",
-                hint="restore the records, or start a new run",
-            )
+        with new_directory(self.directory.resolve()) as staging:
+            for name, text in self.description.items():
+                write_text(staging / name, text)
 
     def _write_final(self) -> None:
         """`final/`: what people use. After early stopping the trainer has put the best weights back."""
         final = self.directory / "final"
+        if final.is_dir():
+            return  # the run was killed between its result and its summary
         if self.config.method.kind == "lora":
             save_adapter(self.model, final, tokenizer=self.tokenizer)
         else:
             save(self.model, self.tokenizer, final)
+
+
+class _Description(Injector):
+    """The files that say what a run is, put back where somebody removed them: without them no resume."""
+
+    def __init__(self, directory: Path, files: dict[str, str]) -> None:
+        self.directory = directory
+        self.files = files
+
+    def on_save(self, step: int, path: Path) -> None:
+        """Beside every checkpoint."""
+        with contextlib.suppress(StorageError):  # the next save tries again
+            for name, text in self.files.items():
+                if not (self.directory / name).exists():
+                    replace_text(self.directory / name, text)
 
 
 class _FinalAtEnd(Injector):
@@ -317,26 +342,11 @@ class _TestAtEnd(Injector):
     def on_train_end(self, result: RunResult) -> None:
         """Evaluate a finished run on its test records."""
         if not result.unfinished:
-            loss = {name.removeprefix("eval_"): v for name, v in self.run.evaluate(self.batches).items()}
-            result.summary["test"] = loss | self.exact_match_on_test()
-
-
-def set_aside_later_rows(path: Path, step: int) -> None:
-    """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away."""
-    if not path.is_file():
-        return
-    kept: list[str] = []
-    later: list[str] = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = {}  # a row torn by a crash
-        (kept if row.get("step", step + 1) <= step else later).append(line)
-    if later:
-        with path.with_suffix(".superseded.jsonl").open("a") as file:
-            file.writelines(later)
-        replace_text(path, "".join(kept))
+            try:
+                loss = {name.removeprefix("eval_"): v for name, v in self.run.evaluate(self.batches).items()}
+                result.summary["test"] = loss | self.exact_match_on_test()
+            except EvaluationStoppedError:
+                log.warning("the test records were not evaluated to the end; whet eval does it")
 
 
 def _seed(seed: int) -> None:

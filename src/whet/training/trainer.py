@@ -1,5 +1,6 @@
 """The one trainer: it drives every objective and knows none of them."""
 
+import json
 import logging
 import time
 from collections import Counter
@@ -10,24 +11,32 @@ from typing import Any
 
 import torch
 
+from whet.config.load import to_dict
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
-from whet.errors import RunError
+from whet.errors import CheckpointError, RunError, StorageError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Objective
-from whet.storage import write_json
-from whet.training.callbacks import Callback, Metrics, StopRun, in_order, is_better
+from whet.storage import replace_text
+from whet.training.callbacks import (
+    Callback,
+    EvaluationStoppedError,
+    Metrics,
+    StopRun,
+    in_order,
+    is_better,
+)
 from whet.training.checkpoint import (
     checkpoint_path,
+    contents_of,
     load_checkpoint,
-    prune,
     random_state,
     restore_random_state,
-    save_checkpoint,
 )
 from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
+from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
 
 log = logging.getLogger("whet")
@@ -42,6 +51,8 @@ class RunState:
     elapsed_s: float = 0.0
     best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
     evaluated_step: int | None = None  # where the last evaluation was
+    latest: Metrics = field(default_factory=dict)  # the last number of each kind
+    nonfinite_in_a_row: int = 0
     stopped: str | None = None  # why it is over before its last step, if a callback said so
 
 
@@ -102,21 +113,31 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
-        self._saved_step: int | None = None
+        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint)
         self._step_began_at: dict[str, int] | None = None
 
     def fit(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""
+        try:
+            return self._fit()
+        except Exception:
+            self._wait_for_save()  # what was begun before a failure is still worth having
+            raise
+
+    def _fit(self) -> RunResult:
         self._clock = time.perf_counter() - self.state.elapsed_s
         self._tell("on_train_begin", self)
         self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
             metrics = self.step(self._next_batches())
             self._tell("on_step_end", self.state.step, metrics)
-            self.history.append({"step": self.state.step, **metrics})
+            self._remember(metrics)
             self._evaluate_if_due()
-            if self._due(self.config.checkpoint.every):
-                self.save()
+            # the last step is saved once, at the end, after its evaluation
+            if self._saver is not None and self.state.step < self.total_steps:
+                if self._saver.due(self.state.step):
+                    self.save()
+                self._tell_of_saves()
         return self._finish()
 
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
@@ -144,6 +165,7 @@ class Trainer:
         if skipped:
             self._report_nonfinite(micro_batches, found["loss"], norm_value)
             found["skipped"] = True
+        self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
         self.state.step += 1
         self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
         self.state.elapsed_s = (now := time.perf_counter()) - self._clock
@@ -162,26 +184,39 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
-        return evaluate_loss(self.model, self.objective, batches, precision=self.precision)
+        return evaluate_loss(
+            self.model, self.objective, batches, precision=self.precision, pause=self.pause_point
+        )
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of this step, once; a run without a directory has none."""
-        if self.directory is None:
-            return None
-        path = checkpoint_path(self.directory, self.state.step)
-        if self._saved_step != self.state.step:
-            save_checkpoint(path, self.model, self.optimizer, self.state.step, self._run_state())
-            self._saved_step = self.state.step
+    def pause_point(self) -> None:
+        """Called often during an evaluation: break it off where a callback wants the run to stop."""
+        for callback in self.callbacks:
+            if (answer := callback.on_pause()) is not None:
+                self._obey(answer)
+                raise EvaluationStoppedError
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, once; a run without a directory has none."""
+        if self._saver is not None and self._saver.saved_step != self.state.step:
+            contents = contents_of(self.model, self.optimizer, self.state.step, self._run_state())
             best_step = self.state.best["step"] if self.state.best else None
-            prune(self.directory, keep=self.config.checkpoint.keep, best_step=best_step)
-            self._tell("on_save", self.state.step, path)
-        return path
+            self._saver.save(self.state.step, contents, best_step=best_step)
+
+    def _wait_for_save(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
+            self._tell_of_saves()
+
+    def _tell_of_saves(self) -> None:
+        for step, path in self._saver.written() if self._saver is not None else ():
+            self._tell("on_save", step, path)
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint: everything the run needs, or an error."""
         state = load_checkpoint(path, self.model, self.optimizer)
         self.state = RunState(**state["run"])
-        self._saved_step = self.state.step
+        if self._saver is not None:
+            self._saver.saved_step = self.state.step
         self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
         restore_random_state(state["random"])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
@@ -191,6 +226,7 @@ class Trainer:
 
     def _run_state(self) -> Metrics:
         return {
+            "config": to_dict(self.config),
             "run": asdict(self.state),
             "random": random_state(),
             "data": self.source.state() if hasattr(self.source, "state") else {},
@@ -231,13 +267,16 @@ class Trainer:
         if not self.eval_batches or self.state.evaluated_step == self.state.step:
             return
         started = time.perf_counter()
-        metrics = self.evaluate(self.eval_batches)
-        for evaluator in self.evaluators:
-            metrics |= evaluator()
+        try:
+            metrics = self.evaluate(self.eval_batches)
+            for evaluator in self.evaluators:
+                metrics |= evaluator()
+        except EvaluationStoppedError:
+            return
         metrics["eval_s"] = time.perf_counter() - started
         self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", self.state.step, metrics)
-        self.history.append({"step": self.state.step, **metrics})
+        self._remember(metrics)
         early = self.config.eval.early_stop
         watched = early.metric if early is not None else "eval_loss"
         best = self.state.best
@@ -246,68 +285,99 @@ class Trainer:
             if self.state.step or early is not None:  # nobody asks for untouched weights back otherwise
                 self.save()
 
+    def _remember(self, metrics: Metrics) -> None:
+        row = {"step": self.state.step, **metrics}
+        self.history.append(row)
+        self.state.latest |= row
+
     def _tell(self, hook: str, *arguments: Any) -> None:  # Any: what the hook takes
         for callback in self.callbacks:
             answer = getattr(callback, hook)(*arguments)
-            if isinstance(answer, StopRun) and self.stop is None:
-                self.stop = answer
-                self.state.stopped = None if answer.unfinished else answer.reason
-                log.info("stopping: %s", answer.reason)
+            if isinstance(answer, StopRun):
+                self._obey(answer)
+
+    def _obey(self, stop: StopRun) -> None:
+        if self.stop is None:
+            self.stop = stop
+            self.state.stopped = None if stop.unfinished else stop.reason
+            log.info("stopping: %s", stop.reason)
 
     def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
         """The weights did not change; keep what is needed to find out why, and stop or go on."""
         step = self.state.step + 1
-        where = ""
+        message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
         if self.directory is not None:
             path = self.directory / f"nonfinite-step-{step:06d}.json"
             culprits = [
                 {"records": batch.origins, "tokens": batch.tokens.tolist()} for batch in micro_batches
             ]
-            write_json(path, {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits})
-            where = f"; the batch is in {path}"
-        message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were{where}"
-        if self.config.run.on_nonfinite == "skip":
+            found = {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits}
+            try:
+                replace_text(path, json.dumps(found, indent=2) + "\n")
+                message += f"; the batch is in {path}"
+            except StorageError as error:
+                message += f"; {error.message}"
+        run = self.config.run
+        in_a_row = self.state.nonfinite_in_a_row + 1
+        if run.on_nonfinite == "skip" and in_a_row < run.nonfinite_limit:
             log.warning(message)
             return
+        if run.on_nonfinite == "skip":
+            message += f"; {in_a_row} such steps in a row, and run.nonfinite_limit is {run.nonfinite_limit}"
         if self._step_began_at is not None:
             self.source.seek(self._step_began_at)  # type: ignore[attr-defined]  # it has a state, so it can seek
         self.save()
-        raise RunError(message, hint="lower optim.lr, look at the records, or set run.on_nonfinite to skip")
+        raise RunError(
+            message,
+            hint="look at the records, set run.on_nonfinite to skip, or start anew with a lower optim.lr",
+        )
 
     def _finish(self) -> RunResult:
         finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
         if finished:
             self._evaluate_and_tell()
+            finished = not self.eval_batches or self.state.evaluated_step == self.state.step
         self.save()
-        if (
-            finished
-            and self.config.eval.early_stop is not None
-            and self.directory is not None
-            and self.state.best
-        ):
-            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.model)
-            log.info("the weights are those of step %(step)d, the best by %(metric)s", self.state.best)
-        latest: Metrics = {}
-        for row in self.history:
-            latest |= row
+        self._wait_for_save()
+        if finished:
+            self._take_best_weights()
+        because = "finished" if self.stop is None else self.stop.reason
         result = RunResult(
             directory=self.directory,
             steps=self.state.step,
-            metrics=latest,
+            metrics=self.state.latest,
             best=self.state.best,
             history=self.history,
-            stopped_because="finished" if self.stop is None else self.stop.reason,
+            stopped_because=because,
             unfinished=not finished,
             summary={
                 "steps": self.state.step,
                 "tokens": self.state.tokens_total,
                 "seconds": self.state.elapsed_s,
-                "stopped_because": "finished" if self.stop is None else self.stop.reason,
-                "final": latest,
+                "stopped_because": because,
+                "final": self.state.latest,
                 "best": self.state.best,
                 "directory": str(self.directory) if self.directory else None,
                 "fingerprint": self.model.fingerprint,
             },
         )
         self._tell("on_train_end", result)
+        if self._saver is not None and self._saver.failure is not None:
+            raise RunError(
+                f"the last checkpoint is missing: {self._saver.failure.message}",
+                hint=f"make room, and go on with: whet resume {self.directory}"
+                if result.unfinished
+                else None,
+            )
         return result
+
+    def _take_best_weights(self) -> None:
+        """With early stopping, a finished run has the weights of its best step."""
+        if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
+            return
+        try:
+            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.model)
+        except CheckpointError as error:
+            log.warning("the best weights are lost, and the last ones are used: %s", error.message)
+        else:
+            log.info("the weights are those of step %(step)d, the best by %(metric)s", self.state.best)
