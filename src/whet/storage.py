@@ -24,7 +24,7 @@ from whet.errors import CheckpointError, StorageError
 MANIFEST = "MANIFEST.json"
 LOCK = ".lock"
 _MAX_MANIFEST_BYTES = 2**20
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-\d+")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -225,14 +225,15 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def clear_leftovers(directory: Path) -> None:
+def clear_leftovers(directory: Path, *, of: str | None = None) -> None:
     """Remove what a killed process left half-written in a directory that nobody else is writing to.
 
-    What it had moved aside and not yet replaced comes back under its name.
+    What it had moved aside and not yet replaced comes back under its name. In a directory that others may be
+    writing to, `of` limits it to one name, and to processes that have ended.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         found = _LEFTOVER.fullmatch(path.name)
-        if found is None:
+        if found is None or (of is not None and (found["name"] != of or _is_alive(int(found["pid"])))):
             continue
         target = path.with_name(found["name"])
         if found["kind"] == "old" and not target.exists():
@@ -241,6 +242,16 @@ def clear_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 @contextlib.contextmanager
@@ -275,7 +286,7 @@ def write_manifest(directory: Path, files: Mapping[str, Written]) -> None:
 def check_manifest(directory: Path) -> None:
     """Raise a CheckpointError that says what is wrong unless every file is as the manifest says."""
     manifest = directory / MANIFEST
-    if not manifest.is_file():
+    if not manifest.is_file() or manifest.is_symlink():
         raise CheckpointError(f"{directory} has no {MANIFEST}: it was not written to the end")
     try:
         files = {

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from whet.adapters.load import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
 from whet.errors import CheckpointError
 from whet.models.weights import read_json
 from whet.storage import (
@@ -28,7 +29,7 @@ from whet.storage import (
 
 log = logging.getLogger("whet")
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS = CHECKPOINT_WEIGHTS
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 State = dict[str, Any]  # Any: JSON values
@@ -48,7 +49,9 @@ def contents_of(
 ) -> Contents:
     """What a checkpoint of this moment holds: the tensors themselves, not copies."""
     moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
-    return Contents(_trained(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n")
+    return Contents(
+        trained_parameters(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n"
+    )
 
 
 def write_contents(path: Path, contents: Contents) -> None:
@@ -78,42 +81,16 @@ def load_checkpoint(
     """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata."""
     path = Path(path)
     check_manifest(path)
-    weights = _read(path / WEIGHTS)
-    trained = _trained(model)
-    _check_names(weights, trained, path / WEIGHTS)
-    moments = _read(path / OPTIMIZER) if optimizer is not None else {}
+    weights, state = read_trained(model, path / WEIGHTS), read_state(path)
     if optimizer is not None:
-        _restore_optimizer(model, optimizer, moments, path / OPTIMIZER)
-    with torch.no_grad():
-        for name, tensor in trained.items():
-            tensor.copy_(weights[name])
-    return read_json(path / STATE)
+        _restore_optimizer(model, optimizer, path / OPTIMIZER)
+    put_trained(model, weights)
+    return state
 
 
 def read_state(path: Path) -> State:
     """The part of a checkpoint that is not tensors."""
     return read_json(path / STATE)
-
-
-def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad} or dict(
-        model.named_parameters()
-    )
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return tensors
-
-
-def _check_names(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], path: Path) -> None:
-    odd = sorted(found.keys() ^ expected.keys())
-    odd += [name for name in found.keys() & expected.keys() if found[name].shape != expected[name].shape]
-    if odd:
-        raise CheckpointError(f"{path} does not fit this model: {', '.join(odd[:4])}")
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -126,9 +103,11 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def _restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], path: Path
-) -> None:
+def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     parameters = dict(model.named_parameters())
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for entry, tensor in tensors.items():

@@ -14,7 +14,7 @@ import torch
 
 from whet.adapters.files import save_adapter
 from whet.adapters.load import load_base, save
-from whet.adapters.lora import attach_lora
+from whet.adapters.lora import attach_configured
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
@@ -68,6 +68,7 @@ def train(
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
     refuse_taken_name(directory)
+    clear_leftovers(directory.parent, of=directory.name)
     with StopOnSignal() as signals:
         return _Assembly(config, directory).go([signals, *callbacks])
 
@@ -189,15 +190,7 @@ class _Assembly:
         if full:
             model.requires_grad_(True)
         else:
-            attach_lora(
-                model,
-                rank=method.rank,
-                alpha=method.alpha,
-                targets=method.targets,
-                variant=method.variant,
-                dropout=method.dropout,
-                layers=method.layers,
-            )
+            attach_configured(model, method)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(self.precision.trained)
