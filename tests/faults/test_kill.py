@@ -1,6 +1,10 @@
 """A run that is killed and resumed is, bit for bit, the run that was never killed."""
 
 import random
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -92,25 +96,27 @@ def test_killed_at_every_file_operation(whole, tiny_directory, tmp_path, kind, r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_again_and_again_at_random_moments(whole, tiny_directory, tmp_path, kind, record_property):
+def test_killed_again_and_again_at_random_moments(tiny_directory, tmp_path, kind, record_property):
     """Each process lives for a random time, and each resume goes on from wherever the one before died."""
-    expected, _ = whole(kind)
+    sections = {"run": {"steps": 60}, "eval": {"every": 7}}  # long enough to be hit
+    uninterrupted = case(kind, tiny_directory, tmp_path / "whole", **sections)
+    uninterrupted.finish()
     rng = random.Random(kind)
     kills = 0
     for number in range(3):
-        run = case(kind, tiny_directory, tmp_path / str(number))
+        run = case(kind, tiny_directory, tmp_path / str(number), **sections)
         kills += run.kill_after(rng.uniform(0.0, 1.0), begun=False)
         for _ in range(6):
-            kills += run.kill_after(rng.uniform(0.0, 0.15), begun=True)
+            kills += run.kill_after(rng.uniform(0.0, 0.3), begun=True)
         run.finish()
-        same(run.result(), expected)
+        same(run.result(), uninterrupted.result())
     record_property("fault: SIGKILL at a random moment", kills)
     assert kills >= 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_while_saving_every_step(whole, tiny_directory, tmp_path, kind, record_property):
+def test_killed_while_saving_every_step(tiny_directory, tmp_path, kind, record_property):
     """Saves that come faster than they can be written, evaluated at every step, dying in the third epoch."""
     sections = {"checkpoint": {"every": 1}, "eval": {"every": 1}}
     uninterrupted = case(kind, tiny_directory, tmp_path / "whole", **sections)
@@ -121,3 +127,27 @@ def test_killed_while_saving_every_step(whole, tiny_directory, tmp_path, kind, r
         assert run.go(Fault(kill_at=boundary)) == -9
         run.finish()
         same(run.result(), uninterrupted.result())
+
+
+@pytest.mark.slow
+def test_killed_as_people_start_it(tiny_directory, tmp_path, record_property):
+    """The installed command, killed three times on its way and resumed."""
+    sections = {"run": {"steps": 60}}
+    uninterrupted = case("lora-packed", tiny_directory, tmp_path / "whole", **sections)
+    uninterrupted.finish()
+    run = case("lora-packed", tiny_directory, tmp_path / "parts", **sections)
+    whet_command = str(Path(sys.executable).with_name("whet"))
+    metrics = run.run / "metrics.jsonl"
+    record_property("fault: SIGKILL at a random moment", 3)
+    for step in (5, 20, 40):
+        with run.output.open("a") as output:
+            process = subprocess.Popen([whet_command, *map(str, run.command())], stderr=output, stdout=output)
+        try:
+            while not (metrics.is_file() and f'"step": {step},' in metrics.read_text()):
+                assert process.poll() is None, run.said()
+                time.sleep(0.001)
+        finally:
+            process.kill()
+            process.wait()
+    run.finish()
+    same(run.result(), uninterrupted.result())

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from whet.training.callbacks import Callback
-    from whet.training.trainer import RunResult
+    from whet.training.state import RunResult
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:

@@ -126,7 +126,9 @@ class Run(Section):
     )
     seed: int = Field(0, description="seed of everything random")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = Field("auto", description="number format")
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"] = Field(
+        "auto", description="number format; fp16 is for GPUs without bf16"
+    )
     compile: bool = Field(False, description="torch.compile each layer")
     grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")
     on_nonfinite: Literal["stop", "skip"] = Field(

@@ -14,7 +14,8 @@ from whet.hardware import used_gib
 from whet.storage import append_text
 
 if TYPE_CHECKING:
-    from whet.training.trainer import RunResult, Trainer
+    from whet.training.state import RunResult
+    from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 

@@ -50,7 +50,8 @@ from whet.training.resuming import (
 )
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
-from whet.training.trainer import RunResult, Trainer
+from whet.training.state import RunResult
+from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 

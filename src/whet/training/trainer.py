@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +38,9 @@ from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
+from whet.training.state import RunResult, RunState
 
 log = logging.getLogger("whet")
-
-
-@dataclass
-class RunState:
-    """Where a run is, apart from its tensors and its data position."""
-
-    step: int = 0
-    tokens_total: int = 0
-    elapsed_s: float = 0.0
-    best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
-    evaluated_step: int | None = None  # where the last evaluation was
-    latest: Metrics = field(default_factory=dict)  # the last number of each kind
-    nonfinite_in_a_row: int = 0
-    stopped: str | None = None  # why it is over before its last step, if a callback said so
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run came to."""
-
-    directory: Path | None
-    steps: int
-    metrics: Metrics  # the last training and evaluation numbers
-    best: dict[str, Any] | None  # Any: metric's name, its value, its step
-    history: list[Metrics]
-    stopped_because: str
-    unfinished: bool  # there was more to do: whet resume goes on
-    summary: Metrics = field(default_factory=dict)
 
 
 class Trainer:
@@ -110,6 +83,8 @@ class Trainer:
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.state = RunState()
+        if self.precision.compute == torch.float16:
+            self.state.loss_scale.value = 2.0**16
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
@@ -143,28 +118,19 @@ class Trainer:
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
         """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
         started = time.perf_counter()
-        self.model.train()
-        weights = total_weights(self.objective, micro_batches)
-        sums = {"loss": torch.zeros((), device=self.device)}
-        for batch in micro_batches:
-            share, metrics = weighted_loss(
-                self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
-            )
-            share.backward()
-            for name, value in {"loss": share.detach(), **metrics}.items():
-                sums[name] = sums[name] + value if name in sums else value
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
-        if self.config.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
-        lr = self.lr_at(self.state.step + 1)
-        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
-        masked_step(self.optimizer, lr=lr, skip=skip)
-        # the first read of device numbers: everything above was queued without waiting
-        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
-        found: Metrics = dict(zip(sums, values, strict=True))
+        lr, scale = self.lr_at(self.state.step + 1), self.state.loss_scale
+        scale_before = scale.value
+        found, norm, skipped = self._update(micro_batches, lr=lr)
+        while skipped and scale.shrink_after(found["loss"]):  # an overflow of fp16: the same again, smaller
+            found, norm, skipped = self._update(micro_batches, lr=lr)
         if skipped:
-            self._report_nonfinite(micro_batches, found["loss"], norm_value)
+            scale.value = scale_before  # it was not to blame
+            self._report_nonfinite(micro_batches, found["loss"], norm)
             found["skipped"] = True
+        else:
+            scale.note_good_step()
+        if self.precision.compute == torch.float16:
+            found["loss_scale"] = scale.value
         self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
         self.state.step += 1
         self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
@@ -172,7 +138,7 @@ class Trainer:
         return {
             **found,
             "lr": lr,
-            "grad_norm": norm_value,
+            "grad_norm": norm,
             "tokens": tokens,
             "supervised_tokens": sum(batch.supervised for batch in micro_batches),
             "tokens_total": self.state.tokens_total,
@@ -181,6 +147,31 @@ class Trainer:
             "elapsed_s": self.state.elapsed_s,
             "peak_gib": peak_gib(self.device),
         }
+
+    def _update(self, micro_batches: Sequence[Batch], *, lr: float) -> tuple[Metrics, float, bool]:
+        """Forward, backward, and an update unless something is not finite: metrics, norm, and whether not."""
+        self.model.train()
+        scale = self.state.loss_scale.value
+        weights = total_weights(self.objective, micro_batches)
+        sums = {"loss": torch.zeros((), device=self.device)}
+        for batch in micro_batches:
+            share, metrics = weighted_loss(
+                self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
+            )
+            (share * scale).backward()
+            for name, value in {"loss": share.detach(), **metrics}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.config.optim.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
+        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
+        masked_step(self.optimizer, lr=lr, skip=skip)
+        # the first read of device numbers: everything above was queued without waiting
+        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
+        return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
