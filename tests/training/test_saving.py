@@ -51,6 +51,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
     moment = optimizer.state[model.weight]["exp_avg"].clone()
     saver = Saver(tmp_path, Checkpoint())
     saver.save(1, contents_of(model, optimizer, 1, {"counts": counts}), best_step=None)
+    saver.before_update()
     step(model, optimizer)  # while the disk still waits
     counts["seen"].append(3)
     assert not list(saver.written())
@@ -64,6 +65,33 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
     assert not torch.equal(model.weight, weights)
 
 
+def test_an_update_waits_until_what_is_saved_is_copied(tiny_directory, tmp_path, monkeypatch):
+    """With a slow copy, every checkpoint must still be that of its own step, bit for bit."""
+    original = Saver._snapshot
+
+    def slow(self, contents):
+        time.sleep(0.05)
+        return original(self, contents)
+
+    sections = {"checkpoint": {"every": 1, "keep": 9}, "method": {"kind": "full"}, "data": {"valid": None}}
+    plain = whet.train(run_config(tiny_directory, tmp_path / "plain", **sections)).directory
+    monkeypatch.setattr(Saver, "_snapshot", slow)
+    delayed = whet.train(run_config(tiny_directory, tmp_path / "delayed", **sections)).directory
+    for number in (1, 2, 3, 4):
+        for name in ("weights.safetensors", "optimizer.safetensors"):
+            a, b = (checkpoint_path(run, number) / name for run in (plain, delayed))
+            assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_copy_that_fails_is_heard_of_and_holds_up_no_update(tiny_directory, tmp_path, monkeypatch):
+    def failing(self, contents):
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(Saver, "_snapshot", failing)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 1}))
+
+
 def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tmp_path, gate):
     model, optimizer = parts()
     saver = Saver(tmp_path, Checkpoint(keep=3))
@@ -75,6 +103,7 @@ def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tm
         saver.save(number, contents_of(model, optimizer, number, None), best_step=None)
         if number == 2:
             assert time.perf_counter() - started > 0.1, "at most one in flight"
+        saver.before_update()
         step(model, optimizer)
     saver.wait()
     assert [number for number, _ in saver.written()] == [1, 2, 3]

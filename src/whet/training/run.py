@@ -70,8 +70,8 @@ def train(
     directory = Path(config.run.dir) / config.run.name
     refuse_taken_name(directory)
     clear_leftovers(directory.parent, of=directory.name)
-    with StopOnSignal() as signals:
-        return _Assembly(config, directory).go([signals, *callbacks])
+    with StopOnSignal() as signals, RunLog(log) as run_log:
+        return _Assembly(config, directory, run_log).go([signals, *callbacks])
 
 
 def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
@@ -80,17 +80,18 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     if not (directory / "config.yaml").is_file():
         raise CheckpointError(f"{directory} is not a run: it has no config.yaml")
     config = load_config(directory / "config.yaml")
-    with StopOnSignal() as signals, locked(directory):
-        if is_finished(directory):
-            raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
+    with StopOnSignal() as signals, RunLog(log) as run_log, locked(directory):
         clear_leftovers(directory)
         clear_leftovers(directory / "checkpoints")
-        checkpoint = newest_valid(directory)
+        checkpoint = None if is_finished(directory) else newest_valid(directory)
+        if checkpoint is None and (directory / "final").is_dir():
+            raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
         if checkpoint is None:
             log.info("%s was stopped before its first checkpoint: starting over", directory)
         else:
             refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
-        return _Assembly(config, directory).go([signals, *callbacks], checkpoint=checkpoint, again=True)
+        assembly = _Assembly(config, directory, run_log)
+        return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,10 @@ class _Split:
 class _Assembly:
     """The parts of a run, built in the order in which mistakes are cheapest to find."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, config: RunConfig, directory: Path, run_log: RunLog) -> None:
         self.config = config
         self.directory = directory
+        self.run_log = run_log
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
         self.steps = StepSettings(
@@ -126,7 +128,7 @@ class _Assembly:
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
     ) -> RunResult:
         """Build, train (`again`: a run that was begun before), and leave something people can use."""
-        with RunLog(log) as run_log, contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as held:
             _seed(self.config.run.seed)
             self.model = self._build_model()
             renderer = Renderer(
@@ -143,7 +145,7 @@ class _Assembly:
             else:
                 self._write_description()
                 held.enter_context(locked(self.directory))
-            run_log.keep_in(self.directory / "log.txt")
+            self.run_log.keep_in(self.directory / "log.txt")
             self.trainer = trainer = Trainer(
                 self.model,
                 OBJECTIVES[self.config.objective.kind](),

@@ -1,4 +1,8 @@
-"""Saving while training goes on: a copy in memory, then a write in the background, one at a time."""
+"""Saving while training goes on: a copy in memory, then a write, both in the background, one at a time.
+
+Between two updates no weight and no moment changes, so the copy may be made during the next forward and
+backward pass. Only the next update has to wait for it.
+"""
 
 import logging
 import threading
@@ -28,6 +32,8 @@ class Saver:
         self.saved_step: int | None = None  # of the newest checkpoint that is written, or being written
         self.failure: StorageError | None = None  # of the newest save, if it failed
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._error: BaseException | None = None
         self._written: list[int] = []
         self._buffers: dict[str, torch.Tensor] = {}
@@ -40,7 +46,7 @@ class Saver:
         return by_clock or (every is not None and step % every == 0)
 
     def save(self, step: int, contents: Contents, *, best_step: int | None) -> None:
-        """Save what the run is now; with `checkpoint.async`, training may go on as soon as this returns."""
+        """Save what the run is now; with `checkpoint.async`, up to the next update training may go on."""
         self.wait()
         self.saved_step = step
         self._last_save = time.monotonic()
@@ -48,10 +54,17 @@ class Saver:
             self._write(step, contents, best_step)
             self._settle()
             return
-        arguments = (step, self._snapshot(contents), best_step)
+        self._copied.clear()
+        arguments = (step, contents, best_step)
         # a daemon: a second Ctrl-C must end the process, not wait for the disk
-        self._thread = threading.Thread(target=self._write, args=arguments, name="whet-save", daemon=True)
+        self._thread = threading.Thread(
+            target=self._copy_and_write, args=arguments, name="whet-save", daemon=True
+        )
         self._thread.start()
+
+    def before_update(self) -> None:
+        """Until weights and moments may change again: what is being saved has been copied."""
+        self._copied.wait()
 
     def wait(self) -> None:
         """Until nothing is being written any more."""
@@ -67,6 +80,16 @@ class Saver:
         while self._written:
             step = self._written.pop(0)
             yield step, checkpoint_path(self.directory, step)
+
+    def _copy_and_write(self, step: int, contents: Contents, best_step: int | None) -> None:
+        try:
+            copy = self._snapshot(contents)
+        except BaseException as error:  # no memory, say: raised where the run can hear it
+            self._error = error
+            return
+        finally:
+            self._copied.set()
+        self._write(step, copy, best_step)
 
     def _write(self, step: int, contents: Contents, best_step: int | None) -> None:
         try:
@@ -92,11 +115,11 @@ class Saver:
         self.failure, self.saved_step = error, None
 
     def _snapshot(self, contents: Contents) -> Contents:
-        """A copy that the next step cannot touch. Its memory is kept: fresh memory is slow to fill."""
+        """A copy that the next update cannot touch. Its memory is kept: fresh memory is slow to fill."""
         weights = self._copies("weights", contents.weights)
         moments = None if contents.moments is None else self._copies("moments", contents.moments)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies from the device are only queued
+        for device in {tensor.device for tensor in contents.weights.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # copies from a device are only queued
         return Contents(weights, moments, contents.state)
 
     def _copies(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -168,6 +168,8 @@ class Trainer:
         if self.config.optim.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
         skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
+        if self._saver is not None:
+            self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
         # the first read of device numbers: everything above was queued without waiting
         skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
@@ -187,7 +189,10 @@ class Trainer:
                 raise EvaluationStoppedError
 
     def save(self) -> None:
-        """Save a checkpoint of this step, once; a run without a directory has none."""
+        """Save a checkpoint of this step, once; a run without a directory has none.
+
+        It may still be copied from the model when this returns; `step` waits for that before it updates.
+        """
         if self._saver is not None and self._saver.saved_step != self.state.step:
             contents = contents_of(self.model, self.optimizer, self.state.step, self._run_state())
             best_step = self.state.best["step"] if self.state.best else None
