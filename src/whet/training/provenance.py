@@ -14,7 +14,6 @@ import whet
 from whet.data.sources import Record
 
 _SAMPLE = 2**14  # numbers of each tensor
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def provenance(records: Mapping[str, Sequence[Record]], base: str) -> dict[str, object]:
@@ -30,12 +29,14 @@ def provenance(records: Mapping[str, Sequence[Record]], base: str) -> dict[str, 
 def weights_digest(model: nn.Module) -> str:
     """A SHA-256 that tells a model's weights, as they are in memory, from any others.
 
-    Of each tensor it takes name, type and shape, the sum of all its numbers with their bits read as integers
-    (exact in any order, so one changed weight changes it), and a sample spread over the whole.
+    Of each tensor it takes name, type and shape, the sum of all its bytes read as integers (exact in any
+    order, so one changed weight changes it), and a sample spread over the whole.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        bits = parameter.detach().contiguous().reshape(-1).view(_BITS[parameter.element_size()])
+        raw = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        wide = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
+        bits = raw.view(torch.int64) if wide else raw
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)} ".encode())
         digest.update(f"{bits.sum(dtype=torch.int64).item()} ".encode())
