@@ -167,7 +167,7 @@ def key_tables():
 
 
 def section_tables(name, section):
-    keys = {f"{name}.{key}": field for key, field in section.model_fields.items()}
+    keys = {f"{name}.{field.alias or key}": field for key, field in section.model_fields.items()}
     yield table(f"`{name}`", keys, section.__doc__)
     for key, field in keys.items():
         for kind in get_args(field.annotation):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from whet.training.run import resume as resume
     from whet.training.run import train as train
     from whet.training.schedules import create_schedule as create_schedule
-    from whet.training.trainer import RunResult as RunResult
+    from whet.training.state import RunResult as RunResult
     from whet.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -43,7 +43,8 @@ _HOMES = {
     "training.optimizers": ("create_optimizer",),
     "training.run": ("resume", "train"),
     "training.schedules": ("create_schedule",),
-    "training.trainer": ("RunResult", "Trainer"),
+    "training.state": ("RunResult",),
+    "training.trainer": ("Trainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

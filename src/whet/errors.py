@@ -43,3 +43,7 @@ class RunError(WhetError):
     """The run itself failed."""
 
     exit_code = 1
+
+
+class StorageError(RunError):
+    """The disk is full, or a directory is gone or may not be written to."""

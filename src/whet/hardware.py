@@ -53,7 +53,7 @@ def has_fast_bf16(device: torch.device) -> tuple[bool, str]:
 
 def choose_precision(name: str, device: torch.device) -> Precision:
     """Turn `run.precision` into dtypes, with the reason in words."""
-    f32, bf16 = torch.float32, torch.bfloat16
+    f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
     if name == "auto":
         fast, why = has_fast_bf16(device)
         name = "bf16" if fast else "fp32"
@@ -63,6 +63,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         return Precision(f32, f32, f32, f"fp32: {why}")
     if name == "bf16":
         return Precision(bf16, f32, bf16, f"bf16 compute, fp32 trained weights: {why}")
+    if name == "fp16":
+        return Precision(f16, f32, f16, f"fp16 compute with a scaled loss, fp32 trained weights: {why}")
     return Precision(bf16, bf16, bf16, f"bf16 throughout: {why}")
 
 

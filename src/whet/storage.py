@@ -4,20 +4,27 @@ Directories appear complete or not at all: they are filled under a temporary nam
 """
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, StorageError
 
 MANIFEST = "MANIFEST.json"
+LOCK = ".lock"
+_MAX_MANIFEST_BYTES = 2**20
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -33,35 +40,70 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a whole file and fsync it. All other writers end here, so faults can be injected here."""
+@dataclass(frozen=True)
+class Written:
+    """What went into a file: its line of a manifest, computed while the bytes passed by."""
+
+    bytes: int
+    sha256: str
+
+
+def boundary(operation: str, path: Path) -> None:
+    """Passed before every file operation of a write and does nothing: tests put their faults here."""
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write a whole file and fsync it. All other writers end here."""
+    digest, size = hashlib.sha256(), 0
+    boundary("open", path)
     with path.open("wb") as file:
         for chunk in chunks:
+            boundary("write", path)
             file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
         file.flush()
+        boundary("fsync", path)
         os.fsync(file.fileno())
+    return Written(size, digest.hexdigest())
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> Written:
     """Write a text file through the one writer."""
-    write_chunks(path, [text.encode()])
+    return write_chunks(path, [text.encode()])
 
 
 def replace_text(path: Path, text: str) -> None:
     """Change a text file all at once: a reader, or a crash, sees the old one or the new one."""
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    write_text(staging, text)
-    staging.replace(path)
+    with _naming(path):
+        write_text(staging, text)
+        _rename(staging, path)
+        _fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:  # Any: whatever json.dumps takes
+def append_text(path: Path, text: str) -> None:
+    """Add to a text file, all of it or nothing: a half-written row would spoil the one after it."""
+    data = text.encode()
+    with _naming(path), path.open("ab") as file:
+        before = file.tell()
+        try:
+            boundary("append", path)
+            file.write(data)
+            file.flush()
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def write_json(path: Path, value: Any) -> Written:  # Any: whatever json.dumps takes
     """Write readable JSON through the one writer."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
-) -> None:
+) -> Written:
     """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
@@ -84,7 +126,7 @@ def write_safetensors(
             if plain.numel():
                 yield plain.view(torch.uint8).numpy().data
 
-    write_chunks(path, chunks())
+    return write_chunks(path, chunks())
 
 
 def sha256_of(path: Path) -> str:
@@ -93,7 +135,17 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn what the operating system says into an error that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+
+
 def _fsync_directory(path: Path) -> None:
+    boundary("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,67 +153,168 @@ def _fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _fsync_files(directory: Path) -> None:
+    """Those that a library wrote (a tokenizer's) are on disk, too, before the directory gets its name."""
+    for file in directory.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def _rename(source: Path, target: Path) -> None:
+    boundary("rename", target)
+    source.rename(target)
+
+
 @contextlib.contextmanager
-def new_directory(path: Path, *, manifest: bool = False, replace: bool = False) -> Iterator[Path]:
+def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Fill a directory that appears under its name only when it is complete.
 
     What is there already is replaced only when the caller says so: it may be somebody's work.
     """
     if not replace and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(
-            f"{path} exists already, and whet overwrites nothing", hint="choose another name"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
+        raise _taken(path)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
     try:
-        yield staging
-        if manifest:
-            write_manifest(staging)
-        _fsync_directory(staging)
-        replace_directory(staging, path)
-        _fsync_directory(path.parent)
+        with _naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(staging, ignore_errors=True)
+            boundary("mkdir", staging)
+            staging.mkdir()
+            yield staging
+            _fsync_files(staging)
+            _fsync_directory(staging)
+            if replace:
+                replace_directory(staging, path)
+            else:
+                _take_name(staging, path)
+            _fsync_directory(path.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _take_name(source: Path, target: Path) -> None:
+    """Rename, unless somebody else has put something there meanwhile: then the system refuses."""
+    try:
+        _rename(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _taken(target) from error
+        raise
+
+
+def _taken(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} exists already, and whet overwrites nothing", hint="choose another name")
 
 
 def replace_directory(source: Path, target: Path) -> None:
     """Rename `source` to `target`; an older `target` is moved aside first and removed last."""
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     if target.exists():
-        target.rename(old)
-    source.rename(target)
+        _rename(target, old)
+    _rename(source, target)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_manifest(directory: Path) -> None:
-    """Record size and SHA-256 of every file in a directory; written last, so it vouches for the rest."""
-    files = {
-        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-        for file in sorted(directory.rglob("*"))
-        if file.is_file()
-    }
-    write_json(directory / MANIFEST, {"files": files})
+def remove_directory(path: Path) -> None:
+    """Remove a directory that a reader, or a crash, sees whole or not at all."""
+    doomed = path.parent / f".{path.name}.removed-{os.getpid()}"
+    with contextlib.suppress(OSError):  # what cannot be removed costs room, and nothing else
+        _rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_leftovers(directory: Path, *, of: str | None = None) -> None:
+    """Remove what a killed process left half-written in a directory that nobody else is writing to.
+
+    What it had moved aside and not yet replaced comes back under its name. In a directory that others may be
+    writing to, `of` limits it to one name, and to processes that have ended.
+    """
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None or (of is not None and (found["name"] != of or _is_alive(int(found["pid"])))):
+            continue
+        target = path.with_name(found["name"])
+        if found["kind"] == "old" and not target.exists():
+            path.rename(target)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep a directory for one process; the kernel ends that with the process, however it ends."""
+    with _naming(directory / LOCK):
+        file = (directory / LOCK).open("a+")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"{directory} is in use by process {file.read().strip() or 'unknown'}",
+                hint="wait until it has ended, or stop it first",
+            ) from None
+        except OSError:  # some network file systems have no locks: a run there is better than none
+            yield
+            return
+        with contextlib.suppress(OSError):  # a full disk: then the holder has no name
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield
+
+
+def write_manifest(directory: Path, files: Mapping[str, Written]) -> None:
+    """Record size and SHA-256 of every file; written last, so it vouches for the rest."""
+    write_json(directory / MANIFEST, {"files": {name: vars(written) for name, written in files.items()}})
 
 
 def check_manifest(directory: Path) -> None:
     """Raise a CheckpointError that says what is wrong unless every file is as the manifest says."""
     manifest = directory / MANIFEST
-    if not manifest.is_file():
+    if not manifest.is_file() or manifest.is_symlink():
         raise CheckpointError(f"{directory} has no {MANIFEST}: it was not written to the end")
     try:
-        files = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        files = {
+            str(name): Written(int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in _small_json(manifest)["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{manifest} cannot be read: {error}") from error
+    unlisted = {path.name for path in directory.iterdir()} - {MANIFEST, *files}
+    if unlisted:
+        raise CheckpointError(f"{directory}: {min(unlisted)} is not in its {MANIFEST}")
     for name, expected in files.items():
-        path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"{directory}: {name} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes; its manifest says {expected['bytes']}"
-            )
-        if sha256_of(path) != expected["sha256"]:
-            raise CheckpointError(f"{path} does not match its sha256")
+        _check_file(directory, name, expected)
+
+
+def _small_json(path: Path) -> Any:  # Any: JSON values, checked by the caller
+    if path.stat().st_size > _MAX_MANIFEST_BYTES:
+        raise ValueError(f"{path.stat().st_size} bytes are too many for a manifest")
+    return json.loads(path.read_text())
+
+
+def _check_file(directory: Path, name: str, expected: Written) -> None:
+    path = directory / name
+    if Path(name).name != name or path.is_symlink():
+        raise CheckpointError(f"{directory}: {name} is not a file of this directory")
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: {name} is missing")
+    if path.stat().st_size != expected.bytes:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; its manifest says {expected.bytes}")
+    if sha256_of(path) != expected.sha256:
+        raise CheckpointError(f"{path} does not match its sha256")

@@ -154,3 +154,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, com
     done = whet.resume(part.directory)
     a, b = (load_file(run.directory / "final" / "adapter_model.safetensors") for run in (whole, done))
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path):
+    """Copies off the device are queued: the next step must not overtake them."""
+    from whet.config.sections import Checkpoint
+    from whet.training.checkpoint import checkpoint_path, contents_of
+    from whet.training.saving import Saver
+
+    model = torch.nn.Linear(4096, 4096, device=CUDA)
+    saver = Saver(tmp_path, Checkpoint(keep=3))
+    for step in (1, 2):
+        expected = model.weight.detach().cpu().clone()
+        saver.save(step, contents_of(model, None, step, None), best_step=None)
+        saver.before_update()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        saver.wait()
+        assert torch.equal(
+            load_file(checkpoint_path(tmp_path, step) / "weights.safetensors")["weight"], expected
+        )

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import whet
@@ -157,6 +158,7 @@ def test_a_broken_checkpoint_is_skipped_with_a_reason(tiny_directory, tmp_path, 
     result = whet.resume(first.directory)
     assert result.steps == 4
     assert "skipped checkpoint step-000003" in caplog.text
+    assert "skipped checkpoint step-000003" in (first.directory / "log.txt").read_text()
     assert "does not match its sha256" in caplog.text
     assert "resuming after step 2" in caplog.text
 
@@ -276,18 +278,55 @@ def test_generating_during_a_run_does_not_change_the_run(tiny_directory, tmp_pat
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
-def test_resume_refuses_another_architecture_and_another_batch(tiny_directory, tmp_path):
+def change_config(directory, **sections):
+    path = directory / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for name, keys in sections.items():
+        config[name] = {**config[name], **keys} if isinstance(keys, dict) else keys
+    path.write_text(yaml.safe_dump(config))
+
+
+def test_resume_refuses_a_changed_config_and_names_every_difference(tiny_directory, tmp_path):
     first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(2)])
-    config = yaml.safe_load((first.directory / "config.yaml").read_text())
-    (first.directory / "config.yaml").write_text(
-        yaml.safe_dump({**config, "run": {**config["run"], "batch_size": 3}})
-    )
-    with pytest.raises(CheckpointError, match="the size of a step have changed"):
+    original = (first.directory / "config.yaml").read_text()
+    changes = {
+        "model": "another",
+        "run": {"batch_size": 3, "seed": 1, "steps": 9},
+        "data": {"max_length": 200, "supervise": "all"},
+        "optim": {"name": "lion", "betas": [0.9, 0.99]},
+        "checkpoint": {"every": 7},
+    }
+    change_config(first.directory, **changes)
+    with pytest.raises(CheckpointError) as caught:
         whet.resume(first.directory)
-    write_tiny_model(tmp_path / "other", num_hidden_layers=3)
-    (first.directory / "config.yaml").write_text(yaml.safe_dump({**config, "model": str(tmp_path / "other")}))
+    named = dict(line.strip().split(": ", 1) for line in caught.value.message.splitlines()[1:])
+    assert named == {
+        "model": f'"{tiny_directory}" became "another"',
+        "data.max_length": "256 became 200",
+        "data.supervise": '"assistant" became "all"',
+        "optim.name": '"adamw" became "lion"',
+        "optim.betas": "[0.9, 0.999] became [0.9, 0.99]",
+        "run.batch_size": "4 became 3",
+        "run.seed": "0 became 1",
+    }
+    (first.directory / "config.yaml").write_text(original)
+    change_config(first.directory, run={"steps": 5}, checkpoint={"every": 1}, log={"every": 2})
+    assert whet.resume(first.directory).steps == 5
+
+
+def test_resume_refuses_another_architecture_and_other_base_weights(tiny_directory, tmp_path):
+    model = shutil.copytree(tiny_directory, tmp_path / "model")
+    first = whet.train(run_config(model, tmp_path), [StopAt(2)])
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6  # a single number, barely
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="the weights of .* are no longer those .* began with"):
+        whet.resume(first.directory)
+    write_tiny_model(model, num_hidden_layers=3)
     with pytest.raises(CheckpointError, match="no longer the architecture"):
         whet.resume(first.directory)
+    write_tiny_model(model)
+    assert whet.resume(first.directory).steps == 4
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(tiny_directory, tmp_path):

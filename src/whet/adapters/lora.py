@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.config.sections import Method
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 
@@ -148,6 +149,19 @@ def attach_lora(
         assert isinstance(base, nn.Linear)
         _replace(model, name, LoRALinear(base, settings))
     return model
+
+
+def attach_configured(model: LanguageModel, method: Method) -> LanguageModel:
+    """`attach_lora` as a run's config says."""
+    return attach_lora(
+        model,
+        rank=method.rank,
+        alpha=method.alpha,
+        targets=method.targets,
+        variant=method.variant,
+        dropout=method.dropout,
+        layers=method.layers,
+    )
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:

@@ -45,6 +45,12 @@ def main() -> NoReturn:
             raise
         _complain(str(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        if debug:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        _complain(f"{place}{error.strerror or error}")
+        sys.exit(1)
     except Exception as error:
         if debug:
             raise

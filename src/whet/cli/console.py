@@ -1,11 +1,15 @@
 """Where commands print: results on standard output, everything said on the way on standard error."""
 
+import contextlib
 import logging
 import os
+import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
 
@@ -14,7 +18,41 @@ def notes() -> "Console":
     """The console for messages and progress."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, emoji=False, markup=False)  # synth:house: is no emoji
+    file = cast("IO[str]", _StandardError())
+    return Console(file=file, soft_wrap=True, emoji=False, markup=False)  # synth:house: is no emoji
+
+
+class _StandardError:
+    """Standard error, for as long as somebody reads it: a closed pipe must not end a run."""
+
+    def write(self, text: str) -> int:
+        with let_go_of(sys.stderr):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with let_go_of(sys.stderr):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys.stderr, name)
+
+
+@contextlib.contextmanager
+def let_go_of(stream: IO[str]) -> "Iterator[None]":
+    """Where a stream can no longer be written to, drop what is written, from now on."""
+    try:
+        yield
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def say(text: str) -> None:
+    """Print a line on standard output, if anybody is there to read it."""
+    with let_go_of(sys.stdout):
+        print(text, flush=True)
 
 
 class _NotesHandler(logging.Handler):

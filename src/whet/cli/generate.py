@@ -56,11 +56,14 @@ def command(
 
 
 def _base_of_run(path: str) -> str | None:
-    """What a run started from, if the path is a run."""
+    """What a run started from, if the path is a run or one of its checkpoints."""
     from pathlib import Path
 
+    from whet.adapters.load import run_of
     from whet.config.load import load_config
 
-    config = Path(path) / "config.yaml"
-    base = load_config(config).model if config.is_file() else None
-    return base if isinstance(base, str) else None  # a preset's first weights are nothing to compare with
+    for run in (Path(path), run_of(Path(path))):
+        if (run / "config.yaml").is_file():
+            base = load_config(run / "config.yaml").model
+            return base if isinstance(base, str) else None  # a preset began with nothing to compare with
+    return None

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from whet.training.callbacks import Callback
-    from whet.training.trainer import RunResult
+    from whet.training.state import RunResult
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:
@@ -43,21 +43,25 @@ def command(
 
 def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
     """Show a run's progress, say what came of it, and exit 3 when there is more to do."""
-    from whet.cli.console import notes, set_up_logging
+    from whet.cli.console import notes, say, set_up_logging
     from whet.reporting.progress import RunProgress
 
     set_up_logging()
     progress = RunProgress(notes())
     try:
         result = run([progress])
+    except KeyboardInterrupt as interrupted:
+        progress.close()
+        notes().print(str(interrupted) or "interrupted", highlight=False)
+        raise typer.Exit(130) from interrupted
     finally:
         progress.close()
     if result.unfinished:
         notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)
         raise typer.Exit(3)
     summary = result.summary
-    print(
+    say(
         f"{result.steps} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s; "
         f"result in {result.directory}/final"
     )
-    print(f"try it: whet chat {shlex.quote(str(result.directory))}")
+    say(f"try it: whet chat {shlex.quote(str(result.directory))}")

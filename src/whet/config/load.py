@@ -70,12 +70,18 @@ def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConf
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved config, every default written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:  # Any: JSON values
+    """The resolved config as plain values, under the names that people write."""
+    return config.model_dump(mode="json", by_alias=True)
 
 
 def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every config key with its default and meaning, one line each."""
-    for name, field in section.model_fields.items():
+    for own_name, field in section.model_fields.items():
+        name = field.alias or own_name
         inner = _inner_section(field.annotation)
         if inner is None or prefix:
             default = "required" if field.is_required() else f"default {json.dumps(field.get_default())}"
@@ -139,7 +145,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     section = _section_at(location[:-1])
     if section is None:
         return ""
-    known = list(section.model_fields)
+    known = [field.alias or name for name, field in section.model_fields.items()]
     near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
     return f", did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
 

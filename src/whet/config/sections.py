@@ -302,7 +302,11 @@ class Checkpoint(Section):
     """What is saved on the way."""
 
     every: Positive | None = Field(100, description="steps between checkpoints; null: best and last only")
+    minutes: float | None = Field(None, gt=0, description="minutes after which one is due, whatever the step")
     keep: Positive = Field(2, description="newest checkpoints kept, besides the best one")
+    asynchronous: bool = Field(
+        True, alias="async", description="write while training goes on, from a copy in memory"
+    )
 
 
 class Run(Section):
@@ -319,11 +323,16 @@ class Run(Section):
     )
     seed: int = Field(0, description="seed of everything random")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure"] = Field("auto", description="number format")
+    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"] = Field(
+        "auto", description="number format; fp16 is for GPUs without bf16"
+    )
     compile: bool = Field(False, description="torch.compile each layer")
     grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="at a non-finite loss or gradient; weights stay unchanged either way"
+    )
+    nonfinite_limit: Positive = Field(
+        10, description="with on_nonfinite skip: this many such steps in a row stop the run"
     )
     max_time: float | None = Field(
         None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"

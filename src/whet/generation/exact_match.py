@@ -1,7 +1,7 @@
 """Exact match: generate each answer and compare it with the one expected."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,12 @@ def exact_match(
     questions: Sequence[Question],
     *,
     max_tokens: int = 256,
+    pause: Callable[[], None] = lambda: None,
 ) -> ExactMatch:
     """Greedy answers against the expected ones, surrounding white space aside.
 
-    A row is dropped as soon as its text can no longer become the answer: same verdict, less work.
+    A row is dropped as soon as its text can no longer become the answer: same verdict, less work. `pause` is
+    called before each new token, and may raise.
     """
     stops = stop_tokens(model, tokenizer)
     correct = [False] * len(questions)
@@ -49,6 +51,7 @@ def exact_match(
         answers = [questions[index].answer.strip() for index in chunk]
 
         def possible(row: int, tokens: list[int], answers: list[str] = answers) -> bool:
+            pause()
             text = tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd").lstrip()
             return answers[row].startswith(text.rstrip())
 

@@ -15,6 +15,7 @@ from whet.storage import new_directory, write_json, write_safetensors
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9
+_MAX_JSON_BYTES = 32 * 2**20  # the index of the largest models has ten million
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,6 +31,8 @@ TOKENIZER_FILES = (
 def read_json(path: Path) -> dict[str, Any]:  # Any: JSON values
     """Read a JSON object, or say which file is broken."""
     try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes: too many to be what its name says")
         value = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist") from error
@@ -62,12 +65,12 @@ class TensorFiles:
                     f"{self.directory} holds neither {SINGLE} nor {INDEX}",
                     hint="whet reads safetensors and GGUF; pickled weights (.bin, .pt) are never opened",
                 )
-            return [single]
+            return [_inside(single)]
         names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
         for name in names:
             if Path(name).name != name or not (self.directory / name).is_file():
                 raise ModelError(f"{index} names {name!r}, which is not a file of this directory")
-        return [self.directory / name for name in names]
+        return [_inside(self.directory / name) for name in names]
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -90,6 +93,16 @@ class TensorFiles:
             if name in names:
                 with _open(file) as shard:
                     yield name, shard.get_tensor(name)
+
+
+def _inside(path: Path) -> Path:
+    """A file that is where it seems to be; of links, only those of the hub's cache into its own blobs."""
+    real, directory = path.resolve(), path.parent.resolve()
+    if real.parent not in (directory, directory.parent.parent / "blobs"):
+        raise ModelError(
+            f"{path} leads out of its directory, to {real}", hint="copy the file, or link all of it"
+        )
+    return path
 
 
 def _open(path: Path) -> Any:  # Any: safetensors ships no types

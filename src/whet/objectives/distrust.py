@@ -90,5 +90,5 @@ class Distrust:
 
 
 def calibrated_scale(squares: torch.Tensor, *, alpha: float, target: float = 5.0) -> float:
-    """The scale, in [0.001, 1], that makes the additive term about as large as a cross-entropy of `target`."""
+    """The scale, in [0.001, 1], at which the additive term is about as large as a loss of `target`."""
     return min(1.0, max(0.001, target / (alpha * float(squares.mean()))))

@@ -16,7 +16,8 @@ from rich.progress import (
 from whet.training.callbacks import Callback, Metrics
 
 if TYPE_CHECKING:
-    from whet.training.trainer import RunResult, Trainer
+    from whet.training.state import RunResult
+    from whet.training.trainer import Trainer
 
 _PLAIN_LINES = 20  # about as many lines a run prints when nobody watches it live
 

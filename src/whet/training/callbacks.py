@@ -1,6 +1,7 @@
 """Callbacks: injectors write into a step's metrics, all others read them; any may ask the run to stop."""
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -8,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, StorageError
 from whet.hardware import used_gib
+from whet.storage import append_text
 
 if TYPE_CHECKING:
-    from whet.training.trainer import RunResult, Trainer
+    from whet.training.state import RunResult
+    from whet.training.trainer import Trainer
+
+log = logging.getLogger("whet")
 
 Metrics = dict[str, Any]  # Any: numbers, lists of numbers, and the summary's texts
 
@@ -28,6 +33,10 @@ class StopRun:
     unfinished: bool = False
 
 
+class EvaluationStoppedError(Exception):
+    """Raised between the batches of an evaluation that must not go on: it is done again on resume."""
+
+
 class Callback:
     """Hooks of a run; each may return a StopRun."""
 
@@ -39,6 +48,9 @@ class Callback:
 
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
         """After an evaluation; step 0 is the one before the first update."""
+
+    def on_pause(self) -> StopRun | None:
+        """Between the batches and answers of an evaluation: a StopRun breaks it off."""
 
     def on_save(self, step: int, path: Path) -> StopRun | None:
         """After a checkpoint was written."""
@@ -64,6 +76,7 @@ class MetricsLogger(Callback):
     def __init__(self, path: str | Path, every: int = 1) -> None:
         self.path = Path(path)
         self.every = every
+        self._waiting: list[str] = []  # rows that a full disk did not take
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Append a training row."""
@@ -75,12 +88,26 @@ class MetricsLogger(Callback):
         self._write({"step": step, **metrics})
 
     def on_train_end(self, result: "RunResult") -> None:
-        """Append the summary."""
-        self._write({"summary": result.summary})
+        """Append the summary; rows that are still not on disk are an error now."""
+        self._waiting.append(_line({"summary": result.summary}))
+        self._append_waiting()
 
     def _write(self, row: Metrics) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(_jsonable(row)) + "\n")
+        """Append a row, or keep it for the next time where the disk does not take it."""
+        self._waiting.append(_line(row))
+        try:
+            self._append_waiting()
+        except StorageError as error:
+            if len(self._waiting) == 1:  # said once, however long it lasts
+                log.warning("%s; its rows are kept and written later", error.message)
+
+    def _append_waiting(self) -> None:
+        append_text(self.path, "".join(self._waiting))
+        self._waiting.clear()
+
+
+def _line(row: Metrics) -> str:
+    return json.dumps(_jsonable(row)) + "\n"
 
 
 def _jsonable(value: Any) -> Any:  # Any: JSON values

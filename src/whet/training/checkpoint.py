@@ -1,9 +1,10 @@
 """Checkpoints: weights, optimizer and state in a directory that is complete or not there."""
 
 import base64
+import json
 import logging
 import random
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,54 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from whet.adapters.load import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
 from whet.errors import CheckpointError
 from whet.models.weights import read_json
-from whet.storage import check_manifest, new_directory, replace_directory, write_json, write_safetensors
+from whet.storage import (
+    check_manifest,
+    new_directory,
+    remove_directory,
+    replace_directory,
+    write_manifest,
+    write_safetensors,
+    write_text,
+)
 
 log = logging.getLogger("whet")
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS = CHECKPOINT_WEIGHTS
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 State = dict[str, Any]  # Any: JSON values
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything a checkpoint holds, named as in its files."""
+
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor] | None
+    state: str  # JSON
+
+
+def contents_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: State | None
+) -> Contents:
+    """What a checkpoint of this moment holds: the tensors themselves, not copies."""
+    moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
+    return Contents(
+        trained_parameters(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n"
+    )
+
+
+def write_contents(path: Path, contents: Contents) -> None:
+    """Write a checkpoint directory, complete or not at all."""
+    with new_directory(path, replace=True) as staging:
+        files = {WEIGHTS: write_safetensors(staging / WEIGHTS, contents.weights)}
+        if contents.moments is not None:
+            files[OPTIMIZER] = write_safetensors(staging / OPTIMIZER, contents.moments)
+        files[STATE] = write_text(staging / STATE, contents.state)
+        write_manifest(staging, files)
 
 
 def save_checkpoint(
@@ -33,11 +72,7 @@ def save_checkpoint(
     metadata: State | None = None,
 ) -> None:
     """Write a checkpoint; of a model with frozen weights, only the trained ones."""
-    with new_directory(Path(path), manifest=True, replace=True) as staging:
-        write_safetensors(staging / WEIGHTS, _trained(model))
-        if optimizer is not None:
-            write_safetensors(staging / OPTIMIZER, _optimizer_tensors(model, optimizer))
-        write_json(staging / STATE, {"step": step, **(metadata or {})})
+    write_contents(Path(path), contents_of(model, optimizer, step, metadata))
 
 
 def load_checkpoint(
@@ -46,37 +81,16 @@ def load_checkpoint(
     """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata."""
     path = Path(path)
     check_manifest(path)
-    weights = _read(path / WEIGHTS)
-    trained = _trained(model)
-    _check_names(weights, trained, path / WEIGHTS)
-    moments = _read(path / OPTIMIZER) if optimizer is not None else {}
+    weights, state = read_trained(model, path / WEIGHTS), read_state(path)
     if optimizer is not None:
-        _restore_optimizer(model, optimizer, moments, path / OPTIMIZER)
-    with torch.no_grad():
-        for name, tensor in trained.items():
-            tensor.copy_(weights[name])
+        _restore_optimizer(model, optimizer, path / OPTIMIZER)
+    put_trained(model, weights)
+    return state
+
+
+def read_state(path: Path) -> State:
+    """The part of a checkpoint that is not tensors."""
     return read_json(path / STATE)
-
-
-def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad} or dict(
-        model.named_parameters()
-    )
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return tensors
-
-
-def _check_names(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], path: Path) -> None:
-    odd = sorted(found.keys() ^ expected.keys())
-    odd += [name for name in found.keys() & expected.keys() if found[name].shape != expected[name].shape]
-    if odd:
-        raise CheckpointError(f"{path} does not fit this model: {', '.join(odd[:4])}")
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -89,9 +103,11 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def _restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], path: Path
-) -> None:
+def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     parameters = dict(model.named_parameters())
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for entry, tensor in tensors.items():
@@ -175,4 +191,4 @@ def prune(directory: Path, *, keep: int, best_step: int | None) -> None:
         spared.add(checkpoint_path(directory, best_step))
     for path in paths:
         if path not in spared:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)

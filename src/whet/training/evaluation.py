@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +60,17 @@ def weighted_loss(
 
 
 def evaluate_loss(
-    model: LanguageModel, objective: Objective, batches: Iterable[Batch], *, precision: Precision
+    model: LanguageModel,
+    objective: Objective,
+    batches: Iterable[Batch],
+    *,
+    precision: Precision,
+    pause: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*."""
+    """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*.
+
+    `pause` is called before each batch, and may raise.
+    """
     started = time.perf_counter()
     batches = list(batches)
     weights = total_weights(objective, batches)
@@ -71,6 +79,7 @@ def evaluate_loss(
     )
     with evaluating(model):
         for batch in batches:
+            pause()
             loss, metrics = weighted_loss(
                 model, objective, batch.to(model.device), weights=weights, precision=precision
             )

@@ -1,20 +1,45 @@
-"""Where a result came from: versions, commit and the hash of the data."""
+"""Where a result came from: versions, commit, and what tells its data and its base's weights from others."""
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Mapping
 
+import torch
+from torch import nn
+
 import whet
 
+_SAMPLE = 2**14  # numbers of each tensor
 
-def provenance(digests: Mapping[str, str]) -> dict[str, object]:
+
+def provenance(digests: Mapping[str, str], base: str) -> dict[str, object]:
     """What is stored beside a run so that it can be repeated."""
     return {
         "versions": versions(),
         "git_commit": git_commit(),
+        "base": base,
         "data_sha256": dict(digests),
     }
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A SHA-256 that tells a model's weights, as they are in memory, from any others.
+
+    Of each tensor it takes name, type and shape, the sum of all its bytes read as integers (exact in any
+    order, so one changed weight changes it), and a sample spread over the whole.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        raw = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        wide = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
+        bits = raw.view(torch.int64) if wide else raw
+        sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)} ".encode())
+        digest.update(f"{bits.sum(dtype=torch.int64).item()} ".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

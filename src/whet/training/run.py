@@ -1,5 +1,6 @@
 """A run, assembled from its config: `whet.train` and `whet.resume`."""
 
+import contextlib
 import json
 import logging
 import random
@@ -12,36 +13,44 @@ import torch
 
 from whet.adapters.files import save_adapter
 from whet.adapters.load import load_base, save, tokenizer_of
-from whet.adapters.lora import attach_lora
+from whet.adapters.lora import attach_configured
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import Preset, RunConfig
 from whet.data.batches import Batch, BatchStream
 from whet.data.encode import Question
-from whet.errors import CheckpointError, ConfigError, ModelError
+from whet.errors import CheckpointError, ConfigError, ModelError, StorageError
 from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
-from whet.models.weights import read_json
+from whet.models.scratch import new_model, new_tokenizer
 from whet.objectives.sft import SFT
 from whet.ops.attention import describe_backend
-from whet.storage import new_directory, replace_text, write_json, write_text
+from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
     EarlyStopping,
+    EvaluationStoppedError,
     Injector,
     MemoryLimit,
     Metrics,
     MetricsLogger,
     TimeLimit,
 )
-from whet.training.checkpoint import newest_valid
+from whet.training.checkpoint import newest_valid, read_state
 from whet.training.compiling import compile_blocks
-from whet.training.provenance import provenance
+from whet.training.provenance import provenance, weights_digest
+from whet.training.resuming import (
+    is_finished,
+    refuse_changes,
+    refuse_other_origins,
+    refuse_taken_name,
+    set_aside_later_rows,
+)
 from whet.training.run_data import EvaluationSplit, RunData, Stream
 from whet.training.run_log import RunLog
-from whet.training.scratch import new_model, new_tokenizer
 from whet.training.signals import StopOnSignal
-from whet.training.trainer import RunResult, Trainer
+from whet.training.state import RunResult
+from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
@@ -58,14 +67,10 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        resumable = (directory / "checkpoints").is_dir() and not (directory / "final").exists()
-        ways = f"go on with it (whet resume {directory}) or " if resumable else ""
-        raise ConfigError(
-            f"{directory} exists already, and whet overwrites no run",
-            hint=f"{ways}choose another name (run.name=...)",
-        )
-    return _Assembly(config, directory).go(callbacks)
+    refuse_taken_name(directory)
+    clear_leftovers(directory.parent, of=directory.name)
+    with StopOnSignal() as signals, RunLog(log) as run_log:
+        return _Assembly(config, directory, run_log).go([signals, *callbacks])
 
 
 def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
@@ -73,21 +78,28 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     directory = Path(directory)
     if not (directory / "config.yaml").is_file():
         raise CheckpointError(f"{directory} is not a run: it has no config.yaml")
-    if (directory / "final").is_dir():
-        raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
     config = load_config(directory / "config.yaml")
-    checkpoint = newest_valid(directory)
-    if checkpoint is None:
-        log.info("%s was stopped before its first checkpoint: starting over", directory)
-    return _Assembly(config, directory).go(callbacks, checkpoint=checkpoint, again=True)
+    with StopOnSignal() as signals, RunLog(log) as run_log, locked(directory):
+        clear_leftovers(directory)
+        clear_leftovers(directory / "checkpoints")
+        checkpoint = None if is_finished(directory) else newest_valid(directory)
+        if checkpoint is None and (directory / "final").is_dir():
+            raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
+        if checkpoint is None:
+            log.info("%s was stopped before its first checkpoint: starting over", directory)
+        else:
+            refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
+        assembly = _Assembly(config, directory, run_log)
+        return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 
 class _Assembly:
     """The parts of a run, built in the order in which mistakes are cheapest to find."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, config: RunConfig, directory: Path, run_log: RunLog) -> None:
         self.config = config
         self.directory = directory
+        self.run_log = run_log
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
         self.data = RunData(config)
@@ -96,8 +108,7 @@ class _Assembly:
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
     ) -> RunResult:
         """Build, train (`again`: a run that was begun before), and leave something people can use."""
-        signals = StopOnSignal()
-        with RunLog(log) as run_log:
+        with contextlib.ExitStack() as held:
             _seed(self.config.run.seed)
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)
@@ -105,30 +116,36 @@ class _Assembly:
             self.model = self._build_model()
             self.data.check(self.model)
             valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
-            self._write_description()
-            run_log.keep_in(self.directory / "log.txt")
-            trainer = Trainer(
+            self.description = self._describe()
+            if again:
+                found = self.origins | {"fingerprint": self.model.fingerprint}
+                refuse_other_origins(self.directory, found, str(self.model.name))
+            else:
+                self._write_description()
+                held.enter_context(locked(self.directory))
+            self.run_log.keep_in(self.directory / "log.txt")
+            self.trainer = trainer = Trainer(
                 self.model,
                 OBJECTIVES[self.config.objective.kind](),
                 stream,
                 self.config,
-                [*self._own_callbacks(test), signals, *callbacks],
+                [*self._own_callbacks(test), *callbacks],
                 total_steps=self._count_steps(stream),
                 eval_batches=valid.batches if valid else (),
                 evaluators=[self._exact_match_on(valid.questions)] if valid and valid.questions else (),
                 directory=self.directory,
                 precision=self.precision,
             )
-            if again:
-                self._refuse_another_run()
             if checkpoint is not None:
                 trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
             if again:
-                reached = trainer.state.step if checkpoint is not None else -1
-                set_aside_later_rows(self.directory / "metrics.jsonl", reached)
-            with signals:
-                return trainer.fit()
+                set_aside_later_rows(
+                    self.directory / "metrics.jsonl",
+                    step=trainer.state.step if checkpoint is not None else -1,
+                    evaluated_step=trainer.state.evaluated_step,
+                )
+            return trainer.fit()
 
     def _count_steps(self, stream: Stream) -> int:
         run = self.config.run
@@ -164,18 +181,11 @@ class _Assembly:
             model.to(self.device, dtype)
         else:
             model, _ = load_base(config.model, dtype=dtype, device=self.device)
+        self.base_digest = weights_digest(model)
         if full:
             model.requires_grad_(True)
         else:
-            attach_lora(
-                model,
-                rank=method.rank,
-                alpha=method.alpha,
-                targets=method.targets,
-                variant=method.variant,
-                dropout=method.dropout,
-                layers=method.layers,
-            )
+            attach_configured(model, method)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(self.precision.trained)
@@ -191,11 +201,14 @@ class _Assembly:
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
-        return lambda: exact_match(self.model, self.tokenizer, questions, max_tokens=limit).metrics()
+        return lambda: exact_match(
+            self.model, self.tokenizer, questions, max_tokens=limit, pause=self.trainer.pause_point
+        ).metrics()
 
     def _own_callbacks(self, test: EvaluationSplit | None) -> list[Callback]:
         config = self.config
         own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
+        own.append(_Description(self.directory, self.description))
         own.append(_FinalAtEnd(self._write_final))
         if test is not None:
             own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
@@ -207,46 +220,52 @@ class _Assembly:
             own.append(TimeLimit(config.run.max_time))
         return own
 
+    def _describe(self) -> dict[str, str]:
+        """What this run is, as the files beside it."""
+        self.origins = provenance(self.data.digests(), self.base_digest)
+        architecture = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        return {
+            "config.yaml": to_yaml(self.config),
+            "arch.json": json.dumps(architecture, indent=2) + "\n",
+            "provenance.json": json.dumps(self.origins, indent=2) + "\n",
+        }
+
     def _write_description(self) -> None:
-        """What this run is: written before its first step, so that even a failed run can be understood."""
-        if (self.directory / "config.yaml").is_file():
-            return
+        """Before the first step, so that even a failed run can be understood; all of it or nothing."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
-        if isinstance(self.config.model, Preset):
-            with new_directory(self.directory / "tokenizer") as staging:
-                self.tokenizer.save_pretrained(staging)
-        write_text(self.directory / "config.yaml", to_yaml(self.config))
-        write_json(
-            self.directory / "arch.json",
-            {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()},
-        )
-        write_json(self.directory / "provenance.json", provenance(self.data.digests()))
-
-    def _refuse_another_run(self) -> None:
-        """A run goes on with the model and the records it began with: others would silently change it."""
-        if read_json(self.directory / "arch.json").get("fingerprint") != self.model.fingerprint:
-            raise CheckpointError(
-                f"{self.model.name} is no longer the architecture {self.directory} began with"
-            )
-        began = read_json(self.directory / "provenance.json").get("data_sha256", {})
-        now = self.data.digests()
-        changed = [f"data.{name}" for name in {**began, **now} if began.get(name) != now.get(name)]
-        if changed:
-            raise CheckpointError(
-                f"{', '.join(changed)} is no longer what {self.directory} was trained on",
-                hint="restore the records, or start a new run",
-            )
+        with new_directory(self.directory.resolve()) as staging:
+            if isinstance(self.config.model, Preset):
+                self.tokenizer.save_pretrained(staging / "tokenizer")
+            for name, text in self.description.items():
+                write_text(staging / name, text)
 
     def _write_final(self) -> None:
         """`final/`: what people use. After early stopping the trainer has put the best weights back."""
         final = self.directory / "final"
+        if final.is_dir():
+            return  # the run was killed between its result and its summary
         if self.config.method.kind == "lora":
             save_adapter(self.model, final, tokenizer=self.tokenizer)
         else:
             save(self.model, self.tokenizer, final)
+
+
+class _Description(Injector):
+    """The files that say what a run is, put back where somebody removed them: without them no resume."""
+
+    def __init__(self, directory: Path, files: dict[str, str]) -> None:
+        self.directory = directory
+        self.files = files
+
+    def on_save(self, step: int, path: Path) -> None:
+        """Beside every checkpoint."""
+        with contextlib.suppress(StorageError):  # the next save tries again
+            for name, text in self.files.items():
+                if not (self.directory / name).exists():
+                    replace_text(self.directory / name, text)
 
 
 class _FinalAtEnd(Injector):
@@ -275,26 +294,11 @@ class _TestAtEnd(Injector):
     def on_train_end(self, result: RunResult) -> None:
         """Evaluate a finished run on its test records."""
         if not result.unfinished:
-            loss = {name.removeprefix("eval_"): v for name, v in self.run.evaluate(self.batches).items()}
-            result.summary["test"] = loss | self.exact_match_on_test()
-
-
-def set_aside_later_rows(path: Path, step: int) -> None:
-    """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away."""
-    if not path.is_file():
-        return
-    kept: list[str] = []
-    later: list[str] = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = {}  # a row torn by a crash
-        (kept if row.get("step", step + 1) <= step else later).append(line)
-    if later:
-        with path.with_suffix(".superseded.jsonl").open("a") as file:
-            file.writelines(later)
-        replace_text(path, "".join(kept))
+            try:
+                loss = {name.removeprefix("eval_"): v for name, v in self.run.evaluate(self.batches).items()}
+                result.summary["test"] = loss | self.exact_match_on_test()
+            except EvaluationStoppedError:
+                log.warning("the test records were not evaluated to the end; whet eval does it")
 
 
 def _seed(seed: int) -> None:

@@ -1,5 +1,6 @@
 """log.txt: what whet said during a run, kept beside it."""
 
+import contextlib
 import logging
 from pathlib import Path
 from types import TracebackType
@@ -44,5 +45,6 @@ class RunLog(logging.Handler):
 
     def _write(self, *lines: str) -> None:
         assert self._path is not None
-        with self._path.open("a") as file:
+        # a full disk, a directory that is gone: no reason to end a run
+        with contextlib.suppress(OSError), self._path.open("a") as file:
             file.writelines(f"{line}\n" for line in lines)

@@ -1,62 +1,46 @@
 """The one trainer: it drives every objective and knows none of them."""
 
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from whet.config.load import to_dict
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
-from whet.errors import RunError
+from whet.errors import CheckpointError, RunError, StorageError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Objective
-from whet.storage import write_json
-from whet.training.callbacks import Callback, Metrics, StopRun, in_order, is_better
+from whet.storage import replace_text
+from whet.training.callbacks import (
+    Callback,
+    EvaluationStoppedError,
+    Metrics,
+    StopRun,
+    in_order,
+    is_better,
+)
 from whet.training.checkpoint import (
     checkpoint_path,
+    contents_of,
     load_checkpoint,
-    prune,
     random_state,
     restore_random_state,
-    save_checkpoint,
 )
 from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
+from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
+from whet.training.state import RunResult, RunState
 
 log = logging.getLogger("whet")
-
-
-@dataclass
-class RunState:
-    """Where a run is, apart from its tensors and its data position."""
-
-    step: int = 0
-    tokens_total: int = 0
-    elapsed_s: float = 0.0
-    best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
-    evaluated_step: int | None = None  # where the last evaluation was
-    stopped: str | None = None  # why it is over before its last step, if a callback said so
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run came to."""
-
-    directory: Path | None
-    steps: int
-    metrics: Metrics  # the last training and evaluation numbers
-    best: dict[str, Any] | None  # Any: metric's name, its value, its step
-    history: list[Metrics]
-    stopped_because: str
-    unfinished: bool  # there was more to do: whet resume goes on
-    summary: Metrics = field(default_factory=dict)
 
 
 class Trainer:
@@ -99,58 +83,62 @@ class Trainer:
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.state = RunState()
+        if self.precision.compute == torch.float16:
+            self.state.loss_scale.value = 2.0**16
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
-        self._saved_step: int | None = None
+        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint)
         self._step_began_at: dict[str, int] | None = None
 
     def fit(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""
+        try:
+            return self._fit()
+        except Exception:
+            self._wait_for_save()  # what was begun before a failure is still worth having
+            raise
+
+    def _fit(self) -> RunResult:
         self._clock = time.perf_counter() - self.state.elapsed_s
         self._tell("on_train_begin", self)
         self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
             metrics = self.step(self._next_batches())
             self._tell("on_step_end", self.state.step, metrics)
-            self.history.append({"step": self.state.step, **metrics})
+            self._remember(metrics)
             self._evaluate_if_due()
-            if self._due(self.config.checkpoint.every):
-                self.save()
+            # the last step is saved once, at the end, after its evaluation
+            if self._saver is not None and self.state.step < self.total_steps:
+                if self._saver.due(self.state.step):
+                    self.save()
+                self._tell_of_saves()
         return self._finish()
 
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
         """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
         started = time.perf_counter()
-        self.model.train()
-        weights = total_weights(self.objective, micro_batches)
-        sums = {"loss": torch.zeros((), device=self.device)}
-        for batch in micro_batches:
-            share, metrics = weighted_loss(
-                self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
-            )
-            share.backward()
-            for name, value in {"loss": share.detach(), **metrics}.items():
-                sums[name] = sums[name] + value if name in sums else value
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
-        if self.config.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
-        lr = self.lr_at(self.state.step + 1)
-        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
-        masked_step(self.optimizer, lr=lr, skip=skip)
-        # the first read of device numbers: everything above was queued without waiting
-        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
-        found: Metrics = dict(zip(sums, values, strict=True))
+        lr, scale = self.lr_at(self.state.step + 1), self.state.loss_scale
+        scale_before = scale.value
+        found, norm, skipped = self._update(micro_batches, lr=lr)
+        while skipped and scale.shrink_after(found["loss"]):  # an overflow of fp16: the same again, smaller
+            found, norm, skipped = self._update(micro_batches, lr=lr)
         if skipped:
-            self._report_nonfinite(micro_batches, found["loss"], norm_value)
+            scale.value = scale_before  # it was not to blame
+            self._report_nonfinite(micro_batches, found["loss"], norm)
             found["skipped"] = True
+        else:
+            scale.note_good_step()
+        if self.precision.compute == torch.float16:
+            found["loss_scale"] = scale.value
+        self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
         self.state.step += 1
         self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
         self.state.elapsed_s = (now := time.perf_counter()) - self._clock
         return {
             **found,
             "lr": lr,
-            "grad_norm": norm_value,
+            "grad_norm": norm,
             "tokens": tokens,
             "supervised_tokens": sum(batch.supervised for batch in micro_batches),
             "tokens_total": self.state.tokens_total,
@@ -160,28 +148,71 @@ class Trainer:
             "peak_gib": peak_gib(self.device),
         }
 
+    def _update(self, micro_batches: Sequence[Batch], *, lr: float) -> tuple[Metrics, float, bool]:
+        """Forward, backward, and an update unless something is not finite: metrics, norm, and whether not."""
+        self.model.train()
+        scale = self.state.loss_scale.value
+        weights = total_weights(self.objective, micro_batches)
+        sums = {"loss": torch.zeros((), device=self.device)}
+        for batch in micro_batches:
+            share, metrics = weighted_loss(
+                self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
+            )
+            (share * scale).backward()
+            for name, value in {"loss": share.detach(), **metrics}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.config.optim.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
+        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
+        if self._saver is not None:
+            self._saver.before_update()
+        masked_step(self.optimizer, lr=lr, skip=skip)
+        # the first read of device numbers: everything above was queued without waiting
+        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
+        return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
+
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
-        return evaluate_loss(self.model, self.objective, batches, precision=self.precision)
+        return evaluate_loss(
+            self.model, self.objective, batches, precision=self.precision, pause=self.pause_point
+        )
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of this step, once; a run without a directory has none."""
-        if self.directory is None:
-            return None
-        path = checkpoint_path(self.directory, self.state.step)
-        if self._saved_step != self.state.step:
-            save_checkpoint(path, self.model, self.optimizer, self.state.step, self._run_state())
-            self._saved_step = self.state.step
+    def pause_point(self) -> None:
+        """Called often during an evaluation: break it off where a callback wants the run to stop."""
+        for callback in self.callbacks:
+            if (answer := callback.on_pause()) is not None:
+                self._obey(answer)
+                raise EvaluationStoppedError
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, once; a run without a directory has none.
+
+        It may still be copied from the model when this returns; `step` waits for that before it updates.
+        """
+        if self._saver is not None and self._saver.saved_step != self.state.step:
+            contents = contents_of(self.model, self.optimizer, self.state.step, self._run_state())
             best_step = self.state.best["step"] if self.state.best else None
-            prune(self.directory, keep=self.config.checkpoint.keep, best_step=best_step)
-            self._tell("on_save", self.state.step, path)
-        return path
+            self._saver.save(self.state.step, contents, best_step=best_step)
+
+    def _wait_for_save(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
+            self._tell_of_saves()
+
+    def _tell_of_saves(self) -> None:
+        for step, path in self._saver.written() if self._saver is not None else ():
+            self._tell("on_save", step, path)
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint: everything the run needs, or an error."""
         state = load_checkpoint(path, self.model, self.optimizer)
         self.state = RunState(**state["run"])
-        self._saved_step = self.state.step
+        if self._saver is not None:
+            self._saver.saved_step = self.state.step
         self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
         restore_random_state(state["random"])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
@@ -191,6 +222,7 @@ class Trainer:
 
     def _run_state(self) -> Metrics:
         return {
+            "config": to_dict(self.config),
             "run": asdict(self.state),
             "random": random_state(),
             "data": self.source.state() if hasattr(self.source, "state") else {},
@@ -231,13 +263,16 @@ class Trainer:
         if not self.eval_batches or self.state.evaluated_step == self.state.step:
             return
         started = time.perf_counter()
-        metrics = self.evaluate(self.eval_batches)
-        for evaluator in self.evaluators:
-            metrics |= evaluator()
+        try:
+            metrics = self.evaluate(self.eval_batches)
+            for evaluator in self.evaluators:
+                metrics |= evaluator()
+        except EvaluationStoppedError:
+            return
         metrics["eval_s"] = time.perf_counter() - started
         self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", self.state.step, metrics)
-        self.history.append({"step": self.state.step, **metrics})
+        self._remember(metrics)
         early = self.config.eval.early_stop
         watched = early.metric if early is not None else "eval_loss"
         best = self.state.best
@@ -246,68 +281,99 @@ class Trainer:
             if self.state.step or early is not None:  # nobody asks for untouched weights back otherwise
                 self.save()
 
+    def _remember(self, metrics: Metrics) -> None:
+        row = {"step": self.state.step, **metrics}
+        self.history.append(row)
+        self.state.latest |= row
+
     def _tell(self, hook: str, *arguments: Any) -> None:  # Any: what the hook takes
         for callback in self.callbacks:
             answer = getattr(callback, hook)(*arguments)
-            if isinstance(answer, StopRun) and self.stop is None:
-                self.stop = answer
-                self.state.stopped = None if answer.unfinished else answer.reason
-                log.info("stopping: %s", answer.reason)
+            if isinstance(answer, StopRun):
+                self._obey(answer)
+
+    def _obey(self, stop: StopRun) -> None:
+        if self.stop is None:
+            self.stop = stop
+            self.state.stopped = None if stop.unfinished else stop.reason
+            log.info("stopping: %s", stop.reason)
 
     def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
         """The weights did not change; keep what is needed to find out why, and stop or go on."""
         step = self.state.step + 1
-        where = ""
+        message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
         if self.directory is not None:
             path = self.directory / f"nonfinite-step-{step:06d}.json"
             culprits = [
                 {"records": batch.origins, "tokens": batch.tokens.tolist()} for batch in micro_batches
             ]
-            write_json(path, {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits})
-            where = f"; the batch is in {path}"
-        message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were{where}"
-        if self.config.run.on_nonfinite == "skip":
+            found = {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits}
+            try:
+                replace_text(path, json.dumps(found, indent=2) + "\n")
+                message += f"; the batch is in {path}"
+            except StorageError as error:
+                message += f"; {error.message}"
+        run = self.config.run
+        in_a_row = self.state.nonfinite_in_a_row + 1
+        if run.on_nonfinite == "skip" and in_a_row < run.nonfinite_limit:
             log.warning(message)
             return
+        if run.on_nonfinite == "skip":
+            message += f"; {in_a_row} such steps in a row, and run.nonfinite_limit is {run.nonfinite_limit}"
         if self._step_began_at is not None:
             self.source.seek(self._step_began_at)  # type: ignore[attr-defined]  # it has a state, so it can seek
         self.save()
-        raise RunError(message, hint="lower optim.lr, look at the records, or set run.on_nonfinite to skip")
+        raise RunError(
+            message,
+            hint="look at the records, set run.on_nonfinite to skip, or start anew with a lower optim.lr",
+        )
 
     def _finish(self) -> RunResult:
         finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
         if finished:
             self._evaluate_and_tell()
+            finished = not self.eval_batches or self.state.evaluated_step == self.state.step
         self.save()
-        if (
-            finished
-            and self.config.eval.early_stop is not None
-            and self.directory is not None
-            and self.state.best
-        ):
-            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.model)
-            log.info("the weights are those of step %(step)d, the best by %(metric)s", self.state.best)
-        latest: Metrics = {}
-        for row in self.history:
-            latest |= row
+        self._wait_for_save()
+        if finished:
+            self._take_best_weights()
+        because = "finished" if self.stop is None else self.stop.reason
         result = RunResult(
             directory=self.directory,
             steps=self.state.step,
-            metrics=latest,
+            metrics=self.state.latest,
             best=self.state.best,
             history=self.history,
-            stopped_because="finished" if self.stop is None else self.stop.reason,
+            stopped_because=because,
             unfinished=not finished,
             summary={
                 "steps": self.state.step,
                 "tokens": self.state.tokens_total,
                 "seconds": self.state.elapsed_s,
-                "stopped_because": "finished" if self.stop is None else self.stop.reason,
-                "final": latest,
+                "stopped_because": because,
+                "final": self.state.latest,
                 "best": self.state.best,
                 "directory": str(self.directory) if self.directory else None,
                 "fingerprint": self.model.fingerprint,
             },
         )
         self._tell("on_train_end", result)
+        if self._saver is not None and self._saver.failure is not None:
+            raise RunError(
+                f"the last checkpoint is missing: {self._saver.failure.message}",
+                hint=f"make room, and go on with: whet resume {self.directory}"
+                if result.unfinished
+                else None,
+            )
         return result
+
+    def _take_best_weights(self) -> None:
+        """With early stopping, a finished run has the weights of its best step."""
+        if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
+            return
+        try:
+            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.model)
+        except CheckpointError as error:
+            log.warning("the best weights are lost, and the last ones are used: %s", error.message)
+        else:
+            log.info("the weights are those of step %(step)d, the best by %(metric)s", self.state.best)

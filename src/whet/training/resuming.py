@@ -1,0 +1,127 @@
+"""What must be as it was before a run goes on, and what to do with the rows of the part that is lost."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.config.load import to_dict
+from whet.config.sections import RunConfig
+from whet.errors import CheckpointError, ConfigError
+from whet.models.weights import read_json
+from whet.storage import append_text, replace_text
+
+# how long, how often and where; everything else would make another run of it
+MAY_CHANGE = (
+    "run.name",
+    "run.dir",
+    "run.steps",
+    "run.epochs",
+    "run.max_time",
+    "run.max_memory",
+    "run.on_nonfinite",
+    "run.nonfinite_limit",
+    "run.micro_batch_tokens",
+    "run.grad_checkpoint",
+    "run.compile",
+    "run.device",
+    "eval.every",
+    "eval.batches",
+    "eval.max_new_tokens",
+    "checkpoint",
+    "log",
+)
+
+
+def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
+    """Compare a config with the one its checkpoint was written under; every difference is named."""
+    before, now = dict(_flat(began)), dict(_flat(to_dict(config)))
+    changed = [
+        f"  {key}: {json.dumps(before.get(key))} became {json.dumps(now.get(key))}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and not _may_change(key)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the config of {directory} has changed in what a run cannot change on its way:\n"
+            + "\n".join(changed),
+            hint=f"restore {directory / 'config.yaml'}, or start a new run",
+        )
+
+
+def _may_change(key: str) -> bool:
+    return key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON values
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) -> None:  # Any: JSON values
+    """A run goes on with the weights and the records it began with: others would silently change it."""
+    if read_json(directory / "arch.json").get("fingerprint") != now["fingerprint"]:
+        raise CheckpointError(f"{model} is no longer the architecture {directory} began with")
+    began = read_json(directory / "provenance.json")
+    if began.get("base") != now["base"]:
+        raise CheckpointError(
+            f"the weights of {model} are no longer those {directory} began with",
+            hint="restore them (and run.precision and the kind of device), or start a new run",
+        )
+    before, after = began.get("data_sha256", {}), now["data_sha256"]
+    changed = [f"data.{name}" for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        raise CheckpointError(
+            f"{', '.join(changed)} is no longer what {directory} was trained on",
+            hint="restore the records, or start a new run",
+        )
+
+
+def refuse_taken_name(directory: Path) -> None:
+    """A new run needs a directory that is not there yet, or empty."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    ways = ""
+    if (directory / "config.yaml").is_file() and not is_finished(directory):
+        saved = any((directory / "checkpoints").glob("step-*"))
+        what = "go on with it" if saved else "start it over, as it has no checkpoint yet"
+        ways = f"{what} (whet resume {shlex.quote(str(directory))}) or "
+    raise ConfigError(
+        f"{directory} exists already, and whet overwrites no run",
+        hint=f"{ways}choose another name (run.name=...)",
+    )
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether a run has left its result and its summary."""
+    metrics = directory / "metrics.jsonl"
+    if not (directory / "final").is_dir() or not metrics.is_file():
+        return False
+    last = metrics.read_text().rstrip("\n").rpartition("\n")[2]
+    return last.startswith('{"summary"')
+
+
+def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
+    """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away.
+
+    So does an evaluation of the checkpoint's own step that the checkpoint knows nothing of: it comes again.
+    """
+    if not path.is_file():
+        return
+    kept: list[str] = []
+    later: list[str] = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            number = row.get("step", step + 1)
+        except (ValueError, AttributeError):
+            row, number = {}, step + 1  # a row torn by a crash
+        again = number == step and "eval_s" in row and evaluated_step != step
+        (later if number > step or again else kept).append(f"{line}\n")
+    if later:
+        append_text(path.with_suffix(".superseded.jsonl"), "".join(later))
+        replace_text(path, "".join(kept))

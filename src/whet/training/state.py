@@ -1,0 +1,42 @@
+"""Where a run is, and what it came to."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whet.training.callbacks import Metrics
+from whet.training.loss_scale import LossScale
+
+
+@dataclass
+class RunState:
+    """Where a run is, apart from its tensors and its data position."""
+
+    step: int = 0
+    tokens_total: int = 0
+    elapsed_s: float = 0.0
+    best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
+    evaluated_step: int | None = None  # where the last evaluation was
+    latest: Metrics = field(default_factory=dict)  # the last number of each kind
+    nonfinite_in_a_row: int = 0
+    loss_scale: LossScale = field(default_factory=LossScale)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_scale, dict):  # from a checkpoint
+            self.loss_scale = LossScale(**self.loss_scale)
+
+    stopped: str | None = None  # why it is over before its last step, if a callback said so
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to."""
+
+    directory: Path | None
+    steps: int
+    metrics: Metrics  # the last training and evaluation numbers
+    best: dict[str, Any] | None  # Any: metric's name, its value, its step
+    history: list[Metrics]
+    stopped_because: str
+    unfinished: bool  # there was more to do: whet resume goes on
+    summary: Metrics = field(default_factory=dict)

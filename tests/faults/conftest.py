@@ -1,0 +1,29 @@
+"""Counts what was tried and survived: WHET_FAULTS=file.json writes the table behind docs/reliability.md.
+
+A test says what it tried with record_property("fault: ...", times); it survived if the test passes.
+"""
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+TABLE = defaultdict(lambda: {"tried": 0, "survived": 0})
+
+
+def pytest_runtest_logreport(report):
+    if report.when != "call":
+        return
+    for name, times in report.user_properties:
+        if name.startswith("fault: "):
+            row = TABLE[name.removeprefix("fault: ")]
+            row["tried"] += times
+            row["survived"] += times * report.passed
+
+
+def pytest_sessionfinish(session):
+    if target := os.environ.get("WHET_FAULTS"):
+        from whet.training.provenance import versions
+
+        rows = {name: TABLE[name] for name in sorted(TABLE)}
+        Path(target).write_text(json.dumps({"faults": rows, "versions": versions()}, indent=2) + "\n")

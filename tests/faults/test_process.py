@@ -1,0 +1,195 @@
+"""A run as a process among others: locks, signals, and readers that go away."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import whet
+from faults.harness import Case, same, start, whet_process
+from tiny import run_config
+from whet.errors import CheckpointError
+from whet.storage import locked
+from whet.training.callbacks import Callback
+
+KEYS = {"checkpoint": {"every": 2}, "run": {"steps": 6}, "eval": {"every": 2}}
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_belongs_to_one_process_and_is_free_when_that_dies(tiny_directory, tmp_path, record_property):
+    record_property("fault: second process on the same run", 1)
+    case = Case(
+        tmp_path, run_config(tiny_directory, tmp_path, run={"steps": 100_000}, checkpoint={"every": 5})
+    )
+    process = start(*case.command(), output=case.output)
+    try:
+        wait_for(lambda: list((case.run / "checkpoints").glob("step-*")))
+        with pytest.raises(CheckpointError, match=f"in use by process {process.pid}") as caught:
+            whet.resume(case.run)
+        assert caught.value.exit_code == 2
+        assert "wait until it has ended" in caught.value.hint
+    finally:
+        process.kill()
+        process.join()
+
+    class Stop(Callback):
+        def on_train_begin(self, run):
+            return whet.StopRun("free again", unfinished=True)
+
+    assert whet.resume(case.run, [Stop()]).stopped_because == "free again"
+
+
+def test_a_new_run_is_locked_too(tiny_directory, tmp_path):
+    class Look(Callback):
+        def on_step_end(self, step, metrics):
+            with (
+                pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"),
+                locked(tmp_path / "runs" / "test"),
+            ):
+                pass
+
+    whet.train(run_config(tiny_directory, tmp_path), [Look()])
+    with locked(tmp_path / "runs" / "test"):
+        pass
+
+
+def test_nobody_reading_the_output_does_not_end_a_run(tiny_directory, tmp_path, record_property):
+    """As with `whet train ... 2>&1 | head -1`."""
+    record_property("fault: output closed by its reader", 1)
+    case = Case(tmp_path / "read", run_config(tiny_directory, tmp_path, **KEYS))
+    assert case.go() == 0
+    unread = Case(tmp_path / "unread", run_config(tiny_directory, tmp_path, **KEYS))
+    assert whet_process(*unread.command(), output=None) == 0
+    same(unread.result(), case.result())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_evaluation_between_its_batches_and_it_is_done_again(
+    tiny_directory, tmp_path, number, record_property
+):
+    """In the evaluation after step 4: of the loss, or of the answers that are generated after it."""
+    record_property("fault: SIGINT or SIGTERM in a step, an evaluation or a load", 2)
+    sections = {
+        **KEYS, "eval": {"every": 2, "generate": True, "max_new_tokens": 5}, "data": {"valid": "synth:house-valid:12"}
+    }  # fmt: skip
+    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
+    for place in (2, 9):  # batches first, then tokens
+
+        class Send(Callback):
+            def on_step_end(self, step, metrics):
+                self.step, self.pauses = step, 0
+
+            def on_pause(self):
+                if getattr(self, "step", 0) == 4:
+                    self.pauses += 1
+                    assert self.pauses <= place + 1, "it went on"  # noqa: B023
+                    if self.pauses == place:  # noqa: B023
+                        os.kill(os.getpid(), number)
+
+        first = whet.train(run_config(tiny_directory, tmp_path / str(place), **sections), [Send()])
+        assert (first.steps, first.unfinished) == (4, True)
+        assert "in an evaluation" in first.stopped_because
+        result = whet.resume(first.directory)
+        assert result.steps == 6
+        case = Case(tmp_path / "reader", run_config(tiny_directory, tmp_path))
+        case.run = first.directory
+        found = case.result()
+        case.run = whole.directory
+        same(found, case.result())
+
+
+def test_a_signal_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
+    tiny_directory, tmp_path, record_property
+):
+    record_property("fault: SIGINT or SIGTERM in a step, an evaluation or a load", 1)
+
+    class Send(Callback):
+        def on_step_end(self, step, metrics):
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    first = whet.train(run_config(tiny_directory, tmp_path, **KEYS), [Send()])
+    assert (first.steps, first.unfinished) == (6, True)
+    assert not (first.directory / "final").exists()
+    result = whet.resume(first.directory)
+    assert (result.steps, result.unfinished) == (6, False)
+    assert (first.directory / "final").is_dir()
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_loads_ends_at_once_with_a_line(
+    tiny_directory, tmp_path, monkeypatch, number, swallowed, record_property
+):
+    record_property("fault: SIGINT or SIGTERM in a step, an evaluation or a load", 1)
+
+    def loading(*_, **__):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            if swallowed:  # as libraries with code in other languages do
+                raise ValueError("exception in a callback") from None
+            raise
+
+    monkeypatch.setattr("whet.training.run.load_base", loading)
+    with pytest.raises(KeyboardInterrupt, match="stopped before the first step, so there is nothing to save"):
+        whet.train(run_config(tiny_directory, tmp_path))
+    assert not (tmp_path / "runs").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_signal_ends_at_once(tiny_directory, tmp_path, monkeypatch):
+    """Even with a disk that takes forever; what was saved before stays."""
+    case = Case(
+        tmp_path, run_config(tiny_directory, tmp_path, run={"steps": 100_000}, checkpoint={"every": 50})
+    )
+    process = start(*case.command(), output=case.output)
+    try:
+        wait_for(lambda: list((case.run / "checkpoints").glob("step-*")))
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(30)
+        assert process.exitcode in (3, 130), case.said()  # 3: it had saved before the second one came
+    finally:
+        process.kill()
+        process.join()
+    assert "Traceback" not in case.said()
+
+
+def test_exit_code_and_line_of_an_interrupted_start(tiny_directory, tmp_path):
+    case = Case(tmp_path, run_config(tiny_directory, tmp_path))
+    process = start(*case.command(), output=case.output)
+    try:
+        wait_for(lambda: "device: cpu" in case.said())
+        os.kill(process.pid, signal.SIGINT)
+        process.join(30)
+    finally:
+        process.kill()
+        process.join()
+    if process.exitcode == 3:
+        pytest.skip("it had begun before the signal came")
+    assert process.exitcode == 130, case.said()
+    assert "SIGINT: stopped before the first step, so there is nothing to save" in case.said()
+    assert "error" not in case.said()
+
+
+def test_a_taken_name_tells_what_resume_would_do(tiny_directory, tmp_path):
+    config = run_config(tiny_directory, tmp_path, checkpoint={"every": None})
+
+    class Die(Callback):
+        def on_step_end(self, step, metrics):
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        whet.train(config, [Die()])
+    with pytest.raises(whet.WhetError, match="overwrites no run") as caught:
+        whet.train(config)
+    assert "start it over, as it has no checkpoint yet (whet resume" in caught.value.hint

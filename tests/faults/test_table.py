@@ -1,0 +1,37 @@
+"""The tables of docs/reliability.md are what was measured."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reliability.md").read_text()
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def fault_rows():
+    for name, counts in result("faults.json")["faults"].items():
+        yield f"| {name} | {counts['tried']} | {counts['survived']} | 0 |"
+
+
+def pause_rows():
+    found = result("checkpoint-pause.json")
+    yield f"| written on the spot (`async: false`) | {found['sync_ms']:.0f} ms |"
+    yield f"| in the background | {found['overlapped_ms']:.1f} ms ({found['overlapped_share']:.1%}) |"
+    yield f"| in the background, the next update following at once | {found['copy_ms']:.0f} ms |"
+
+
+def test_the_tables_are_what_was_measured():
+    for row in (*fault_rows(), *pause_rows()):
+        assert row in PAGE, f"docs/reliability.md lacks: {row}"
+    counts = result("faults.json")["faults"].values()
+    assert all(row["tried"] == row["survived"] for row in counts)
+    assert (
+        sum(row["tried"] for name, row in result("faults.json")["faults"].items() if "SIGKILL" in name) >= 25
+    )
+
+
+if __name__ == "__main__":
+    print(*fault_rows(), "", *pause_rows(), sep="\n")
