@@ -12,13 +12,13 @@ from typing import Any
 from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
 from whet.data.render import Renderer, Rendering, Supervise
-from whet.data.sources import Record, Skipped, Source
+from whet.data.sources import REASONS_KEPT, Record, Skipped, Source
 from whet.data.store import TokenStore, open_store, write_store
 from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 1  # of what rendering and encoding make of a record: a change makes all stores new
+VERSION = 2  # of what rendering and encoding make of a record: a change makes all stores new
 _CHUNK_RECORDS = 2000
 _CHUNK_CHARACTERS = 1_000_000  # rendered at once: bounds memory, and is plenty for every thread
 
@@ -65,7 +65,7 @@ class Preparation:
         return {
             "source": source.name,
             "skipped": source.skipped.count + skipped.count,
-            "reasons": reasons,
+            "reasons": reasons[:REASONS_KEPT],
             **notes,
         }
 
