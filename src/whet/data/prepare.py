@@ -12,7 +12,7 @@ from typing import Any
 from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
 from whet.data.render import Renderer, Rendering, Supervise
-from whet.data.sources import REASONS_KEPT, Record, Skipped, Source
+from whet.data.sources import REASONS_KEPT, Format, Record, Skipped, Source
 from whet.data.store import TokenStore, open_store, write_store
 from whet.errors import DataError
 
@@ -42,18 +42,23 @@ class Preparation:
         supervise: Supervise = "assistant",
         skip_bad: bool = False,
         score: str | None = None,
+        form: Format = "auto",
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise)
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
         self.score = score  # the field that says how hard a record is
+        self.form = form  # the shape that the sources were told to take records as
 
     def store(self, source: Source) -> TokenStore:
-        """The source's token store: the one that is there, or a new one."""
+        """The source's token store: the one that is there, or a new one.
+
+        One that bad records were left out of serves only those who would leave them out, too.
+        """
         directory = self.cache / self._key(source)
         found = open_store(directory)
-        if found is not None:
+        if found is not None and (self.skip_bad or not found.notes["skipped"]):
             log.info("%s: tokens from the store", source.name)
             return found
         skipped, notes = Skipped(), {"only_last": 0}
@@ -93,8 +98,8 @@ class Preparation:
             "template": tokenizer.chat_template,
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
-            "skip_bad": self.skip_bad,
             "score": self.score,
+            "form": self.form,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -93,6 +93,7 @@ class RunData:
             supervise=data.supervise,
             skip_bad=data.on_bad_record == "skip",
             score=data.curriculum.score if data.curriculum is not None else None,
+            form=data.format,
         )
 
     def prepare_source(self, name: str) -> StoredExamples:
