@@ -230,11 +230,12 @@ PROBLEMS = {
     "step": ({}, ["run.micro_batch_tokens=16"], "do not fit run.micro_batch_tokens=16"),
     "missing": ({}, ["data.valid=nowhere.jsonl"], "data.valid: nowhere.jsonl does not exist"),
     "empty": ({"valid": []}, [], "valid.jsonl holds no records"),
+    "order": ({}, ["data.order=mlx"], "data.order: mlx needs run.batch_size, and data.pack: false"),
     "no train": ({}, ["data.train=nowhere.jsonl"], "data.train: nowhere.jsonl does not exist"),
 }  # fmt: skip
 
 STOPPING = {
-    "no answer", "bad JSON", "bad shape", "refused", "vocabulary", "context", "step", "missing", "empty", "no train",
+    "no answer", "bad JSON", "bad shape", "refused", "vocabulary", "context", "step", "missing", "empty", "order", "no train",
 }  # fmt: skip
 
 
@@ -257,6 +258,19 @@ def test_check_finds_it_and_exits_2(cli, config, tmp_path, name):
     assert message in out
     assert code == (2 if name in STOPPING else 0)
     assert "Traceback" not in err
+
+
+def test_without_a_good_record_no_tokenizer_is_made_and_that_is_said(cli, config):
+    path = config(["{", "["])
+    given = yaml.safe_load(path.read_text()) | {
+        "model": {"preset": "nano", "tokenizer": "chars"},
+        "method": {"kind": "full"},
+    }
+    path.write_text(yaml.safe_dump(given))
+    code, out, _ = cli("data", path, "--check")
+    assert code == 2
+    assert "train.jsonl holds no records" in out
+    assert "2 bad records skipped" in out
 
 
 def test_what_stops_a_dry_run_stops_the_run(cli, config, tmp_path):
@@ -294,7 +308,7 @@ def test_every_problem_is_listed_at_once(cli, config):
     assert "4 problems" in out
     _, out, _ = cli("data", path)
     assert "train.jsonl:51: no token" not in out
-    assert "(--check lists them)" in out
+    assert "(whet data --check lists them)" in out
 
 
 def test_skipped_records_are_problems_that_stop_no_run(cli, config):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tiny import run_config, write_tokenizer
 from whet.config.load import make_config
@@ -201,6 +202,18 @@ def test_marks_and_special_tokens_end_a_piece(tmp_path):
     assert [piece.text for piece in pieces] == ["é", "⟨|end|⟩", "é"]
     # half of a character is learned: what is half shows as such
     assert len(TokenText(tokenizer).pieces(ids[:2], [False, True])) == 2
+
+
+def test_spaces_that_a_token_begins_with_are_kept():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()  # takes the space in front of the first word away
+    texts = ["the cat sat on the mat"] * 9
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "</s>"]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    ids = fast("the cat sat</s> on the mat")["input_ids"]
+    shown = [piece.text for piece in TokenText(fast).pieces(ids, [True] * len(ids))]
+    assert shown == ["the", " cat", " sat", "⟨/s⟩", " on", " the", " mat"]
 
 
 @settings(max_examples=200, deadline=None)

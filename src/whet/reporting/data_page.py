@@ -36,7 +36,7 @@ td { padding: .12rem 0; }
 .bars i { display: block; height: .9rem; background: var(--bar); border-radius: 2px; min-width: 1px; }
 .tokens { font: 14px/1.75 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; margin: 0;
   padding: .8rem 1rem; border: 1px solid var(--line); border-radius: 6px; color: var(--quiet); }
-.tokens span { border-bottom: 1px dotted var(--line); }
+.tokens span { box-shadow: inset -1px 0 var(--line); }
 .l { background: var(--learned); color: var(--learned-ink); }
 .s { color: var(--special); font-weight: 600; }
 .more { display: block; color: var(--quiet); font-style: italic; padding: .4rem 0; }

@@ -58,7 +58,7 @@ class DataText:
             for detail in shown:
                 self._line(f"    {detail}")
             if len(shown) < len(problem.details):
-                self._line("    ... (--check lists them)")
+                self._line("    ... (whet data --check lists them)")
 
     def _samples(self, view: DataView) -> None:
         self._title("samples")

@@ -19,7 +19,8 @@ from whet.training.model_facts import ModelFacts, model_facts
 from whet.training.run_data import SPLITS, RunData
 from whet.training.scratch import new_tokenizer
 
-SHOWN_HEAD, SHOWN_TAIL = 160, 80  # tokens of a long sample
+SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
+SHOWN_HEAD, SHOWN_TAIL = 160, 80
 _BINS = 10
 
 
@@ -116,8 +117,11 @@ def view_data(config: RunConfig, *, samples: int = 2) -> DataView:
     lenient, errors = _openable(config)
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
-    data = RunData(lenient)
-    tokenizer = _tokenizer(lenient, data)
+    try:
+        data = RunData(lenient)
+        tokenizer = _tokenizer(lenient, data)
+    except (ConfigError, DataError) as error:
+        return DataView(config, None, None, (), (), None, (*errors, error))
     try:
         model = model_facts(lenient.model, tokens=len(tokenizer))
     except ConfigError as error:
@@ -248,7 +252,7 @@ def _sample(examples: StoredExamples, index: int, text: TokenText) -> Sample:
     start, stop = int(examples.starts[index]), int(examples.stops[index])
     tokens = np.asarray(example.tokens).tolist()
     marks = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
-    long = len(tokens) > SHOWN_HEAD + SHOWN_TAIL
+    long = len(tokens) > SHOWN_WHOLE
     head = SHOWN_HEAD if long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if long else len(tokens)
     whole = (start, stop) == (begin, end)

@@ -56,7 +56,7 @@ class TokenText:
         for place, (token, mark) in enumerate(zip(tokens, supervised, strict=True)):
             if token in self._special:
                 found.append(Piece(self.name(token), (token,), mark, special=True))
-                before = []
+                before = [token]
                 continue
             waiting.append(token)
             text = self._text(before, waiting)
