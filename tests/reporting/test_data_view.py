@@ -140,6 +140,18 @@ def test_held_out_records_that_are_learned_from_are_found(look, tmp_path):
     assert found["test", "train"].count == 0
 
 
+def test_the_hard_records_of_a_curriculum_are_a_split_of_their_own(look, tmp_path):
+    hard = write(tmp_path / "hard.jsonl", [chat("why", "because " * n) for n in range(8)])
+    held = write(tmp_path / "held.jsonl", [chat("why", "because " * 2)])
+    view = look(RECORDS, valid=held, curriculum={"kind": "difficulty", "hard": hard})
+    assert [split.name for split in view.splits] == ["train", "valid", "hard"]
+    assert {(each.held, each.learned): each.twins.count for each in view.overlaps} == {
+        ("valid", "train"): 0,
+        ("valid", "hard"): 1,
+    }
+    assert view.steps.staged
+
+
 def test_samples_are_the_first_examples_token_by_token(look, tiny_directory):
     view = look([chat("Hi\nthere", "Yes.")], samples=3)
     [sample] = view.splits[0].samples

@@ -22,7 +22,7 @@ class DataText:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._plain = not console.is_terminal or console.no_color
+        self._plain = not console.is_terminal or console.no_color or console.color_system is None
 
     def show(self, view: DataView) -> None:
         """Everything but the problems."""
