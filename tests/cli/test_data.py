@@ -152,17 +152,21 @@ def test_the_page_holds_everything_and_fetches_nothing(cli, config, tmp_path):
 
 def test_the_page_escapes_everything(cli, config, tmp_path):
     attack = "<script>alert(1)</script><img src=x onerror='alert(1)'>\"'&amp;</pre></style>"
-    path = tmp_path / "a'\"><b>.jsonl"
+    write_tiny_model(tmp_path / "model", vocab_size=262)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<script>", "<img src=x onerror='alert(1)'>"])  # an attack may be one token
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "a' onclick='alert(1)'\"><b>.jsonl"
     path.write_text("\n".join([json.dumps(chat(attack, attack)), json.dumps({attack: 1})]))
-    code, _, _ = cli(
-        "data", config(), f"data.valid={json.dumps(str(path))}", "--html", tmp_path / "data.html"
-    )
+    overrides = [f"data.{split}={json.dumps(str(path))}" for split in ("train", "valid")]
+    code, _, _ = cli("data", config(model=tmp_path / "model"), *overrides, "--html", tmp_path / "data.html")
     assert code == 0
     page = Page((tmp_path / "data.html").read_text())
     assert page.tags.isdisjoint({"script", "img"})
-    assert "".join(page.text).count("<script>alert(1)</script>") >= 2
     assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert any("a'\"><b>.jsonl" in text for text in page.text)
+    assert "".join(page.text).count("<script>alert(1)</script>") >= 2
+    assert any("a' onclick='alert(1)'\"><b>.jsonl" in text for text in page.text)
+    assert any("><b>.jsonl" in value for name, value in page.attributes if name == "title")
 
 
 def test_a_page_that_cannot_be_written_is_an_error(cli, config, tmp_path):
