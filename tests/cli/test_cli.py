@@ -1,6 +1,5 @@
 """The command line as a person meets it: what it prints, what it refuses, and its exit codes."""
 
-import io
 import json
 import shutil
 import signal
@@ -15,21 +14,6 @@ import yaml
 import whet
 from tiny import run_config, write_tiny_model
 from whet.cli import app
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the command in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["whet", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as stopped:
-            app.main()
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 def write_config(tiny_directory, tmp_path, **sections):

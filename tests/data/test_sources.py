@@ -142,10 +142,12 @@ def test_bad_records_are_skipped_and_counted_once(tmp_path):
         assert [record.fields["text"] for record in source] == ["a", "b"]
         assert source.skipped.count == len(bad)
     assert [reason.split(": ")[0] for reason in source.skipped.reasons] == [
-        f"{path}:{n}" for n in range(2, 7)
+        f"{path}:{n}" for n in range(2, 9)
     ]
     assert source.skipped.summary().startswith(f"7 bad records skipped ({path}:2: not valid JSON")
     assert source.skipped.summary().endswith("; ...)")
+    assert f"{path}:6" in source.skipped.summary()
+    assert f"{path}:7" not in source.skipped.summary()
     mixed = open_source(
         [WeightedSource(source=str(path), weight=1), WeightedSource(source="synth:house:50", weight=1)],
         on_bad="skip",

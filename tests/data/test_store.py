@@ -143,6 +143,7 @@ def test_a_second_start_does_no_work_and_any_change_makes_a_new_store(tiny, tmp_
             raise AssertionError("the records were read again")
 
     assert prepared().store(Unreadable()).directory == first.directory
+    assert prepared(skip_bad=True).store(Unreadable()).directory == first.directory
     assert prepared(supervise="all").store(open_source(str(path))).directory != first.directory
     template = tiny[1].chat_template
     tiny[1].chat_template = template.replace("<|end|>", "<|end|> ")
@@ -165,8 +166,29 @@ def test_bad_records_stop_the_run_or_are_counted(tiny, tmp_path):
     store = lenient.store(open_source(str(path), on_bad="skip"))
     assert len(store) == 2
     assert store.notes["skipped"] == 2
+    with pytest.raises(DataError, match=r"mixed.jsonl:[23]: "):  # though there is a store now
+        Preparation(tiny[1], cache=tmp_path / "cache").store(open_source(str(path)))
     for line, reason in ((2, "no token"), (3, "fits no shape")):
         assert any(f"mixed.jsonl:{line}" in each and reason in each for each in store.notes["reasons"])
+
+
+def test_another_format_makes_a_new_store(tiny_directory, tmp_path):
+    from transformers import AutoTokenizer
+
+    from whet.config.load import make_config
+    from whet.training.run_data import RunData
+
+    path = tmp_path / "both.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b", "text": "another text"}))
+
+    def tokens(form):
+        data = {"train": str(path), "valid": None, "format": form}
+        run = RunData(make_config(run_config(tiny_directory, tmp_path, data=data)))
+        run.prepare(AutoTokenizer.from_pretrained(tiny_directory))
+        return len(run.examples["train"][0].tokens)
+
+    assert tokens("auto") == len("ab") + 4
+    assert tokens("text") == len("another text") + 1
 
 
 def test_tokens_outside_the_models_vocabulary_are_named(tiny_directory, tmp_path):

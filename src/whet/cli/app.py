@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import typer
 
-from whet.cli import chat, doctor, evaluate, generate, pull, resume, tokenizer, train
+from whet.cli import chat, data, doctor, evaluate, generate, pull, resume, tokenizer, train
 from whet.errors import WhetError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("train", context_settings={"help_option_names": []})(train.command)
 app.command("resume")(resume.command)
+app.command("data")(data.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)

@@ -24,6 +24,9 @@ def _show_help(context: typer.Context, asked: bool) -> None:
 def command(
     config: str = typer.Argument(help="A YAML file; docs/config.md lists every key."),
     overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Go through every file and print the plan; build no model, write no run."
+    ),
     _: bool = typer.Option(
         False,
         "--help",
@@ -34,9 +37,13 @@ def command(
     ),
 ) -> None:
     """Train: everything in CONFIG, with overrides."""
+    from whet.cli.data import plan
     from whet.config.load import load_config
     from whet.training.run import train
 
+    if dry_run:
+        plan(config, overrides or [])
+        return
     settings = load_config(config, overrides or ())
     follow(lambda callbacks: train(settings, callbacks))
 

@@ -12,13 +12,13 @@ from typing import Any
 from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
 from whet.data.render import Renderer, Rendering, Supervise
-from whet.data.sources import Record, Skipped, Source
+from whet.data.sources import REASONS_KEPT, Format, Record, Skipped, Source
 from whet.data.store import TokenStore, open_store, write_store
 from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 1  # of what rendering and encoding make of a record: a change makes all stores new
+VERSION = 2  # of what rendering and encoding make of a record: a change makes all stores new
 _CHUNK_RECORDS = 2000
 _CHUNK_CHARACTERS = 1_000_000  # rendered at once: bounds memory, and is plenty for every thread
 
@@ -43,6 +43,7 @@ class Preparation:
         skip_bad: bool = False,
         columns: Sequence[str] = (),
         pairs: bool = False,
+        form: Format = "auto",
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise)
         self.encoder = Encoder(tokenizer)
@@ -50,12 +51,16 @@ class Preparation:
         self.skip_bad = skip_bad
         self.pairs = pairs  # two examples a record, a preferred answer and a worse one
         self.columns = tuple(columns)  # fields whose numbers are kept beside the tokens
+        self.form = form  # the shape that the sources were told to take records as
 
     def store(self, source: Source) -> TokenStore:
-        """The source's token store: the one that is there, or a new one."""
+        """The source's token store: the one that is there, or a new one.
+
+        One that bad records were left out of serves only those who would leave them out, too.
+        """
         directory = self.cache / self._key(source)
         found = open_store(directory)
-        if found is not None:
+        if found is not None and (self.skip_bad or not found.notes["skipped"]):
             log.info("%s: tokens from the store", source.name)
             return found
         skipped, notes = Skipped(), {"only_last": 0}
@@ -67,7 +72,7 @@ class Preparation:
         return {
             "source": source.name,
             "skipped": source.skipped.count + skipped.count,
-            "reasons": reasons,
+            "reasons": reasons[:REASONS_KEPT],
             **notes,
         }
 
@@ -95,9 +100,9 @@ class Preparation:
             "template": tokenizer.chat_template,
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
-            "skip_bad": self.skip_bad,
             "columns": self.columns,
             "pairs": self.pairs,
+            "form": self.form,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

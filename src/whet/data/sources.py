@@ -19,7 +19,8 @@ OnBad = Literal["error", "skip"]
 Format = ShapeName | Literal["auto"]
 Spec = str | Sequence[str] | Sequence[WeightedSource]
 
-REASONS_KEPT = 5
+REASONS_KEPT = 100  # for `whet data --check`, which lists them
+REASONS_SHOWN = 5  # where bad records are only mentioned
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class Skipped:
 
     def summary(self) -> str:
         """The count and the first reasons, for a person."""
-        more = "; ..." if self.count > len(self.reasons) else ""
-        return f"{self.count} bad record{'s' * (self.count != 1)} skipped ({'; '.join(self.reasons)}{more})"
+        shown = self.reasons[:REASONS_SHOWN]
+        more = "; ..." if self.count > len(shown) else ""
+        return f"{self.count} bad record{'s' * (self.count != 1)} skipped ({'; '.join(shown)}{more})"
 
 
 class Source(Protocol):

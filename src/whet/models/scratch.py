@@ -13,17 +13,18 @@ from whet.models.initialise import from_scratch
 from whet.models.language_model import LanguageModel
 from whet.models.load import load_tokenizer
 from whet.models.presets import preset_spec
+from whet.models.spec import ModelSpec
 
 log = logging.getLogger("whet")
 
 
-def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path) -> Any:
+def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None = None) -> Any:
     """The tokenizer of a preset: made from the texts, or one that exists.
 
     One that was made for this run before is read from `kept_in`: a resumed run has its own ids.
     Any: a transformers tokenizer.
     """
-    if kept_in.is_dir():
+    if kept_in is not None and kept_in.is_dir():
         return load_tokenizer(kept_in)
     if not is_homemade(preset.tokenizer):
         return load_tokenizer(preset.tokenizer)
@@ -32,19 +33,23 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path) -> Any
     return tokenizer
 
 
-def new_model(preset: Preset, tokenizer: Any, *, seed: int) -> LanguageModel:  # Any: as above
-    """The model of a preset, with fresh weights."""
-    size = len(tokenizer)
-    changes = {"vocab_size": size, **preset.changes()}
-    if changes["vocab_size"] < size:
+def new_spec(preset: Preset, *, tokens: int) -> ModelSpec:
+    """What a preset describes, for a tokenizer with so many tokens."""
+    changes = {"vocab_size": tokens, **preset.changes()}
+    if changes["vocab_size"] < tokens:
         raise ConfigError(
-            f"model.vocab_size={changes['vocab_size']} is smaller than the {size} of the tokenizer",
+            f"model.vocab_size={changes['vocab_size']} is smaller than the {tokens} of the tokenizer",
             hint="leave model.vocab_size out to take as many as there are",
         )
     try:
-        spec = preset_spec(preset.preset, **changes)
+        return preset_spec(preset.preset, **changes)
     except ModelError as error:
         raise ConfigError(f"model: {error.message}", hint=error.hint) from error
+
+
+def new_model(preset: Preset, tokenizer: Any, *, seed: int) -> LanguageModel:  # Any: as above
+    """The model of a preset, with fresh weights."""
+    spec = new_spec(preset, tokens=len(tokenizer))
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = from_scratch(spec, seed=seed, source_config=special)
     model.name = f"{preset.preset} from scratch"

@@ -15,7 +15,7 @@ from whet.data.examples import StoredExamples, cut
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
 from whet.data.render import text_of
-from whet.data.sources import Source, holds_split, open_source
+from whet.data.sources import Skipped, Source, holds_split, open_source
 from whet.data.splits import Split
 from whet.errors import ConfigError, DataError
 from whet.models.hub import tokens_dir
@@ -60,7 +60,12 @@ class RunData:
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""
-        return map(text_of, self.sources["train"])
+        for record in self.sources["train"]:
+            try:
+                yield text_of(record)
+            except DataError:  # counted when it is tokenised
+                if self.config.data.on_bad_record == "error":
+                    raise
 
     def digests(self) -> dict[str, str]:
         """A hash of each source's content."""
@@ -68,6 +73,18 @@ class RunData:
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Tokenise every source, or find that it was done before, and say what is in it."""
+        self.use(tokenizer)
+        for name, source in self.sources.items():
+            examples = self.prepare_source(name)
+            log.info("%s: %s: %s", name, source.name, examples.summary())
+            for line in complaints(examples.store.notes):
+                log.warning("%s: %s", name, line)
+        data = self.config.data
+        if data.valid is None and holds_split(data.train, "valid"):
+            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+
+    def use(self, tokenizer: Any) -> None:  # Any: as above
+        """Tokenise with this one from now on."""
         data, curriculum = self.config.data, self.config.data.curriculum
         self.tokenizer = tokenizer
         self.preparation = Preparation(
@@ -76,16 +93,15 @@ class RunData:
             supervise=data.supervise,
             skip_bad=data.on_bad_record == "skip",
             columns=[curriculum.score] if curriculum is not None and curriculum.score else [],
+            form=data.format,
         )
-        for name, source in self.sources.items():
-            store = self.preparation.store(source)
-            examples = cut(store, max_length=data.max_length, too_long=data.too_long)
-            self.examples[name] = examples
-            log.info("%s: %s: %s", name, source.name, examples.summary())
-            for line in complaints(store.notes):
-                log.warning("%s: %s", name, line)
-        if data.valid is None and holds_split(data.train, "valid"):
-            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+
+    def prepare_source(self, name: str) -> StoredExamples:
+        """Tokenise one source, or find that it was done before."""
+        data = self.config.data
+        store = self.preparation.store(self.sources[name])
+        self.examples[name] = cut(store, max_length=data.max_length, too_long=data.too_long)
+        return self.examples[name]
 
     def check(self, model: LanguageModel) -> None:
         """Refuse tokens and lengths that the model does not know."""
@@ -161,7 +177,7 @@ class RunData:
 def complaints(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
     """What went wrong when a source was tokenised, for a person."""
     if count := notes.get("skipped"):
-        yield f"{count} bad record{'s' * (count != 1)} skipped ({'; '.join(notes['reasons'])})"
+        yield Skipped(count, notes["reasons"]).summary()
     if count := notes.get("only_last"):
         yield (
             f"the chat template rewrites earlier turns of {count} conversation{'s' * (count != 1)}: "

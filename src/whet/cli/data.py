@@ -1,0 +1,77 @@
+"""whet data: what the model will see."""
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def command(
+    config: str = typer.Argument(help="A YAML file, as for whet train."),
+    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. data.max_length=512"),  # noqa: B008
+    html: str | None = typer.Option(None, "--html", help="Also write it as a page, into this file."),
+    check: bool = typer.Option(False, "--check", help="List every problem; exit 2 if there is one."),
+    samples: int = typer.Option(2, min=0, help="Show this many examples of each split."),
+) -> None:
+    """Show what the model sees of the data in CONFIG: tokens, masks, lengths, packing. No model is built."""
+    from pathlib import Path
+
+    from whet.cli.console import set_up_logging
+    from whet.config.load import load_config
+    from whet.errors import ConfigError, StorageError
+    from whet.reporting.data_page import data_page
+    from whet.reporting.data_problems import find_problems
+    from whet.reporting.data_text import DataText
+    from whet.reporting.data_view import view_data
+    from whet.storage import replace_text
+
+    set_up_logging()
+    view = view_data(load_config(config, overrides or ()), samples=samples)
+    problems = find_problems(view)
+    if html is not None:
+        try:
+            replace_text(Path(html), data_page(view, problems, title=config))
+        except StorageError as error:
+            raise ConfigError(error.message, hint="--html needs a directory that exists") from error
+    text = DataText(stdout_console())
+    text.show(view)
+    text.show_problems(problems, every_record=check)
+    if check and problems:
+        raise typer.Exit(2)
+
+
+def plan(config: str, overrides: list[str]) -> None:
+    """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
+    from pathlib import Path
+
+    from whet.cli.console import set_up_logging
+    from whet.config.load import load_config
+    from whet.reporting.data_problems import Problem, find_problems
+    from whet.reporting.data_text import DataText
+    from whet.reporting.data_view import view_data
+
+    set_up_logging()
+    settings = load_config(config, overrides)
+    view = view_data(settings, samples=0)
+    problems = find_problems(view)
+    directory = Path(settings.run.dir) / settings.run.name
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        taken = f"{directory} exists already, and whet overwrites no run"
+        problems.insert(0, Problem(taken, "choose another name (run.name=...)", stops=True))
+    text = DataText(stdout_console())
+    text.show_plan(view)
+    text.show_problems(problems, every_record=False)
+    if any(problem.stops for problem in problems):
+        raise typer.Exit(2)
+
+
+def stdout_console() -> "Console":
+    """The console for results, which writes what it can to one that has few characters."""
+    from rich.console import Console
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(soft_wrap=True, emoji=False, markup=False, highlight=False)

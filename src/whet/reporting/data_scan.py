@@ -1,0 +1,81 @@
+"""One pass over the tokens of a split: what is in it twice, and how its examples begin and end."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from whet.data.examples import StoredExamples
+from whet.data.store import TokenStore
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Records with the same tokens: how many there are besides the first, and a pair of them."""
+
+    count: int = 0
+    pair: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass finds. Memory: eight bytes a record."""
+
+    hashes: np.ndarray  # [records] of the token ids
+    doubled_bos: int
+    first_doubled: str
+    ended: int  # examples that teach the model to end its answer
+
+
+def scan(examples: StoredExamples, *, bos: int | None, ends: Iterable[int]) -> Scan:
+    """Read every record once."""
+    store, ends = examples.store, list(ends)
+    hashes = np.zeros(len(store), dtype=np.uint64)
+    first_example = np.searchsorted(examples.records, np.arange(len(store) + 1))
+    doubled: list[int] = []
+    count = ended = 0
+    for record in range(len(store)):
+        start = int(store.bounds[record])
+        ids, marks = store.read(start, int(store.bounds[record + 1]))
+        hashes[record] = _hash(ids)
+        if bos is not None and ids[:2].tolist() == [bos, bos]:
+            count += 1
+            doubled = doubled or [record]
+        learned_ends = np.flatnonzero(marks & np.logical_or.reduce([ids == end for end in ends])) + start
+        for example in range(first_example[record], first_example[record + 1]) if len(learned_ends) else ():
+            # the first token of an example has nothing before it to be predicted from
+            inside = (learned_ends > examples.starts[example]) & (learned_ends < examples.stops[example])
+            ended += bool(inside.any())
+    return Scan(hashes, count, store.origin(doubled[0]) if doubled else "", ended)
+
+
+def _hash(ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+
+
+def duplicates(store: TokenStore, hashes: np.ndarray) -> Twins:
+    """Records that are in a split more than once; the repeats that a mixture's weights ask for are none."""
+    order = np.argsort(hashes, kind="stable")
+    same = hashes[order][1:] == hashes[order][:-1]
+    count, pair = 0, ("", "")
+    first, seen = "", set[str]()
+    for place in np.flatnonzero(same).tolist():
+        if not place or not same[place - 1]:
+            first = store.origin(int(order[place]))
+            seen = {first}
+        origin = store.origin(int(order[place + 1]))
+        if origin not in seen:
+            seen.add(origin)
+            pair = pair if count else (first, origin)
+            count += 1
+    return Twins(count, pair)
+
+
+def overlap(held: TokenStore, held_hashes: np.ndarray, learned: TokenStore, hashes: np.ndarray) -> Twins:
+    """Records of a held-out split that are also learned from."""
+    found = np.flatnonzero(np.isin(held_hashes, hashes))
+    if not len(found):
+        return Twins()
+    learned_record = int(np.flatnonzero(hashes == held_hashes[found[0]])[0])
+    return Twins(len(found), (held.origin(int(found[0])), learned.origin(learned_record)))

@@ -1,0 +1,312 @@
+"""What the model will see of a run's data: every fact that is shown, found once, with no model built."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from whet.adapters.load import tokenizer_of
+from whet.config.sections import Preset, RunConfig
+from whet.data.batches import check_lengths
+from whet.data.examples import StoredExamples
+from whet.data.sources import REASONS_KEPT, open_source
+from whet.errors import ConfigError, DataError, ModelError, WhetError
+from whet.models.scratch import new_tokenizer
+from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, scan
+from whet.reporting.shown_tokens import Piece, TokenText
+from whet.reporting.step_plan import StepFacts, plan_steps
+from whet.training.model_facts import ModelFacts, model_facts
+from whet.training.run_data import SPLITS, RunData
+
+SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
+SHOWN_HEAD, SHOWN_TAIL = 160, 80
+_BINS = 10
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One example, token by token; a long one without its middle."""
+
+    origin: str
+    place: str  # which part of its record it is, where it is not the whole
+    tokens: int
+    supervised: int
+    head: tuple[Piece, ...]
+    left_out: int
+    tail: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """One bar of a histogram: records of `low` to `high` tokens, both included."""
+
+    low: int
+    high: int
+    count: int
+
+    @property
+    def label(self) -> str:
+        """Its range, for a person."""
+        return f"{self.low:,} to {self.high:,}" if self.high > self.low else f"{self.low:,}"
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """Train, valid, test, or the hard records of a curriculum."""
+
+    name: str
+    source: str
+    shape: str | None  # of its first record
+    records: int  # without the bad ones
+    examples: int
+    tokens: int  # of the examples
+    supervised: int
+    lengths: tuple[int, int, int, int]  # of the records, before any is cut: min, median, 95%, max
+    bins: tuple[Bin, ...]
+    cut: dict[str, int]  # truncated, split, dropped
+    skipped: int
+    reasons: tuple[str, ...]  # why, for the first of them
+    only_last: int  # conversations of which the template lets only the last answer be found
+    duplicates: Twins
+    doubled_bos: int
+    first_doubled: str
+    ended: int  # examples in which a token that ends an answer is learned
+    longest: tuple[int, str]  # tokens of an example, and where it came from
+    outside: str | None  # a token that the model does not know
+    refused: int  # records that are too long, where data.too_long is error
+    too_long: tuple[str, ...]  # the first of them
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Records that are learned from and held out."""
+
+    held: str
+    learned: str
+    twins: Twins
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """How texts become tokens."""
+
+    size: int
+    special: dict[str, str]  # BOS, EOS, PAD: the name, for those that there are
+    ends: tuple[str, ...]  # tokens at which an answer ends
+    template: str | None
+    template_digest: str | None
+
+
+@dataclass(frozen=True)
+class DataView:
+    """Everything that is shown."""
+
+    config: RunConfig
+    model: ModelFacts | None
+    tokenizer: TokenizerFacts | None
+    splits: tuple[SplitFacts, ...]
+    overlaps: tuple[Overlap, ...]
+    steps: StepFacts | None
+    errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
+
+
+def view_data(config: RunConfig, *, samples: int = 2) -> DataView:
+    """Go through every source of a config. A bad record, file or split does not hide the others."""
+    lenient, errors = _openable(config)
+    if lenient is None:
+        return DataView(config, None, None, (), (), None, tuple(errors))
+    try:
+        data = RunData(lenient)
+        tokenizer = _tokenizer(lenient, data)
+    except (ConfigError, DataError) as error:
+        return DataView(config, None, None, (), (), None, (*errors, error))
+    try:
+        model = model_facts(lenient.model, tokens=len(tokenizer))
+    except ConfigError as error:
+        model = None
+        errors.append(error)
+    ends = _ends(tokenizer, model)
+    scans: dict[str, Scan] = {}
+    splits: list[SplitFacts] = []
+    data.use(tokenizer)
+    for name in data.sources:
+        try:
+            examples = data.prepare_source(name)
+            if name in ("valid", "test"):
+                _check_evaluation(examples, data)
+        except DataError as error:
+            errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
+        if name in data.examples:
+            scans[name] = scan(data.examples[name], bos=tokenizer.bos_token_id, ends=ends)
+            splits.append(_split_facts(name, data, scans[name], config, model, samples))
+    steps = None
+    if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
+        try:
+            steps = plan_steps(lenient, data)
+        except (ConfigError, DataError) as error:
+            errors.append(error)
+    text = TokenText(tokenizer)
+    return DataView(
+        config=config,
+        model=model,
+        tokenizer=_tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
+        splits=tuple(splits),
+        overlaps=tuple(_overlaps(data, scans)),
+        steps=steps,
+        errors=tuple(errors),
+    )
+
+
+def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
+    """The config with nothing in it that would stop at the first mistake; None when nothing can be read."""
+    data, errors = config.data, list[WhetError]()
+    changes: dict[str, Any] = {"on_bad_record": "skip"}  # Any: values of several keys
+    if data.too_long == "error":
+        changes["too_long"] = "truncate"
+    for split in SPLITS:
+        if (spec := getattr(data, split)) is not None:
+            try:
+                open_source(spec, split=split, form=data.format)
+            except DataError as error:
+                errors.append(DataError(f"data.{split}: {error.message}", hint=error.hint))
+                changes[split] = None
+    if "train" in changes:
+        return None, errors
+    return config.model_copy(update={"data": data.model_copy(update=changes)}), errors
+
+
+def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
+    if isinstance(config.model, Preset):
+        return new_tokenizer(config.model, data.texts())
+    if (found := tokenizer_of(config.model)) is None:
+        raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
+    return found
+
+
+def _ends(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as above
+    """The tokens at which generation stops, as far as the tokenizer has them."""
+    found = {tokenizer.eos_token_id, *(model.stop_tokens if model is not None else ())}
+    return {token for token in found if token is not None and 0 <= token < len(tokenizer)}
+
+
+def _check_evaluation(examples: StoredExamples, data: RunData) -> None:
+    limit = data.steps.micro_tokens
+    check_lengths(examples, replace(data.steps, batch_size=None, batch_tokens=limit, order="sequential"))
+
+
+def _split_facts(
+    name: str, data: RunData, found: Scan, config: RunConfig, model: ModelFacts | None, samples: int
+) -> SplitFacts:
+    examples, source = data.examples[name], data.sources[name]
+    store, limit = examples.store, config.data.max_length
+    sizes = np.diff(store.bounds)
+    in_order = np.sort(sizes)
+    low, middle, high, top = (int(in_order[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
+    longest = int(examples.lengths.argmax())
+    refused = np.flatnonzero(sizes > limit) if config.data.too_long == "error" else np.array([], dtype=int)
+    text = TokenText(data.tokenizer)
+    return SplitFacts(
+        name=name,
+        source=source.name,
+        shape=next((record.shape for record in source), None),
+        records=len(store),
+        examples=len(examples),
+        tokens=int((examples.stops - examples.starts).sum()),
+        supervised=examples.supervised,
+        lengths=(low, middle, high, top),
+        bins=histogram(sizes),
+        cut={what: 0 if len(refused) else count for what, count in examples.counts.items()},
+        skipped=store.notes["skipped"],
+        reasons=tuple(store.notes["reasons"]),
+        only_last=store.notes["only_last"],
+        duplicates=duplicates(store, found.hashes),
+        doubled_bos=found.doubled_bos,
+        first_doubled=found.first_doubled,
+        ended=found.ended,
+        longest=(int(examples.lengths[longest]) + 1, examples[longest].origin),
+        outside=_outside(examples, data.tokenizer, model),
+        refused=len(refused),
+        too_long=tuple(
+            f"{store.origin(record)}: {sizes[record]:,} tokens" for record in refused[:REASONS_KEPT].tolist()
+        ),
+        samples=tuple(_sample(examples, index, text) for index in range(min(samples, len(examples)))),
+    )
+
+
+def _outside(
+    examples: StoredExamples, tokenizer: Any, model: ModelFacts | None
+) -> str | None:  # Any: as above
+    store = examples.store
+    if model is None or model.vocab_size is None or store.largest < model.vocab_size:
+        return None
+    name = tokenizer.convert_ids_to_tokens(store.largest)
+    return f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r})"
+
+
+def _sample(examples: StoredExamples, index: int, text: TokenText) -> Sample:
+    example, store = examples[index], examples.store
+    record = int(examples.records[index])
+    begin, end = (int(store.bounds[at]) for at in (record, record + 1))
+    start, stop = int(examples.starts[index]), int(examples.stops[index])
+    tokens = np.asarray(example.tokens).tolist()
+    marks = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
+    long = len(tokens) > SHOWN_WHOLE
+    head = SHOWN_HEAD if long else len(tokens)
+    tail = len(tokens) - SHOWN_TAIL if long else len(tokens)
+    whole = (start, stop) == (begin, end)
+    return Sample(
+        origin=example.origin,
+        place="" if whole else f"tokens {start - begin + 1:,} to {stop - begin:,} of {end - begin:,}",
+        tokens=len(tokens),
+        supervised=example.supervised_count,
+        head=text.pieces(tokens[:head], marks[:head]),
+        left_out=tail - head,
+        tail=text.pieces(tokens[tail:], marks[tail:]),
+    )
+
+
+def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
+    """Bars of even width, or each twice as wide as the one before where a few are far longer than most."""
+    low, top = int(sizes.min()), int(sizes.max())
+    if top > 16 * float(np.median(sizes)):
+        edges = 2 ** np.arange(int(np.log2(low)), int(np.log2(top)) + 2)
+    else:
+        magnitude = 10 ** np.floor(np.log10(max(1, (top - low) / _BINS)))
+        step = int(magnitude * next(f for f in (1, 2, 5, 10) if f * magnitude >= (top - low) / _BINS))
+        edges = np.arange(low // step * step, top + step + 1, step)
+    counts, _ = np.histogram(sizes, edges)
+    return tuple(
+        Bin(int(first), int(after) - 1, int(count))
+        for first, after, count in zip(edges, edges[1:], counts, strict=False)
+        if first <= top
+    )
+
+
+def _overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
+    found = []
+    for held in ("valid", "test"):
+        for learned in ("train", "hard"):
+            if held in scans and learned in scans:
+                twins = overlap(
+                    data.examples[held].store,
+                    scans[held].hashes,
+                    data.examples[learned].store,
+                    scans[learned].hashes,
+                )
+                found.append(Overlap(held, learned, twins))
+    return found
+
+
+def _tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: as above
+    named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
+    template = tokenizer.chat_template or None
+    text = template if template is None or isinstance(template, str) else repr(template)
+    return TokenizerFacts(
+        size=len(tokenizer),
+        special={name: str(token) for name, token in named.items() if token is not None},
+        ends=ends,
+        template=text,
+        template_digest=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
+    )

@@ -1,0 +1,100 @@
+"""The facts of a run's data in words: the same ones in a terminal and on a page."""
+
+from whet.reporting.data_view import DataView, SplitFacts
+
+Rows = list[tuple[str, str]]
+
+
+def model_line(view: DataView) -> str:
+    """The model that will read it."""
+    model = view.model
+    if model is None:
+        return str(view.config.model)
+    known = {"parameters": model.parameters, "vocabulary": model.vocab_size, "context": model.max_positions}
+    parts = [f"{name} {value:,}" for name, value in known.items() if value is not None]
+    return ", ".join([model.name, *parts])
+
+
+def tokenizer_rows(view: DataView) -> Rows:
+    """The tokenizer, its special tokens and its chat template."""
+    found = view.tokenizer
+    if found is None:
+        return []
+    named = [f"{name} {token}" for name, token in found.special.items()] or ["no special tokens"]
+    missing = [name for name in ("BOS", "EOS", "PAD") if name not in found.special and found.special]
+    rows = [
+        ("tokenizer", f"{found.size:,} tokens; {', '.join([*named, *(f'no {name}' for name in missing)])}")
+    ]
+    if found.template is None:
+        return [*rows, ("template", "none: conversations cannot be read")]
+    lines = found.template.count("\n") + 1
+    return [*rows, ("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {found.template_digest}")]
+
+
+def split_rows(split: SplitFacts, view: DataView) -> Rows:
+    """Counts, lengths, what was lost, what is there twice. The first three rows are the sizes."""
+    bad = f", and {split.skipped:,} bad" if split.skipped else ""
+    shape = f" ({_shape(split, view)})" if split.shape else ""
+    share = split.supervised / split.tokens
+    low, middle, high, top = split.lengths
+    cut = [f"{count:,} {what}" for what, count in split.cut.items() if count]
+    if split.refused:
+        cut.append(f"{split.refused:,} refused")
+    rows = [
+        ("records", f"{split.records:,}{bad}{shape}"),
+        ("examples", f"{split.examples:,}, {split.tokens:,} tokens, {share:.1%} of them learned"),
+        ("lengths", f"min {low:,}, median {middle:,}, 95% {high:,}, max {top:,} tokens a record"),
+        ("too long", f"{', '.join(cut) or 'none'} (data.max_length {view.config.data.max_length:,})"),
+        ("duplicates", _twins(split.duplicates.count, split.duplicates.pair)),
+    ]
+    rows += [
+        (f"in {each.learned}", _twins(each.twins.count, each.twins.pair))
+        for each in view.overlaps
+        if each.held == split.name
+    ]
+    if view.tokenizer is not None:
+        rows += _ends(split, view.tokenizer.ends)
+        if "BOS" in view.tokenizer.special:
+            rows.append(("BOS twice", f"{split.doubled_bos:,}" if split.doubled_bos else "never"))
+    return rows
+
+
+def _shape(split: SplitFacts, view: DataView) -> str:
+    chat = view.tokenizer is not None and view.tokenizer.template is not None
+    if split.shape == "messages" or (split.shape == "completion" and chat):
+        return f"{split.shape}, through the chat template"
+    return f"{split.shape}, without a template"
+
+
+def _ends(split: SplitFacts, ends: tuple[str, ...]) -> Rows:
+    if not ends:
+        return [("end", "the tokenizer has no token that ends an answer")]
+    return [("end", f"{' or '.join(ends)} is learned in {split.ended:,} of {split.examples:,} examples")]
+
+
+def _twins(count: int, pair: tuple[str, str]) -> str:
+    return f"{count:,}, such as {' = '.join(pair)}" if count else "none"
+
+
+def step_rows(view: DataView) -> Rows:
+    """The plan: how many steps, how large, how well filled."""
+    plan, run = view.steps, view.config.run
+    if plan is None:
+        return [("steps", "cannot be planned: see the problems")]
+    wanted = f"{run.batch_tokens:,} tokens" if run.batch_tokens else f"{run.batch_size:,} examples"
+    passes = f"{plan.epochs:,.2f}".rstrip("0").rstrip(".")
+    padding = f"{1 - plan.efficiency:.1%} of the positions" if plan.efficiency < 1 else "none"
+    rows = [
+        ("steps", f"{plan.steps:,} of at most {wanted}: {passes} epoch{'s' * (passes != '1')}"),
+        ("an epoch", f"{plan.in_epoch:,} step{'s' * (plan.in_epoch != 1)}"),
+        ("a step", f"{plan.examples_a_step:,.1f} examples, {plan.tokens_a_step:,.1f} tokens on average"),
+        ("in all", f"about {plan.tokens:,} tokens"),
+        ("micro-batches", f"{plan.micro_batches:,.1f} a step, of at most {plan.micro_tokens:,} tokens"),
+        ("packing", f"micro-batches {plan.filled:.1%} full" if view.config.data.pack else "off"),
+        ("padding", padding),
+    ]
+    if plan.measured < plan.in_epoch:
+        rows.append(("", f"the last two were measured on the first {plan.measured:,} steps"))
+    if plan.staged:
+        rows.append(("", "measured without data.curriculum, which changes what is in a step"))
+    return rows

@@ -1,0 +1,76 @@
+"""What is known of a model before any of its weights is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from whet.adapters.files import CONFIG as ADAPTER_CONFIG
+from whet.adapters.load import usable_directory
+from whet.config.sections import Preset
+from whet.errors import ModelError
+from whet.models import families
+from whet.models.costs import parameter_counts
+from whet.models.hub import resolve
+from whet.models.scratch import new_spec
+from whet.models.spec import ModelSpec
+from whet.models.weights import read_json
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's sizes, and the tokens at which its answers end. None: its config does not say."""
+
+    name: str
+    vocab_size: int | None
+    max_positions: int | None
+    parameters: int | None
+    stop_tokens: frozenset[int] = frozenset()
+
+
+def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
+    """Facts of the model that a config names; `tokens` is how many its tokenizer has."""
+    if isinstance(model, Preset):
+        return _of_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
+    directory = _weights_directory(model)
+    config = read_json(directory / "config.json")
+    stops = _stop_tokens(config)
+    if (path := directory / "generation_config.json").is_file():
+        stops |= _stop_tokens(read_json(path))
+    family = families.choose(config).family
+    if family is not None:
+        try:
+            return _of_spec(model, family.from_config(config), stops)
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ModelError(f"{directory / 'config.json'} cannot be understood: {error}") from error
+    text = {**config, **(config.get("text_config") or {})}  # models of several kinds of input nest it
+    positions = _number(text, "max_position_embeddings") or _number(text, "max_seq_len")
+    return ModelFacts(model, _number(text, "vocab_size"), positions, None, stops)
+
+
+def _of_spec(name: str, spec: ModelSpec, stops: frozenset[int] = frozenset()) -> ModelFacts:
+    return ModelFacts(name, spec.vocab_size, spec.max_positions, sum(parameter_counts(spec).values()), stops)
+
+
+def _weights_directory(name: str | Path) -> Path:
+    """Where the config.json is: of the base, if the name is that of an adapter."""
+    target = usable_directory(name)
+    if isinstance(target, Path) and (target / ADAPTER_CONFIG).is_file():
+        base = read_json(target / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not base:
+            raise ModelError(f"{target / ADAPTER_CONFIG} does not name its base model")
+        return _weights_directory(base)
+    return resolve(str(target))
+
+
+def _stop_tokens(config: dict[str, Any]) -> frozenset[int]:  # Any: JSON values
+    listed = config.get("eos_token_id")
+    return frozenset(each for each in (listed if isinstance(listed, list) else [listed]) if _is_number(each))
+
+
+def _number(config: dict[str, Any], key: str) -> int | None:  # Any: JSON values
+    value = config.get(key)
+    return value if _is_number(value) else None
+
+
+def _is_number(value: Any) -> TypeGuard[int]:  # Any: a JSON value
+    return isinstance(value, int) and not isinstance(value, bool)

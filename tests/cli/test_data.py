@@ -1,0 +1,391 @@
+"""`whet data` and `whet train --dry-run`: what they show, what they find wrong, and what they leave alone."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from tiny import run_config, write_tiny_model, write_tokenizer
+from whet.config.load import load_config
+from whet.reporting.data_text import DataText
+from whet.reporting.data_view import view_data
+
+
+def chat(user, assistant):
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+
+
+GOOD = [chat(f"question {n}", f"answer {n}") for n in range(40)]
+
+
+@pytest.fixture
+def config(tiny_directory, tmp_path):
+    """Writes records and a config that reads them; returns the path of the config."""
+
+    def write(train=GOOD, valid=None, *, model=None, **sections):
+        data = {"valid": None, **sections.pop("data", {})}
+        for name, records in (("train", train), ("valid", valid)):
+            if records is not None:
+                path = tmp_path / f"{name}.jsonl"
+                lines = (each if isinstance(each, str) else json.dumps(each) for each in records)
+                path.write_text("".join(line + "\n" for line in lines))
+                data[name] = str(path)
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(run_config(model or tiny_directory, tmp_path, data=data, **sections)))
+        return path
+
+    return write
+
+
+def test_it_shows_what_the_model_sees_with_brackets_where_there_is_no_colour(cli, config):
+    code, out, err = cli("data", config(valid=[chat("other", "one")]), "--samples", 1)
+    assert code == 0
+    assert "⟨|user|⟩question 0⟨|end|⟩⟨|assistant|⟩⟦answer 0⟨|end|⟩⟧" in out
+    assert "⟨|user|⟩other⟨|end|⟩⟨|assistant|⟩⟦one⟨|end|⟩⟧" in out
+    assert "question 1⟨" not in out
+    for said in (
+        "vocabulary 260",
+        "sha256",
+        "learned in 40 of 40",
+        "10 steps",
+        "duplicates     none",
+        "████",
+    ):
+        assert said in out
+    assert "no problems" in out
+    assert "\x1b" not in out + err
+    assert "Traceback" not in err
+
+
+def test_brackets_of_a_line_end_on_that_line(cli, config):
+    _, out, _ = cli("data", config([chat("a", "one\ntwo\n"), chat("b", "c")]))
+    assert "⟦one↵\n    two↵\n    ⟨|end|⟩⟧" in out
+    _, out, _ = cli("data", config([{"text": "ab\n"}, chat("b", "c")]), "data.supervise=all", "--samples", 1)
+    assert "a⟦b↵\n    ⟨|end|⟩⟧" in out
+
+
+def test_a_terminal_gets_colours_and_no_brackets(config):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system="standard", markup=False, soft_wrap=True)
+    DataText(console).show(view_data(load_config(config())))
+    assert "\x1b[1;32ma" in shown.getvalue()  # learned
+    assert "\x1b[35m⟨|user|⟩" in shown.getvalue()
+    assert "⟦" not in shown.getvalue()
+
+
+def test_a_record_cannot_talk_to_the_terminal(cli, config):
+    hostile = chat("\x1b]0;owned\x07\x1b[2J \u202egnp.exe", "[bold red]:smile: yes")
+    _, out, _ = cli("data", config([hostile, *GOOD]))
+    assert "\x1b" not in out
+    assert "␛]0;owned␇␛[2J" in out
+    assert "⟨U+202E⟩gnp.exe" in out
+    assert "⟦[bold red]:smile: yes" in out
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_it_can_be_piped_anywhere(config, encoding):
+    command = [sys.executable, "-c", "from whet.cli.app import main; main()", "data", str(config())]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    found = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert found.returncode == 0, found.stderr
+    assert b"answer 0" in found.stdout
+    assert b"\x1b" not in found.stdout
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and keeps what the page says and asks for."""
+
+    void = ("meta", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text, self.attributes, self.tags = [], [], [], set()
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_holds_everything_and_fetches_nothing(cli, config, tmp_path):
+    code, _, _ = cli("data", config(valid=GOOD[:1]), "--html", tmp_path / "data.html")
+    assert code == 0
+    source = (tmp_path / "data.html").read_text()
+    page = Page(source)
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
+    names = {name for name, _ in page.attributes}
+    assert names.isdisjoint({"src", "href", "srcset", "action"})
+    assert not any(name.startswith("on") for name in names)
+    assert "http:" not in source
+    assert "https:" not in source
+    assert "url(" not in source
+    assert "default-src 'none'" in source
+    assert "prefers-color-scheme: dark" in source
+    text = "".join(page.text)
+    for said in ("⟨|user|⟩question 0⟨|end|⟩", "padding", "also in train", "{% for m in messages %}"):
+        assert said in text
+    learned = {
+        "class": "l",
+        "title": str(AutoTokenizer.from_pretrained(load_config(config()).model)("a").input_ids[0]),
+    }
+    assert set(learned.items()) <= set(page.attributes)
+
+
+def test_the_page_escapes_everything(cli, config, tmp_path):
+    attack = "<script>alert(1)</script><img src=x onerror='alert(1)'>\"'&amp;</pre></style>"
+    write_tiny_model(tmp_path / "model", vocab_size=262)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<script>", "<img src=x onerror='alert(1)'>"])  # an attack may be one token
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "a' onclick='alert(1)'\"><b>.jsonl"
+    path.write_text("\n".join([json.dumps(chat(attack, attack)), json.dumps({attack: 1})]))
+    overrides = [f"data.{split}={json.dumps(str(path))}" for split in ("train", "valid")]
+    code, _, _ = cli("data", config(model=tmp_path / "model"), *overrides, "--html", tmp_path / "data.html")
+    assert code == 0
+    page = Page((tmp_path / "data.html").read_text())
+    assert page.tags.isdisjoint({"script", "img"})
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert "".join(page.text).count("<script>alert(1)</script>") >= 2
+    assert any("a' onclick='alert(1)'\"><b>.jsonl" in text for text in page.text)
+    assert any("><b>.jsonl" in value for name, value in page.attributes if name == "title")
+
+
+def test_a_page_that_cannot_be_written_is_an_error(cli, config, tmp_path):
+    code, _, err = cli("data", config(), "--html", tmp_path / "nowhere" / "data.html")
+    assert code == 2
+    assert "data.html could not be written: No such file" in err
+
+
+def with_bos(directory):
+    """The tiny tokenizer, with a BOS that it writes in front of plain texts."""
+    write_tiny_model(directory, vocab_size=261)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def no_answer(n):
+    return {"messages": [{"role": "user", "content": f"and {n}?"}]}
+
+
+def rewriting(directory):
+    """A model whose template drops earlier answers, as some that think do."""
+    write_tiny_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>"
+        "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def another_end(directory):
+    """A model whose template never writes the token that ends an answer."""
+    write_tiny_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+TURNS = {"messages": GOOD[0]["messages"] + GOOD[1]["messages"]}
+LONG = [chat("q", "a" * 200 + str(n)) for n in range(5)]
+
+PROBLEMS = {
+    "no answer": ({"train": [*GOOD, no_answer(1)]}, [], "train.jsonl:41: no token of this example is superv"),
+    "bad JSON": ({"train": [*GOOD, "{"]}, [], "train.jsonl:41: not valid JSON"),
+    "bad shape": ({"train": [*GOOD, {"x": 1}]}, [], "train.jsonl:41: a record with the fields 'x' fits"),
+    "BOS twice": ({"train": [*GOOD, {"text": "<s>hello"}], "model": with_bos}, [], "1 record beginning with BOS twice"),
+    "no end": ({"model": another_end}, [], "no example teaches the model to stop: ⟨|end|⟩ is never learned"),
+    "ends cut off": ({"train": LONG}, ["data.max_length=100"], "no example teaches the model to stop"),
+    "truncated": ({"train": GOOD + LONG}, ["data.max_length=100"], "11% of the records are cut off or dropped"),
+    "dropped": ({"train": GOOD + LONG}, ["data.max_length=100", "data.too_long=drop"], "11% of the records are cut"),
+    "refused": ({"train": GOOD + LONG}, ["data.max_length=100", "data.too_long=error"], "5 records longer than"),
+    "leak": ({"valid": [GOOD[7]]}, [], "valid: 1 record also in train"),
+    "duplicates": ({"train": GOOD + GOOD[:3]}, [], "7% of the records are duplicates"),
+    "vocabulary": ({"model": lambda d: write_tiny_model(d, vocab_size=258) or d}, [], "is outside the model's vocabulary of 258"),
+    "context": ({"model": lambda d: write_tiny_model(d, max_position_embeddings=16) or d}, [], "was made for 16"),
+    "only last": ({"train": [*GOOD, TURNS], "model": rewriting}, [], "the chat template rewrites earlier turns of 1 conversation"),
+    "step": ({}, ["run.micro_batch_tokens=16"], "do not fit run.micro_batch_tokens=16"),
+    "missing": ({}, ["data.valid=nowhere.jsonl"], "data.valid: nowhere.jsonl does not exist"),
+    "empty": ({"valid": []}, [], "valid.jsonl holds no records"),
+    "order": ({}, ["data.order=mlx"], "data.order: mlx needs run.batch_size, and data.pack: false"),
+    "no train": ({}, ["data.train=nowhere.jsonl"], "data.train: nowhere.jsonl does not exist"),
+}  # fmt: skip
+
+STOPPING = {
+    "no answer", "bad JSON", "bad shape", "refused", "vocabulary", "context", "step", "missing", "empty", "order", "no train",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_check_finds_it_and_exits_2(cli, config, tmp_path, name):
+    given, overrides, message = PROBLEMS[name]
+    given = dict(given)
+    if "model" in given:
+        given["model"] = given["model"](tmp_path / "model")
+    path = config(**given)
+    code, out, err = cli("data", path, *overrides, "--check")
+    assert message in out
+    assert code == 2
+    kind = "error" if name in STOPPING else "warning"
+    assert f"  {kind}: " in out
+    code, out, _ = cli("data", path, *overrides)
+    assert (code, message in out) == (0, True)
+    # and a dry run says beforehand whether the run would start
+    code, out, _ = cli("train", path, *overrides, "--dry-run")
+    assert message in out
+    assert code == (2 if name in STOPPING else 0)
+    assert "Traceback" not in err
+
+
+def test_without_a_good_record_no_tokenizer_is_made_and_that_is_said(cli, config):
+    path = config(["{", "["])
+    given = yaml.safe_load(path.read_text()) | {
+        "model": {"preset": "nano", "tokenizer": "chars"},
+        "method": {"kind": "full"},
+    }
+    path.write_text(yaml.safe_dump(given))
+    code, out, _ = cli("data", path, "--check")
+    assert code == 2
+    assert "train.jsonl holds no records" in out
+    assert "2 bad records skipped" in out
+
+
+def test_what_stops_a_dry_run_stops_the_run(cli, config, tmp_path):
+    for name in sorted(STOPPING):
+        given, overrides, _ = PROBLEMS[name]
+        given = dict(given)
+        if "model" in given:
+            given["model"] = given["model"](tmp_path / name)
+        code, _, _ = cli("train", config(**given), *overrides)
+        assert code == 2, name
+
+
+def test_nothing_wrong_is_exit_code_0(cli, config):
+    assert cli("data", config(valid=[chat("other", "one")]), "--check")[0] == 0
+
+
+def test_every_problem_is_listed_at_once(cli, config):
+    bad = [no_answer(n) for n in range(130)]
+    path = config([*GOOD[:5], "{", {"x": 1}, *GOOD, *bad], valid=[GOOD[0], "["])
+    code, out, _ = cli("data", path, "--check")
+    assert code == 2
+    for said in (
+        "train: 132 bad records",
+        "train.jsonl:6: not valid JSON",
+        "train.jsonl:7: a record with the fields",
+        "train.jsonl:48: no token",
+        "train.jsonl:49: no token",
+        "and 32 more",
+        "valid: 1 bad record",
+        "valid.jsonl:2: not valid JSON",
+        "of the records are duplicates",
+        "valid: 1 record also in train",
+    ):
+        assert said in out
+    assert "4 problems" in out
+    _, out, _ = cli("data", path)
+    assert "train.jsonl:51: no token" not in out
+    assert "(whet data --check lists them)" in out
+
+
+def test_skipped_records_are_problems_that_stop_no_run(cli, config):
+    path = config([*GOOD, "{"])
+    assert cli("data", path, "data.on_bad_record=skip", "--check")[0] == 2
+    assert cli("train", path, "data.on_bad_record=skip", "--dry-run")[0] == 0
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """A world in which no model can be built or read."""
+
+    def fail(*_, **__):
+        raise AssertionError("a model was built")
+
+    for name in (
+        "whet.adapters.load.load_model",
+        "whet.models.load.load_parameters",
+        "whet.models.decoder.Decoder.__init__",
+    ):
+        monkeypatch.setattr(name, fail)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(cli, config, tmp_path):
+    path = config(valid=[chat("other", "one")])
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = cli("train", path, "--dry-run", "run.steps=20")
+    assert code == 0, err
+    for said in (
+        "20 of at most 4 examples: 2 epochs",
+        "10 steps",
+        "4.0 examples",
+        "train.jsonl",
+        "valid.jsonl",
+    ):
+        assert said in out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_neither_builds_a_model_from_a_preset(cli, config, tmp_path):
+    path = config([{"text": "one two three four"}] * 2)
+    given = yaml.safe_load(path.read_text()) | {
+        "model": {"preset": "nano", "tokenizer": "chars"},
+        "method": {"kind": "full"},
+    }
+    path.write_text(yaml.safe_dump(given))
+    assert cli("train", path, "--dry-run")[0] == 0
+    code, out, _ = cli("data", path)
+    assert code == 0
+    assert "nano from scratch" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_says_that_the_run_exists(cli, config, tmp_path):
+    (tmp_path / "runs" / "test").mkdir(parents=True)
+    (tmp_path / "runs" / "test" / "config.yaml").write_text("x")
+    code, out, _ = cli("train", config(), "--dry-run")
+    assert code == 2
+    assert "runs/test exists already" in out
+
+
+def test_wrong_configs_and_models_are_errors(cli, config):
+    for override, message in (("data.trainn=1", "unknown key"), ("model=no-such-model", "no-such-model")):
+        code, out, err = cli("data", config(), override)
+        assert (code, out) == (2, "")
+        assert message in err
+
+
+def test_a_tokenizer_alone_is_not_enough(cli, config, tmp_path):
+    write_tokenizer(tmp_path / "bare")
+    code, _, err = cli("data", config(model=tmp_path / "bare"))
+    assert code == 2
+    assert "config.json" in err
+    assert Path(tmp_path / "bare").is_dir()

@@ -1,0 +1,240 @@
+"""The facts of `whet data`: each one against a count made without it."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tiny import run_config, write_tokenizer
+from whet.config.load import make_config
+from whet.models.encoders import byte_tokenizer
+from whet.reporting.data_problems import find_problems
+from whet.reporting.data_view import histogram, view_data
+from whet.reporting.shown_tokens import TokenText, visible
+from whet.training.run_data import RunData
+
+
+def chat(user, assistant):
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def look(tiny_directory, tmp_path):
+    """The view of some records, with keys of the data and run sections replaced."""
+
+    def view(records=None, *, run=None, samples=2, model=None, **data):
+        if records is not None:
+            data = {"train": write(tmp_path / "train.jsonl", records), "valid": None, **data}
+        config = run_config(tiny_directory, tmp_path, data=data, run=run or {}, method={"kind": "full"})
+        return view_data(make_config(config | ({"model": model} if model else {})), samples=samples)
+
+    return view
+
+
+RECORDS = [chat("ab" * n, "xyz" * (n + 1)) for n in range(30)]
+
+
+def test_counts_and_lengths_are_those_of_the_template(look, tiny_directory):
+    view = look(RECORDS)
+    [train] = view.splits
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory)
+    sizes = sorted(
+        len(tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False))
+        for record in RECORDS
+    )
+    assert (train.records, train.examples, train.tokens) == (30, 30, sum(sizes))
+    assert train.lengths == (sizes[0], sizes[14], sizes[28], sizes[29])
+    # an answer is its bytes and the token that ends it
+    assert train.supervised == sum(3 * (n + 1) + 1 for n in range(30))
+    assert sum(each.count for each in train.bins) == 30
+    assert train.shape == "messages"
+    assert train.ended == 30
+    assert view.tokenizer.ends == ("⟨|end|⟩",)
+    assert not find_problems(view)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("step", [{"batch_size": 4}, {"batch_size": None, "batch_tokens": 700}])
+def test_the_plan_is_what_the_stream_of_batches_does(look, tiny_directory, tmp_path, pack, step):
+    run = {"steps": 40, "micro_batch_tokens": 300, **step}
+    plan = look(RECORDS, pack=pack, run=run).steps
+    keys = {"train": str(tmp_path / "train.jsonl"), "valid": None, "pack": pack}
+    data = RunData(make_config(run_config(tiny_directory, tmp_path, data=keys, run=run)))
+    data.prepare(AutoTokenizer.from_pretrained(tiny_directory))
+    stream = data.stream()
+    steps = []
+    while stream.epoch == 0:
+        steps.append(next(stream))
+    batches = [batch for step in steps for batch in step]
+    real = sum(batch.real_tokens for batch in batches)
+    assert (plan.steps, plan.in_epoch, plan.measured) == (40, len(steps), len(steps))
+    assert plan.epochs == 40 / len(steps)
+    assert plan.examples_a_step == 30 / len(steps)
+    assert plan.tokens_a_step == pytest.approx(real / len(steps))
+    assert plan.micro_batches == len(batches) / len(steps)
+    assert plan.efficiency == pytest.approx(real / sum(batch.tokens.numel() for batch in batches))
+    assert plan.filled == pytest.approx(real / (300 * len(batches)))
+    first = steps[0][0]
+    assert plan.rows == len(first.tokens)
+    learned = []
+    for row in plan.drawn:
+        stretches = [stretch for document in row.documents for stretch in document.stretches]
+        learned.append([mark for length, mark in [*stretches, (row.padding, False)] for _ in range(length)])
+    assert learned == (first.targets != -100).tolist()
+
+
+def test_epochs_are_counted_in_steps(look):
+    plan = look(RECORDS, run={"steps": None, "epochs": 3}).steps
+    assert (plan.steps, plan.in_epoch, plan.epochs) == (24, 8, 3)
+
+
+def test_the_measure_of_a_large_set_is_cut_short_and_says_so(look, monkeypatch):
+    monkeypatch.setattr("whet.reporting.step_plan.MEASURED_EXAMPLES", 10)
+    plan = look(RECORDS).steps
+    assert (plan.measured, plan.in_epoch) == (3, 8)
+
+
+def test_too_long_is_counted(look):
+    truncated = look(RECORDS, max_length=60).splits[0]
+    assert truncated.cut["truncated"] + truncated.cut["dropped"] == sum(
+        len("ab" * n) + len("xyz" * (n + 1)) + 4 > 60 for n in range(30)
+    )
+    assert truncated.lengths[3] == 58 + 90 + 4  # lengths are those before the cut
+    # only the answers that are whole end
+    assert truncated.ended == 30 - truncated.cut["truncated"] - truncated.cut["dropped"]
+    split = look(RECORDS, max_length=60, too_long="split").splits[0]
+    assert split.examples > 30
+    assert split.ended == 30
+
+
+def test_duplicates_are_counted_once_each_with_a_pair(look, tmp_path):
+    view = look([chat("a", "1"), chat("b", "2"), chat("a", "1"), chat("c", "3"), chat("a", "1")])
+    twins = view.splits[0].duplicates
+    assert twins.count == 2
+    assert twins.pair == (f"{tmp_path}/train.jsonl:1", f"{tmp_path}/train.jsonl:3")
+
+
+def test_repeats_that_weights_ask_for_are_no_duplicates(look, tmp_path):
+    small = write(tmp_path / "small.jsonl", [chat("a", "1"), chat("b", "2")])
+    mixture = [{"source": small, "weight": 1}, {"source": "synth:house:20", "weight": 1}]
+    view = look(train=mixture, valid=None)
+    assert view.splits[0].records == 40
+    assert view.splits[0].duplicates.count == 0
+
+
+def test_held_out_records_that_are_learned_from_are_found(look, tmp_path):
+    held = write(tmp_path / "held.jsonl", [chat("new", "1"), RECORDS[3], RECORDS[5]])
+    view = look(RECORDS, valid=held, test="synth:house-test:5")
+    found = {(each.held, each.learned): each.twins for each in view.overlaps}
+    assert found["valid", "train"].count == 2
+    assert found["valid", "train"].pair == (f"{held}:2", f"{tmp_path}/train.jsonl:4")
+    assert found["test", "train"].count == 0
+
+
+def test_the_hard_records_of_a_curriculum_are_a_split_of_their_own(look, tmp_path):
+    hard = write(tmp_path / "hard.jsonl", [chat("why", "because " * n) for n in range(8)])
+    held = write(tmp_path / "held.jsonl", [chat("why", "because " * 2)])
+    view = look(RECORDS, valid=held, curriculum={"kind": "difficulty", "hard": hard})
+    assert [split.name for split in view.splits] == ["train", "valid", "hard"]
+    assert {(each.held, each.learned): each.twins.count for each in view.overlaps} == {
+        ("valid", "train"): 0,
+        ("valid", "hard"): 1,
+    }
+    assert view.steps.staged
+
+
+def test_samples_are_the_first_examples_token_by_token(look, tiny_directory):
+    view = look([chat("Hi\nthere", "Yes.")], samples=3)
+    [sample] = view.splits[0].samples
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory)
+    ids = [token for piece in sample.head for token in piece.ids]
+    assert tokenizer.decode(ids) == "<|user|>Hi\nthere<|end|><|assistant|>Yes.<|end|>"
+    assert "".join(piece.text for piece in sample.head if piece.supervised) == "Yes.⟨|end|⟩"
+    assert [piece.text for piece in sample.head if piece.special] == [
+        "⟨|user|⟩",
+        "⟨|end|⟩",
+        "⟨|assistant|⟩",
+        "⟨|end|⟩",
+    ]
+    assert "↵\n" in [piece.text for piece in sample.head]
+    assert sample.place == ""
+
+
+def test_a_long_sample_is_cut_in_the_middle(look):
+    [sample] = look([chat("a", "b" * 600)], max_length=400).splits[0].samples
+    shown = sum(len(piece.ids) for piece in (*sample.head, *sample.tail))
+    assert (sample.tokens, shown + sample.left_out) == (400, 400)
+    assert sample.left_out == 160
+    assert sample.place == "tokens 1 to 400 of 605"
+
+
+def test_the_first_token_of_an_example_is_not_learned(look):
+    [sample] = look([{"text": "abc"}]).splits[0].samples
+    assert [piece.supervised for piece in sample.head] == [False, True, True, True]
+    assert sample.supervised == 3
+
+
+def test_a_preset_needs_no_model(look):
+    view = look([{"text": "one two three " * 20}], model={"preset": "nano"}, too_long="split", max_length=64)
+    assert view.model.vocab_size == 256
+    assert view.model.max_positions == 512
+    assert view.splits[0].tokens == 280 + view.splits[0].examples - 1  # windows share a token
+    assert not find_problems(view)  # there is no EOS that could be missing
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40))
+def test_shown_tokens_lose_none_and_show_the_text(text):
+    tokenizer = byte_tokenizer()
+    ids = list(text.encode())
+    pieces = TokenText(tokenizer).pieces(ids, [True] * len(ids))
+    assert [token for piece in pieces for token in piece.ids] == ids
+    shown = "".join(piece.text for piece in pieces)
+    if "\ufffd" not in text:
+        expected = "".join("↵\n" if char == "\n" else visible(char) for char in text)
+        assert shown == expected
+    # nothing that a terminal would obey or that turns the line around
+    assert not any(char in shown for char in "\x1b\r\x07\x9b\u202e\u2028")
+
+
+def test_marks_and_special_tokens_end_a_piece(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("é<|end|>é", add_special_tokens=False)["input_ids"]
+    pieces = TokenText(tokenizer).pieces(ids, [False] * len(ids))
+    assert [piece.text for piece in pieces] == ["é", "⟨|end|⟩", "é"]
+    # half of a character is learned: what is half shows as such
+    assert len(TokenText(tokenizer).pieces(ids[:2], [False, True])) == 2
+
+
+def test_spaces_that_a_token_begins_with_are_kept():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()  # takes the space in front of the first word away
+    texts = ["the cat sat on the mat"] * 9
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "</s>"]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    ids = fast("the cat sat</s> on the mat")["input_ids"]
+    shown = [piece.text for piece in TokenText(fast).pieces(ids, [True] * len(ids))]
+    assert shown == ["the", " cat", " sat", "⟨/s⟩", " on", " the", " mat"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(2, 10**6), min_size=1, max_size=50))
+def test_a_histogram_counts_every_length_in_its_bar(sizes):
+    bins = histogram(np.array(sizes))
+    assert sum(each.count for each in bins) == len(sizes)
+    for each in bins:
+        assert each.count == sum(each.low <= size <= each.high for size in sizes)
+    assert len(bins) <= 21
+    assert bins[0].high >= min(sizes)
+    assert bins[-1].count

@@ -1,0 +1,63 @@
+"""What is said of a model before its weights are read is what the loaded model says."""
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+import whet
+from tiny import write_tiny_model, write_tokenizer
+from whet.config.sections import Preset
+from whet.errors import ConfigError, ModelError
+from whet.generation.text import stop_tokens
+from whet.models.scratch import new_model, new_tokenizer
+from whet.training.model_facts import model_facts
+
+
+def adapter(tmp_path):
+    write_tiny_model(tmp_path / "base", vocab_size=270, eos_token_id=[256, 259])
+    model, _ = whet.load(tmp_path / "base", device="cpu")
+    whet.attach_lora(model, rank=2)
+    whet.save_adapter(model, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def native(tmp_path):
+    write_tiny_model(tmp_path / "model", max_position_embeddings=100)
+    return tmp_path / "model"
+
+
+def bridged(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = GPTNeoXConfig(vocab_size=300, max_position_embeddings=77, eos_token_id=5, **sizes)
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    write_tokenizer(tmp_path / "neox")
+    return tmp_path / "neox"
+
+
+@pytest.mark.parametrize("make", [native, adapter, bridged])
+def test_facts_are_those_of_the_loaded_model(tmp_path, make):
+    directory = make(tmp_path)
+    model, tokenizer = whet.load(directory, device="cpu")
+    facts = model_facts(str(directory), tokens=len(tokenizer))
+    assert (facts.vocab_size, facts.max_positions) == (model.vocab_size, model.max_positions)
+    assert facts.stop_tokens | {tokenizer.eos_token_id} == stop_tokens(model, tokenizer)
+    if make is native:
+        assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_facts_of_a_preset_are_those_of_the_new_model():
+    preset = Preset(preset="nano", layers=2, tokenizer="bytes")
+    tokenizer = new_tokenizer(preset, [])
+    model = new_model(preset, tokenizer, seed=0)
+    facts = model_facts(preset, tokens=len(tokenizer))
+    assert (facts.vocab_size, facts.max_positions) == (model.vocab_size, model.max_positions)
+    assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(ConfigError, match="smaller than the 256 of the tokenizer"):
+        model_facts(Preset(preset="nano", vocab_size=100), tokens=256)
+
+
+def test_a_config_that_makes_no_sense_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
+    with pytest.raises(ModelError, match=r"config.json"):
+        model_facts(str(tmp_path), tokens=1)
