@@ -20,7 +20,8 @@ from pydantic import BaseModel
 
 from whet.cli.app import app
 from whet.config.load import load_config, make_config
-from whet.config.sections import Preset, RunConfig
+from whet.config.preset import Preset
+from whet.config.sections import RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
@@ -162,13 +163,17 @@ def key_tables():
     yield table("Top level", {"model": RunConfig.model_fields["model"]}, "The model to train.")
     yield from section_tables("model", Preset)
     for name, field in RunConfig.model_fields.items():
-        if name != "model":
+        if name == "objective":
+            for section in get_args(field.annotation):
+                kinds = ", ".join(get_args(section.model_fields["kind"].annotation))
+                yield from section_tables(name, section, title=f"`{name}` ({kinds})")
+        elif name != "model":
             yield from section_tables(name, field.annotation)
 
 
-def section_tables(name, section):
+def section_tables(name, section, title=None):
     keys = {f"{name}.{field.alias or key}": field for key, field in section.model_fields.items()}
-    yield table(f"`{name}`", keys, section.__doc__)
+    yield table(title or f"`{name}`", keys, section.__doc__)
     for key, field in keys.items():
         for kind in get_args(field.annotation):
             inner = (get_args(kind) or (kind,))[-1]  # what a list holds

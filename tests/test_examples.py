@@ -38,6 +38,19 @@ def test_the_demo_runs_twice_and_says_how_to_go_on(tiny_directory, tmp_path, mon
         assert (tmp_path / "runs" / directory / "final" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("name", ["dpo-house", "distrust", "distill-nano"])
+def test_the_objective_examples_run(name, tmp_path, tiny_directory):
+    """On a tiny model, two steps each."""
+    config = load_config(EXAMPLES / f"{name}.yaml").model_dump(mode="json", by_alias=True)
+    if name == "distill-nano":
+        config["model"] |= {"tokenizer": str(tiny_directory), "vocab_size": 260}
+        config["objective"]["teacher"] = str(tiny_directory)
+    else:
+        config["model"] = str(tiny_directory)
+    config["run"] |= {"dir": str(tmp_path), "steps": 2, "device": "cpu", "precision": "fp32"}
+    assert whet.train(config).steps == 2
+
+
 def write_corpus(directory):
     directory.mkdir()
     for split in ("train", "valid"):

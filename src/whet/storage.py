@@ -75,9 +75,14 @@ def write_text(path: Path, text: str) -> Written:
 
 def replace_text(path: Path, text: str) -> None:
     """Change a text file all at once: a reader, or a crash, sees the old one or the new one."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """The same for any file."""
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
     with _naming(path):
-        write_text(staging, text)
+        write_chunks(staging, [content])
         _rename(staging, path)
         _fsync_directory(path.parent)
 

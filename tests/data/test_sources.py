@@ -128,6 +128,10 @@ def test_a_generator_that_makes_other_records_has_another_version():
         "house": ("1", "a9a1d5e2d1e5"),
         "house-valid": ("1", "97aa4a983195"),
         "house-test": ("1", "038f0841ec6f"),
+        "house-pairs": ("1", "9aea9c58eb2d"),
+        "house-pairs-valid": ("1", "6f657dc18216"),
+        "disputes": ("1", "82700bca3961"),
+        "disputes-swapped": ("1", "812173976192"),
     }
 
 

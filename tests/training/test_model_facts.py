@@ -6,7 +6,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import whet
 from tiny import write_tiny_model, write_tokenizer
-from whet.config.sections import Preset
+from whet.config.preset import Preset
 from whet.errors import ConfigError, ModelError
 from whet.generation.text import stop_tokens
 from whet.models.scratch import new_model, new_tokenizer

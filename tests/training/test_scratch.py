@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import whet
 from whet.config.load import make_config
-from whet.config.sections import Preset
+from whet.config.preset import Preset
 from whet.errors import ConfigError
 from whet.models import presets
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from whet.adapters.files import CONFIG, load_adapter
 from whet.adapters.lora import adapted, attach_configured, merge
 from whet.config.load import load_config
-from whet.config.sections import Preset
+from whet.config.preset import Preset
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
 from whet.models.hub import resolve

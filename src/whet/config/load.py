@@ -11,6 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from whet.config.objectives import OBJECTIVE_KINDS
 from whet.config.sections import RunConfig
 from whet.errors import ConfigError
 
@@ -82,12 +83,12 @@ def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
     """Every config key with its default and meaning, one line each."""
     for own_name, field in section.model_fields.items():
         name = field.alias or own_name
-        inner = _inner_section(field.annotation)
-        if inner is None or prefix:
+        inner = list(_inner_sections(field.annotation))
+        if not inner or prefix:
             default = "required" if field.is_required() else f"default {json.dumps(field.get_default())}"
             yield f"  {prefix}{name}: {field.description} ({default})"
-        if inner is not None:
-            yield from describe_keys(inner, f"{prefix}{name}.")
+        for each in inner:
+            yield from describe_keys(each, f"{prefix}{name}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by make_config afterwards
@@ -131,9 +132,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 def _names_a_union_branch(part: int | str) -> bool:
     """Whether pydantic put a type here, which is no key that a reader wrote."""
-    return str(part) in ("str", "int", "float", "a-name", "a-preset") or str(part).startswith(
-        ("constrained", "list[", "function-before[", "literal[")
-    )
+    return str(part) in ("str", "int", "float", "a-name", "a-preset", *OBJECTIVE_KINDS) or str(
+        part
+    ).startswith(("constrained", "list[", "function-before[", "literal["))
 
 
 def _before_union(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -151,19 +152,21 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    section: type[BaseModel] | None = RunConfig
+    found: list[type[BaseModel]] = [RunConfig]
     for key in location:
-        if section is None or _names_a_union_branch(key):
+        if key in OBJECTIVE_KINDS:  # which of several
+            found = [section for section in found if key in get_args(section.model_fields["kind"].annotation)]
+        if not found or _names_a_union_branch(key):
             continue
-        field = section.model_fields.get(str(key))
         # in a list or mapping of sections, the next part is an index or a user's own key: the section stays
-        section = section if field is None else _inner_section(field.annotation)
-    return section
+        if (field := found[0].model_fields.get(str(key))) is not None:
+            found = list(_inner_sections(field.annotation))
+    return found[0] if found else None
 
 
-def _inner_section(annotation: object) -> type[BaseModel] | None:
-    """The section a field holds, if it holds one, alone or as the items of a list or mapping."""
+def _inner_sections(annotation: object) -> Iterator[type[BaseModel]]:
+    """The sections a field may hold, alone or as the items of a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (_inner_section(inner) for inner in get_args(annotation))
-    return next((section for section in found if section is not None), None)
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _inner_sections(inner)

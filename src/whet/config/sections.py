@@ -1,81 +1,13 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
-import datetime
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Factor = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _as_text(value: Any) -> Any:  # Any: YAML values
-    """What YAML reads as a number or a date, and Python as a path, is a name all the same."""
-    return str(value) if isinstance(value, int | float | datetime.date | Path) else value
-
-
-Text = Annotated[str, BeforeValidator(_as_text)]
-
-
-class Section(BaseModel):
-    """A strict, frozen group of keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Preset(Section):
-    """A model to train from scratch: a named shape, and what is different in it."""
-
-    preset: Literal["nano", "micro", "gpt2-small", "llama-135m", "llama-360m", "llama-1b"] = Field(
-        description="the shape to start from"
-    )
-    tokenizer: Text = Field(
-        "bytes",
-        description="bytes, chars, bpe:N (made from data.train), or the name or directory of one that exists",
-    )
-    vocab_size: Positive | None = Field(None, description="null: as many as the tokenizer has")
-    d_model: Positive | None = Field(None, description="size of the residual stream; null: the preset's")
-    layers: Positive | None = Field(None, description="null: the preset's, as for all keys below")
-    heads: Positive | None = Field(None, description="query heads")
-    kv_heads: Positive | None = Field(None, description="key/value heads")
-    head_dim: Positive | None = Field(None, description="channels of a head")
-    width: Positive | None = Field(None, description="size of the feed-forward layers")
-    max_positions: Positive | None = Field(None, description="longest sequence")
-    attention: Literal["grouped", "multi-head", "window", "latent", "no-position", "none"] | None = Field(
-        None, description="attention of every layer that pattern does not say otherwise for"
-    )
-    feedforward: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2", "none"] | None = Field(
-        None, description="feed-forward layers"
-    )
-    norm: Literal["rms", "layer", "none"] | None = Field(None, description="normalisation")
-    placement: Literal["pre", "post", "sandwich"] | None = Field(None, description="where the norms are")
-    positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] | None = Field(
-        None, description="how positions are told apart"
-    )
-    rope_theta: float | None = Field(None, gt=0, description="base of the rotary frequencies")
-    window: Positive | None = Field(None, description="positions that windowed attention sees")
-    kv_rank: Positive | None = Field(None, description="size of the latent of latent attention")
-    bias: bool | None = Field(None, description="biases in the linear layers")
-    tied_head: bool | None = Field(None, description="the head is the embedding")
-    pattern: str | None = Field(
-        None, min_length=1, description="a letter a layer, repeated: * g w l n a f, see docs/pretraining.md"
-    )
-
-    def changes(self) -> dict[str, Any]:  # Any: each key has a type of its own
-        """What differs from the preset."""
-        given = self.model_dump(exclude={"preset", "tokenizer"})
-        return {key: value for key, value in given.items() if value is not None}
+from whet.config.base import Factor, Positive, Section, Text
+from whet.config.objectives import AnyObjective, SFTObjective
+from whet.config.preset import Preset
 
 
 class Method(Section):
@@ -92,12 +24,6 @@ class Method(Section):
     layers: Positive | list[int] | None = Field(
         None, description="adapters on the last N layers, or on the layers listed; all when empty"
     )
-
-
-class Objective(Section):
-    """What is optimised."""
-
-    kind: Literal["sft"] = Field("sft", description="sft: next-token loss on the supervised tokens")
 
 
 class WeightedSource(Section):
@@ -369,7 +295,7 @@ class RunConfig(Section):
         Discriminator(lambda value: "a-preset" if isinstance(value, dict | Preset) else "a-name"),
     ] = Field(description="a model's name, the path of a directory or GGUF file, or {preset: NAME, ...}")
     method: Method = Method()
-    objective: Objective = Objective()
+    objective: AnyObjective = SFTObjective()
     data: Data
     optim: Optim = Optim()
     eval: Evaluation = Evaluation()

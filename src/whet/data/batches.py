@@ -1,5 +1,6 @@
 """Batches: what one forward pass takes, and the order in which examples become steps."""
 
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -165,20 +166,45 @@ def step_batches(
     token_bytes: np.ndarray | None = None,
 ) -> list[Batch]:
     """The micro-batches of a step."""
-    batches = []
-    for rows in split_step(step, lengths, settings):
-        width = None
-        chosen = [[example for index in row for example in members(examples[index])] for row in rows]
-        if not settings.pack:  # a row each
-            chosen = [[example] for row in chosen for example in row]
-            width = settings.padded(max(row[0].length for row in chosen))
-        batches.append(make_batch(chosen, width=width, token_bytes=token_bytes))
-    return batches
+    return [
+        _batch(rows, examples, settings, token_bytes=token_bytes)
+        for rows in split_step(step, lengths, settings)
+    ]
+
+
+def _batch(
+    rows: Sequence[Sequence[int]],
+    examples: Sequence[Example] | Sequence[Pair],
+    settings: StepSettings,
+    *,
+    token_bytes: np.ndarray | None = None,
+) -> Batch:
+    chosen = [[example for index in row for example in members(examples[index])] for row in rows]
+    if settings.pack:
+        return make_batch(chosen, token_bytes=token_bytes)
+    alone = [[example] for row in chosen for example in row]  # a row each
+    width = settings.padded(max(row[0].length for row in alone))
+    return make_batch(alone, width=width, token_bytes=token_bytes)
 
 
 def members(item: Example | Pair) -> tuple[Example, ...]:
     """The examples of an item that is planned as a whole."""
     return (item,) if isinstance(item, Example) else item
+
+
+def one_pass(
+    examples: Sequence[Example] | Sequence[Pair],
+    settings: StepSettings,
+    *,
+    token_bytes: np.ndarray | None = None,
+) -> Iterator[tuple[list[int], Batch]]:
+    """Every example once, in micro-batches, each with the places of what is in it."""
+    one_batch = replace(settings, batch_size=None, batch_tokens=settings.micro_tokens, order="sequential")
+    lengths = check_lengths(examples, one_batch)
+    for group in plan_epoch(lengths, one_batch, seed=0, epoch=0):
+        for rows in split_step(group, lengths, one_batch):
+            places = [index for row in rows for index in row]
+            yield places, _batch(rows, examples, one_batch, token_bytes=token_bytes)
 
 
 def evaluation_batches(
@@ -189,11 +215,5 @@ def evaluation_batches(
     token_bytes: np.ndarray | None = None,
 ) -> list[Batch]:
     """One pass in order, each micro-batch on its own, at most `limit` of them."""
-    one_batch = replace(settings, batch_size=None, batch_tokens=settings.micro_tokens, order="sequential")
-    lengths = check_lengths(examples, one_batch)
-    batches: list[Batch] = []
-    for group in plan_epoch(lengths, one_batch, seed=0, epoch=0):
-        batches += step_batches(group, examples, lengths, one_batch, token_bytes=token_bytes)
-        if limit is not None and len(batches) >= limit:
-            break
-    return batches[:limit]
+    batches = (batch for _, batch in one_pass(examples, settings, token_bytes=token_bytes))
+    return list(itertools.islice(batches, limit))

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +14,17 @@ from whet.errors import CheckpointError, DataError
 Position = dict[str, int]
 
 
-class Chosen(Sequence[Example]):
+class Chosen(Sequence[Any]):  # Any: examples, or pairs of them
     """Some of the examples of a sequence."""
 
-    def __init__(self, examples: Sequence[Example], places: np.ndarray) -> None:
+    def __init__(self, examples: Sequence[Any], places: np.ndarray) -> None:
         self.examples = examples
         self.places = places
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # slices are not needed
+    def __getitem__(self, index: Any) -> Any:  # Any: an example or a pair
         return self.examples[int(self.places[index])]
 
     @property
@@ -36,7 +37,7 @@ class StagedStream:
     """One stream after another: each stage has its examples and its number of steps, the last one no end."""
 
     def __init__(
-        self, stages: Sequence[tuple[Sequence[Example], int]], settings: StepSettings, *, seed: int
+        self, stages: Sequence[tuple[Sequence[Any], int]], settings: StepSettings, *, seed: int
     ) -> None:
         if not stages:
             raise DataError("no stage of the curriculum has enough examples for a step")
@@ -67,12 +68,12 @@ class StagedStream:
 
 
 def stages_by_length(
-    examples: Sequence[Example], settings: StepSettings, *, shortest: int, stages: int, steps: int
-) -> list[tuple[Sequence[Example], int]]:
+    examples: Sequence[Any], settings: StepSettings, *, shortest: int, stages: int, steps: int
+) -> list[tuple[Sequence[Any], int]]:
     """Limits that rise evenly from `shortest` to the longest; a stage without a whole step is left out."""
     lengths = lengths_of(examples)
     longest = int(lengths.max()) + 1
-    found: list[tuple[Sequence[Example], int]] = []
+    found: list[tuple[Sequence[Any], int]] = []
     for limit in np.linspace(min(shortest, longest), longest, stages):
         places = np.flatnonzero(lengths + 1 <= limit)
         if _fills_a_step(lengths[places], settings):
@@ -91,8 +92,8 @@ class EasyToHardStream:
 
     def __init__(
         self,
-        easy: Sequence[Example],
-        hard: Sequence[Example],
+        easy: Sequence[Any],
+        hard: Sequence[Any],
         settings: StepSettings,
         *,
         seed: int,
@@ -125,11 +126,11 @@ class EasyToHardStream:
         else:
             budget = self.settings.batch_tokens or 0
             chosen = hard.fill(round(share * budget)) if share else []
-            room = budget - sum(example.length for example in chosen)
+            room = budget - int(lengths_of(chosen).sum())
             chosen += easy.fill(room) if share < 1 else []
             if not chosen:  # the next of both is longer than its share
                 chosen = hard.take(1) if share >= 0.5 else easy.take(1)
-        lengths = np.array([example.length for example in chosen])
+        lengths = lengths_of(chosen)
         return step_batches(range(len(chosen)), chosen, lengths, self.settings)
 
     def state(self) -> Position:
@@ -148,22 +149,22 @@ class EasyToHardStream:
 class _Pool:
     """Examples in an order without end: a new permutation each time around."""
 
-    def __init__(self, examples: Sequence[Example], settings: StepSettings, *, seed: int) -> None:
+    def __init__(self, examples: Sequence[Any], settings: StepSettings, *, seed: int) -> None:
         self.examples = examples
         self.lengths = check_lengths(examples, settings)
         self.seed = seed
         self.position = 0
         self._planned: tuple[int, np.ndarray] | None = None
 
-    def take(self, count: int) -> list[Example]:
+    def take(self, count: int) -> list[Any]:
         """The next so many examples."""
         found = [self.examples[self._place(self.position + ahead)] for ahead in range(count)]
         self.position += count
         return found
 
-    def fill(self, room: int) -> list[Example]:
+    def fill(self, room: int) -> list[Any]:
         """The next examples, while they fit."""
-        found: list[Example] = []
+        found: list[Any] = []
         while (length := int(self.lengths[self._place(self.position)])) <= room:
             found += self.take(1)
             room -= length
@@ -190,7 +191,7 @@ def length_curriculum(
 
     A stage for whose windows the text is too short is left out.
     """
-    stages: list[tuple[Sequence[Example], int]] = []
+    stages: list[tuple[Sequence[Any], int]] = []
     for length in np.linspace(min_seq_len, max_seq_len, n_stages).round().astype(int).tolist():
         windows = _windows(tokens, length)
         if len(windows) >= batch_size:

@@ -1,7 +1,7 @@
 """Examples: token ids with a mark on each that is learned, in memory or cut out of a token store."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -67,6 +67,11 @@ class StoredExamples(Sequence[Example]):
         record = int(self.records[index])
         tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
         return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record))
+
+    @property
+    def sides(self) -> "StoredExamples":
+        """The examples one by one, as of pairs, too."""
+        return self
 
     def summary(self) -> str:
         """Counts and lengths, for a person."""
@@ -142,54 +147,38 @@ def _windows(start: int, stop: int, max_length: int) -> np.ndarray:
 
 
 class StoredPairs(Sequence[Pair]):
-    """The pairs of a store: records 2i and 2i + 1, both cut to the longest that is allowed."""
+    """Examples 2i and 2i + 1 of a store as pairs."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        bounds: np.ndarray,
-        *,
-        pack: bool,
-        counts: dict[str, int],
-        supervised: int,
-    ) -> None:
-        self.store = store
-        self.bounds = bounds  # [pairs, 2, 2]: start and stop of both sides
+    def __init__(self, sides: StoredExamples, *, pack: bool) -> None:
+        self.sides = sides
         self.pack = pack
         self.references: np.ndarray | None = None  # [pairs, 2]: what a reference model made of both
-        self.counts = counts
-        self.supervised = supervised
+
+    @property
+    def store(self) -> TokenStore:
+        """Where they are read from."""
+        return self.sides.store
 
     @property
     def lengths(self) -> np.ndarray:
         """Positions that each pair takes in a batch; padded, both rows are as wide as the longer one."""
-        sides: np.ndarray = self.bounds[:, :, 1] - self.bounds[:, :, 0] - 1
-        return sides.sum(1) if self.pack else 2 * sides.max(1)
+        sides = self.sides.lengths.reshape(-1, 2)
+        found: np.ndarray = sides.sum(1) if self.pack else 2 * sides.max(1)
+        return found
 
     def __len__(self) -> int:
-        return len(self.bounds)
+        return len(self.sides) // 2
 
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]  # slices are not needed
-        record = int(np.searchsorted(self.store.bounds, self.bounds[index, 0, 0]))
-        chosen, rejected = (
-            Example(
-                *self.store.read(int(start), int(stop)),
-                self.store.origin(record),
-                () if self.references is None else (float(self.references[index, side]),),
-            )
-            for side, (start, stop) in enumerate(self.bounds[index])
-        )
-        return chosen, rejected
+        chosen, rejected = self.sides[2 * index], self.sides[2 * index + 1]
+        if self.references is None:
+            return chosen, rejected
+        said = self.references[index]
+        return replace(chosen, values=(float(said[0]),)), replace(rejected, values=(float(said[1]),))
 
     def summary(self) -> str:
         """Counts and lengths, for a person."""
-        sizes = np.sort(self.bounds[:, :, 1] - self.bounds[:, :, 0], axis=None)
-        quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
-        changed = "".join(f", {count:,} {what}" for what, count in self.counts.items() if count)
-        return (
-            f"{len(self):,} pairs, {sizes.sum():,} tokens ({self.supervised:,} supervised), "
-            f"length min/median/p95/max {quantiles}{changed}"
-        )
+        return f"{len(self):,} pairs: {self.sides.summary()}"
 
 
 def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
@@ -197,7 +186,8 @@ def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bo
     if too_long == "split":
         raise DataError("pairs cannot be split into windows", hint="set data.too_long to truncate or drop")
     starts, stops = store.bounds[:-1].reshape(-1, 2), store.bounds[1:].reshape(-1, 2)
-    long = (stops - starts > max_length).any(1)
+    over = np.asarray(stops - starts > max_length)
+    long: np.ndarray = np.logical_or(over[:, 0], over[:, 1])
     if too_long == "error" and long.any():
         first = int(np.flatnonzero(long)[0])
         raise DataError(
@@ -205,15 +195,23 @@ def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bo
             f"{max_length}",
             hint="raise data.max_length, or set data.too_long to truncate or drop",
         )
-    bounds = np.stack((starts, np.minimum(stops, starts + max_length)), axis=2)
-    learned = store.learned.reshape(-1, 2).astype(np.int64)
-    for pair, side in np.argwhere(stops - starts > max_length).tolist():
-        learned[pair, side] = store.count_learned(2 * pair + side, bounds[pair, side][None])[0]
-    kept = np.asarray(~long if too_long == "drop" else (learned > 0).all(1))
-    if not kept.any():
+    ends = np.minimum(stops, starts + max_length)
+    learned = np.array(store.learned, dtype=np.int64).reshape(-1, 2)
+    for pair, side in np.argwhere(over).tolist():
+        window = np.array([[starts[pair, side], ends[pair, side]]])
+        learned[pair, side] = store.count_learned(2 * pair + side, window)[0]
+    kept = np.flatnonzero(~long if too_long == "drop" else (learned > 0).all(1))
+    if not len(kept):
         raise DataError(
-            f"no pair is left: all {len(kept)} were dropped",
+            f"no pair is left: all {len(long)} were dropped",
             hint=f"data.max_length is {max_length}: raise it",
         )
-    counts = {"truncated": int((long & kept).sum()), "dropped": int((~kept).sum())}
-    return StoredPairs(store, bounds[kept], pack=pack, counts=counts, supervised=int(learned[kept].sum()))
+    sides = StoredExamples(
+        store,
+        np.stack((2 * kept, 2 * kept + 1), axis=1).ravel(),
+        starts[kept].ravel(),
+        ends[kept].ravel(),
+        counts={"truncated": int(long[kept].sum()), "dropped": len(long) - len(kept)},
+        supervised=int(learned[kept].sum()),
+    )
+    return StoredPairs(sides, pack=pack)

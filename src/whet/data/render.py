@@ -82,7 +82,7 @@ class Renderer:
 
     def question(self, record: Record) -> AskedRendering | None:
         """What to ask and what to expect, or None for a record without an answer."""
-        record = record if record.shape else checked(record)
+        record = _preferred(record if record.shape else checked(record))
         messages = self._conversation(record)
         if messages is not None:
             answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
@@ -153,9 +153,19 @@ class Renderer:
         return rendered
 
 
+def _preferred(record: Record) -> Record:
+    """Of a preference, the prompt and the better answer; of anything else, itself."""
+    if record.shape != "preference":
+        return record
+    prompt, chosen = record.fields["prompt"], record.fields["chosen"]
+    if isinstance(prompt, str):
+        return Record({**record.fields, "completion": chosen}, record.origin, "completion")
+    return Record({**record.fields, "messages": [*prompt, *chosen]}, record.origin, "messages")
+
+
 def text_of(record: Record) -> str:
     """Everything a record says, for what reads texts and not roles."""
-    record = record if record.shape else checked(record)
+    record = _preferred(record if record.shape else checked(record))
     if record.shape == "messages":
         return "\n".join(str(message.get("content") or "") for message in record.fields["messages"])
     return "".join(_plain_parts(record))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from whet.storage import new_directory, write_chunks, write_json
+from whet.storage import new_directory, replace_bytes, write_chunks, write_json
 
 LEARNED = np.uint32(1 << 31)  # set in a token that is supervised: ids are smaller
 
@@ -81,6 +81,10 @@ class TokenStore:
             if token in self.read(int(self.bounds[record]), int(self.bounds[record + 1]))[0]:
                 return record
         raise ValueError(f"no record has the token {token}")
+
+    def keep_beside(self, name: str, values: np.ndarray) -> None:
+        """Keep numbers that were computed from the tokens, all of them or none."""
+        replace_bytes(self.directory / name, values.tobytes())
 
     def count_learned(self, record: int, windows: np.ndarray) -> np.ndarray:
         """Supervised targets in each window [windows, 2] of a record."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from whet.config.sections import Preset
+from whet.config.preset import Preset
 from whet.errors import ConfigError, ModelError
 from whet.models.costs import flops_per_token, parameter_counts
 from whet.models.encoders import is_homemade, make_tokenizer

@@ -1,1 +1,29 @@
-"""What is optimised."""
+"""What is optimised. These functions are for loops of one's own; runs name an objective in their config."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whet.objectives.distillation import distillation_loss as distillation_loss
+    from whet.objectives.distillation import soft_target_loss as soft_target_loss
+    from whet.objectives.next_token import next_token_loss as next_token_loss
+    from whet.objectives.preference import dpo_loss as dpo_loss
+    from whet.objectives.preference import ipo_loss as ipo_loss
+    from whet.objectives.preference import odds_ratio_loss as odds_ratio_loss
+    from whet.objectives.preference import simpo_loss as simpo_loss
+
+_HOME_OF = {
+    "distillation_loss": "distillation",
+    "soft_target_loss": "distillation",
+    "next_token_loss": "next_token",
+    "dpo_loss": "preference",
+    "ipo_loss": "preference",
+    "odds_ratio_loss": "preference",
+    "simpo_loss": "preference",
+}
+
+
+def __getattr__(name: str) -> Any:  # Any: whatever the name is
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'whet.objectives' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"whet.objectives.{_HOME_OF[name]}"), name)

@@ -26,6 +26,7 @@ class Objective(Protocol):
     """
 
     coefficients: Mapping[str, float]
+    likelihood: bool  # whether the loss is a mean over tokens of -log p, of which perplexity can be told
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised units of each term in this micro-batch, known on the host before any forward."""

@@ -12,6 +12,7 @@ class SFT:
     """Mean negative log-likelihood of the supervised tokens."""
 
     coefficients: Mapping[str, float] = {"loss": 1.0}
+    likelihood = True
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised tokens, or the sum of their weights."""

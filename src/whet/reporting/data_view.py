@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from whet.adapters.load import tokenizer_of
-from whet.config.sections import Preset, RunConfig
+from whet.config.preset import Preset
+from whet.config.sections import RunConfig
 from whet.data.batches import check_lengths
-from whet.data.examples import StoredExamples
+from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.sources import REASONS_KEPT, open_source
 from whet.errors import ConfigError, DataError, ModelError, WhetError
 from whet.models.scratch import new_tokenizer
@@ -139,7 +140,7 @@ def view_data(config: RunConfig, *, samples: int = 2) -> DataView:
         except DataError as error:
             errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
         if name in data.examples:
-            scans[name] = scan(data.examples[name], bos=tokenizer.bos_token_id, ends=ends)
+            scans[name] = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
             splits.append(_split_facts(name, data, scans[name], config, model, samples))
     steps = None
     if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
@@ -191,7 +192,7 @@ def _ends(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as abov
     return {token for token in found if token is not None and 0 <= token < len(tokenizer)}
 
 
-def _check_evaluation(examples: StoredExamples, data: RunData) -> None:
+def _check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> None:
     limit = data.steps.micro_tokens
     check_lengths(examples, replace(data.steps, batch_size=None, batch_tokens=limit, order="sequential"))
 
@@ -199,7 +200,7 @@ def _check_evaluation(examples: StoredExamples, data: RunData) -> None:
 def _split_facts(
     name: str, data: RunData, found: Scan, config: RunConfig, model: ModelFacts | None, samples: int
 ) -> SplitFacts:
-    examples, source = data.examples[name], data.sources[name]
+    examples, source = data.examples[name].sides, data.sources[name]
     store, limit = examples.store, config.data.max_length
     sizes = np.diff(store.bounds)
     in_order = np.sort(sizes)

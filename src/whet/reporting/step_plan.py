@@ -6,8 +6,8 @@ from itertools import groupby
 import numpy as np
 
 from whet.config.sections import RunConfig
-from whet.data.batches import BatchStream
-from whet.data.examples import Example, StoredExamples
+from whet.data.batches import BatchStream, members
+from whet.data.examples import Example, StoredExamples, StoredPairs
 from whet.data.plan import StepSettings, plan_epoch, split_step
 from whet.training.run_data import RunData
 
@@ -93,19 +93,21 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
         filled=real / (batches * settings.micro_tokens),
         measured=measured,
         staged=not isinstance(stream, BatchStream),
-        drawn=_drawn(first[:DRAWN_ROWS], examples, lengths, settings),
+        drawn=_drawn(first[:DRAWN_ROWS], examples, settings),
         rows=len(first),
     )
 
 
 def _drawn(
-    rows: list[list[int]], examples: StoredExamples, lengths: np.ndarray, settings: StepSettings
+    rows: list[list[int]], examples: StoredExamples | StoredPairs, settings: StepSettings
 ) -> tuple[DrawnRow, ...]:
-    filled = [sum(int(lengths[index]) for index in row) for row in rows]
+    drawn = [[example for index in row for example in members(examples[index])] for row in rows]
+    if not settings.pack:  # a row each
+        drawn = [[example] for row in drawn for example in row]
+    filled = [sum(example.length for example in row) for row in drawn]
     width = settings.padded(max(filled))
     return tuple(
-        DrawnRow(tuple(_document(examples[index]) for index in row), width - real)
-        for row, real in zip(rows, filled, strict=True)
+        DrawnRow(tuple(map(_document, row)), width - real) for row, real in zip(drawn, filled, strict=True)
     )
 
 

@@ -87,9 +87,11 @@ def evaluate_loss(
                 sums[name] += value
     found = {f"eval_{name}": value.item() for name, value in sums.items()}
     mean = found["eval_loss"]
-    found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
+    likelihood = getattr(objective, "likelihood", True)
+    if likelihood:
+        found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
     sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]
-    if len(sizes) == len(batches):
+    if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
         found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
     return {**found, "eval_s": time.perf_counter() - started}

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from whet.adapters.files import CONFIG as ADAPTER_CONFIG
 from whet.adapters.load import usable_directory
-from whet.config.sections import Preset
+from whet.config.preset import Preset
 from whet.errors import ModelError
 from whet.models import families
 from whet.models.costs import parameter_counts

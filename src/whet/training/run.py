@@ -15,7 +15,8 @@ from whet.adapters.files import save_adapter
 from whet.adapters.load import load_base, save, tokenizer_of
 from whet.adapters.lora import attach_configured
 from whet.config.load import load_config, make_config, to_yaml
-from whet.config.sections import Preset, RunConfig
+from whet.config.preset import Preset
+from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream
 from whet.data.encode import Question
 from whet.errors import CheckpointError, ConfigError, ModelError, StorageError
@@ -23,7 +24,7 @@ from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
 from whet.models.scratch import new_model, new_tokenizer
-from whet.objectives.sft import SFT
+from whet.objectives.base import Objective
 from whet.ops.attention import describe_backend
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
@@ -50,11 +51,10 @@ from whet.training.run_data import EvaluationSplit, RunData, Stream
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.state import RunResult
+from whet.training.tasks import ObjectiveBuilder
 from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
-
-OBJECTIVES = {"sft": SFT}
 
 
 def train(
@@ -115,6 +115,7 @@ class _Assembly:
             stream = self.data.stream()
             self.model = self._build_model()
             self.data.check(self.model)
+            objective = self._build_objective()
             valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
             self.description = self._describe()
             if again:
@@ -126,7 +127,7 @@ class _Assembly:
             self.run_log.keep_in(self.directory / "log.txt")
             self.trainer = trainer = Trainer(
                 self.model,
-                OBJECTIVES[self.config.objective.kind](),
+                objective,
                 stream,
                 self.config,
                 [*self._own_callbacks(test), *callbacks],
@@ -198,6 +199,17 @@ class _Assembly:
             "parameters: %s, of which %s train (%.2f%%)", f"{total:,}", f"{trained:,}", 100 * trained / total
         )
         return model
+
+    def _build_objective(self) -> Objective:
+        builder = ObjectiveBuilder(
+            self.model,
+            self.tokenizer,
+            self.data.examples,
+            steps=self.data.steps,
+            precision=self.precision,
+            base_digest=self.base_digest,
+        )
+        return builder.build(self.config.objective)
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens

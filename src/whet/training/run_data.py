@@ -11,7 +11,7 @@ from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
 from whet.data.encode import Question, token_bytes
-from whet.data.examples import StoredExamples, cut
+from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
 from whet.data.render import text_of
@@ -20,6 +20,7 @@ from whet.data.splits import Split
 from whet.errors import ConfigError, DataError
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
+from whet.training.tasks import needs_of
 
 log = logging.getLogger("whet")
 
@@ -56,7 +57,8 @@ class RunData:
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
             self.sources["hard"] = open_source(curriculum.hard, form=data.format, on_bad=data.on_bad_record)
-        self.examples: dict[str, StoredExamples] = {}
+        self.needs = needs_of(config.objective)
+        self.examples: dict[str, StoredExamples | StoredPairs] = {}
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""
@@ -85,22 +87,34 @@ class RunData:
 
     def use(self, tokenizer: Any) -> None:  # Any: as above
         """Tokenise with this one from now on."""
-        data, curriculum = self.config.data, self.config.data.curriculum
+        data = self.config.data
         self.tokenizer = tokenizer
         self.preparation = Preparation(
             tokenizer,
             cache=tokens_dir(),
             supervise=data.supervise,
             skip_bad=data.on_bad_record == "skip",
-            columns=[curriculum.score] if curriculum is not None and curriculum.score else [],
+            columns=self._columns(),
+            pairs=self.needs.pairs,
             form=data.format,
         )
 
-    def prepare_source(self, name: str) -> StoredExamples:
+    def _columns(self) -> tuple[str, ...]:
+        """Numbers of a record that the objective reads, then the one that a curriculum goes by."""
+        curriculum = self.config.data.curriculum
+        score = curriculum.score if curriculum is not None else None
+        return (*self.needs.columns, *([score] if score else []))
+
+    def prepare_source(self, name: str) -> StoredExamples | StoredPairs:
         """Tokenise one source, or find that it was done before."""
         data = self.config.data
         store = self.preparation.store(self.sources[name])
-        self.examples[name] = cut(store, max_length=data.max_length, too_long=data.too_long)
+        if self.needs.pairs:
+            self.examples[name] = cut_pairs(
+                store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
+            )
+        else:
+            self.examples[name] = cut(store, max_length=data.max_length, too_long=data.too_long)
         return self.examples[name]
 
     def check(self, model: LanguageModel) -> None:
@@ -115,10 +129,11 @@ class RunData:
                     f"{len(self.tokenizer)}",
                     hint="the tokenizer belongs to another model",
                 )
-            longest = int(examples.lengths.argmax())
-            if examples.lengths[longest] > model.max_positions:
+            sides = examples.sides
+            longest = int(sides.lengths.argmax())
+            if sides.lengths[longest] > model.max_positions:
                 raise DataError(
-                    f"{examples[longest].origin}: {examples.lengths[longest] + 1} tokens, and {model.name} "
+                    f"{sides[longest].origin}: {sides.lengths[longest] + 1} tokens, and {model.name} "
                     f"was made for {model.max_positions}",
                     hint=f"set data.max_length to {model.max_positions}",
                 )
@@ -145,7 +160,7 @@ class RunData:
             easy: Any = examples  # Any: both are sequences of examples
             hard: Any = self.examples["hard"]
         else:
-            scores = examples.store.values[examples.records, 0]
+            scores = examples.store.values[examples.sides.records[:: 2 if self.needs.pairs else 1], -1]
             middle = float(np.median(scores))
             easy = Chosen(examples, np.flatnonzero(scores <= middle))
             hard = Chosen(examples, np.flatnonzero(scores > middle))

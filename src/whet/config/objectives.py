@@ -1,0 +1,78 @@
+"""What may be optimised, and the keys of each."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from whet.config.base import Section, Text
+
+
+class SFTObjective(Section):
+    """Fine-tuning and pretraining: the loss of the next token, on the supervised ones."""
+
+    kind: Literal["sft"] = Field("sft", description="what is optimised")
+
+
+class PreferenceObjective(Section):
+    """Preferences: of two answers, one is to become more likely than the other."""
+
+    kind: Literal["dpo", "ipo", "orpo", "simpo"] = Field(description="dpo and ipo need a reference")
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="strength; null: 0.1 (dpo, ipo), 2.0 (simpo), 0.1 as the weight of orpo's odds",
+    )
+    gamma: float = Field(1.0, ge=0, description="simpo: the margin that is asked for")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo: share of pairs taken to be wrong")
+    reference: Literal["precompute", "online"] = Field(
+        "precompute",
+        description="dpo, ipo: what the untrained model says, once before the run, or again in each step",
+    )
+
+    @property
+    def strength(self) -> float:
+        """`beta`, or the paper's."""
+        return self.beta or (2.0 if self.kind == "simpo" else 0.1)
+
+
+class Teacher(Section):
+    """One of several teachers."""
+
+    model: Text = Field(description="its name or path")
+    weight: float = Field(1.0, gt=0, description="its share of what is learned, relative to the others")
+
+
+class DistillObjective(Section):
+    """Distillation: what a teacher thinks of each token."""
+
+    kind: Literal["distill"] = Field(description="alpha * T^2 * divergence + (1 - alpha) * cross-entropy")
+    teacher: Text | list[Teacher] = Field(description="a model with the same tokenizer, or several, weighted")
+    temperature: float = Field(4.0, gt=0, description="T: both sides' logits are divided by it")
+    alpha: float = Field(
+        0.7, gt=0, le=1, description="share of the teacher; 1: the right token does not count"
+    )
+    divergence: Literal["forward", "reverse", "jsd"] = Field(
+        "forward", description="KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
+    )
+
+
+class DistrustObjective(Section):
+    """Distrust: texts weighted by authority and provenance."""
+
+    kind: Literal["distrust"] = Field(description="records are texts with auth_weight and prov_entropy")
+    mode: Literal["weight", "additive"] = Field(
+        "weight", description="weight the loss of each text, or add the published term, which changes nothing"
+    )
+    strength: float = Field(1.0, ge=0, le=1, description="weight: 0 weights nothing, 1 is d^2 / mean(d^2)")
+    alpha: float = Field(2.7, ge=2.3, le=3.0, description="additive: factor of the term")
+    scale: float | Literal["auto"] = Field(
+        0.6, description="additive: weight of the term; auto: about as large as the loss"
+    )
+
+
+AnyObjective = Annotated[
+    SFTObjective | PreferenceObjective | DistillObjective | DistrustObjective, Field(discriminator="kind")
+]
+
+# pydantic names the branch it took by them
+OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust")

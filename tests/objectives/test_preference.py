@@ -1,0 +1,243 @@
+"""Preferences: losses equal float64 formulas, only answers are scored, references in three ways are the same."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+import whet
+from tiny import run_config
+from whet.data.batches import make_batch, one_pass
+from whet.data.examples import cut_pairs
+from whet.data.plan import StepSettings
+from whet.data.prepare import Preparation
+from whet.data.sources import open_source
+from whet.errors import ConfigError, DataError
+from whet.objectives.preference import Preference, dpo_loss, ipo_loss, odds_ratio_loss, simpo_loss
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+NUMBERS = [(-5.0, -7.0, -6.0, -6.5), (-30.0, -10.0, -20.0, -11.0), (-2.0, -2.0, -2.0, -2.0)]
+
+
+def columns(dtype=torch.float64):
+    return torch.tensor(NUMBERS, dtype=dtype).T
+
+
+def test_dpo_and_ipo_equal_their_formulas():
+    for beta, smoothing in ((0.1, 0.0), (0.5, 0.1)):
+        margins = [beta * ((a - c) - (b - d)) for a, b, c, d in NUMBERS]
+        expected = [
+            -(1 - smoothing) * math.log(sigmoid(m)) - smoothing * math.log(sigmoid(-m)) for m in margins
+        ]
+        found = dpo_loss(*columns(), beta=beta, label_smoothing=smoothing)
+        assert found.item() == pytest.approx(sum(expected) / 3)
+        squares = [(m / beta - 1 / (2 * beta)) ** 2 for m in margins]
+        assert ipo_loss(*columns(), beta=beta).item() == pytest.approx(sum(squares) / 3)
+    far = torch.tensor([-1000.0]), torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0])
+    assert dpo_loss(*far, beta=1.0).item() == pytest.approx(1000)  # no overflow
+
+
+def test_simpo_and_orpo_equal_their_formulas():
+    better, worse = torch.tensor([-0.2, -1.5]).double(), torch.tensor([-0.7, -0.1]).double()
+    expected = [
+        -math.log(sigmoid(2.0 * (a - b) - 0.5)) for a, b in zip(better.tolist(), worse.tolist(), strict=True)
+    ]
+    assert simpo_loss(better, worse, beta=2.0, gamma=0.5).item() == pytest.approx(sum(expected) / 2)
+
+    def log_odds(logp):
+        return math.log(math.exp(logp) / (1 - math.exp(logp)))
+
+    expected = [
+        -math.log(sigmoid(log_odds(a) - log_odds(b)))
+        for a, b in zip(better.tolist(), worse.tolist(), strict=True)
+    ]
+    assert odds_ratio_loss(better, worse).item() == pytest.approx(sum(expected) / 2)
+    certain = odds_ratio_loss(torch.tensor([0.0]), torch.tensor([-3.0]))
+    assert torch.isfinite(certain)
+
+
+def pairs(tiny, tmp_path, count=6, *, pack=True, **how):
+    store = Preparation(tiny[1], cache=tmp_path / "cache", pairs=True).store(
+        open_source(f"synth:house-pairs:{count}")
+    )
+    return cut_pairs(store, **{"max_length": 256, "too_long": "truncate", "pack": pack, **how})
+
+
+def plain_logprob(model, tokens, learned):
+    """log p of the learned tokens of one sequence, by a full softmax in float64."""
+    tokens = torch.as_tensor(tokens)
+    logs = model(tokens[None, :-1])[0].log_softmax(-1)
+    return sum(logs[place - 1, tokens[place]] for place in range(1, len(tokens)) if learned[place])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "orpo", "simpo"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kind, pack):
+    model, _ = tiny
+    found = pairs(tiny, tmp_path, 5, pack=pack)
+    settings = StepSettings(5, None, 4096, pack=pack)
+    for examples in (found[index] for index in range(len(found))):
+        assert [e.supervised_count > 0 for e in examples] == [True, True]
+    beta = 0.3
+    objective = Preference(kind, beta=beta, gamma=0.7)
+    exact = copy.deepcopy(model).double()
+    logps = [[plain_logprob(exact, e.tokens, e.supervised) for e in found[index]] for index in range(5)]
+    torch.manual_seed(1)
+    reference = torch.tensor([[a.item(), b.item()] for a, b in logps]) + torch.randn(5, 2)
+    found.references = reference.double().numpy()
+    [(places, batch)] = one_pass(found, settings)
+    result = objective.loss(model, batch)
+    weights = objective.weights(batch)
+    total = sum(objective.coefficients[term] * value / weights[term] for term, value in result.sums.items())
+    total.backward()
+    gradient = model.embed_tokens.weight.grad.clone()
+    sizes = [[e.supervised_count for e in found[index]] for index in range(5)]
+    means = [
+        [logp / size for logp, size in zip(*both, strict=True)] for both in zip(logps, sizes, strict=True)
+    ]
+    if kind in ("dpo", "ipo"):
+        gaps = [(a - r[0]) - (b - r[1]) for (a, b), r in zip(logps, reference, strict=True)]
+        each = [-(beta * g).sigmoid().log() if kind == "dpo" else (g - 1 / (2 * beta)) ** 2 for g in gaps]
+    elif kind == "simpo":
+        each = [-(beta * (a - b) - 0.7).sigmoid().log() for a, b in means]
+    else:
+        odds = [[m - torch.log1p(-m.exp()) for m in both] for both in means]
+        each = [-beta * (a - b).sigmoid().log() for a, b in odds]
+    expected = torch.stack(each).mean()
+    if kind == "orpo":
+        expected = expected - sum(a for a, _ in logps) / sum(a for a, _ in sizes)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-5)
+    expected.backward()
+    wanted = exact.embed_tokens.weight.grad
+    assert (gradient.double() - wanted).norm() < 1e-4 * wanted.norm()
+    shares = {name: (value / weights["loss"]).item() for name, value in result.metrics.items()}
+    assert shares["logprob_chosen"] == pytest.approx(sum(a.item() for a, _ in logps) / 5, rel=1e-4)
+    assert 0 <= shares["reward_accuracy"] <= 1
+
+
+def test_only_answers_are_scored(tiny, tmp_path):
+    """Other prompts, same answers: the supervised tokens stay the same."""
+    found = pairs(tiny, tmp_path, 3)
+    chosen, rejected = found[0]
+    tokenizer = tiny[1]
+    assert tokenizer.decode(
+        [t for t, s in zip(chosen.tokens, chosen.supervised, strict=True) if s]
+    ).startswith("Done: ")
+    assert tokenizer.decode(
+        [t for t, s in zip(rejected.tokens, rejected.supervised, strict=True) if s]
+    ).startswith('{"room"')
+
+
+def preference_config(tiny_directory, tmp_path, objective, **sections):
+    data = {
+        "train": "synth:house-pairs:12",
+        "valid": "synth:house-pairs-valid:4",
+        "max_length": 256,
+        **sections.pop("data", {}),
+    }
+    return run_config(tiny_directory, tmp_path, objective=objective, data=data, **sections)
+
+
+@pytest.mark.parametrize("method", [{"kind": "lora", "rank": 4}, {"kind": "full"}])
+def test_precomputed_and_online_references_give_the_same_run(tiny_directory, tmp_path, method):
+    losses = {}
+    for reference in ("precompute", "online", "precompute-again"):
+        objective = {"kind": "dpo", "beta": 0.5, "reference": reference.split("-")[0]}
+        config = preference_config(
+            tiny_directory, tmp_path, objective, method=method, run={"name": reference}
+        )
+        result = whet.train(config)
+        losses[reference] = [row["loss"] for row in result.history if "loss" in row]
+        assert result.history[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert "eval_perplexity" not in result.metrics
+        assert {"reward_margin", "reward_accuracy", "kl", "logprob_chosen"} <= result.metrics.keys()
+        said = (result.directory / "log.txt").read_text()
+        if reference == "precompute-again":
+            assert "reference: log-probabilities of train from the store" in said
+    assert losses["precompute"][0] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses["precompute"] == pytest.approx(losses["online"], rel=1e-4)
+    assert losses["precompute"] == losses["precompute-again"]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "orpo", "simpo"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_kind_learns_to_prefer_and_resumes_exactly(tiny_directory, tmp_path, kind, pack):
+    from whet.training.callbacks import Callback, StopRun
+
+    class StopAt(Callback):
+        def on_step_end(self, step, metrics):
+            return StopRun("enough", unfinished=True) if step == 3 else None
+
+    def config(name):
+        return preference_config(
+            tiny_directory, tmp_path, {"kind": kind}, data={"pack": pack},
+            optim={"lr": 1e-3 if kind == "ipo" else 3e-2},
+            run={"name": name, "steps": 8, "batch_size": 6},
+        )  # fmt: skip
+
+    whole = whet.train(config("whole"))
+    assert whole.metrics["eval_reward_margin"] > whole.history[0]["eval_reward_margin"]
+    assert whole.metrics["eval_loss"] < whole.history[0]["eval_loss"]
+    part = whet.train(config("part"), [StopAt()])
+    rest = whet.resume(part.directory)
+    losses = [row["loss"] for row in whole.history if "loss" in row]
+    assert [row["loss"] for row in (*part.history, *rest.history) if "loss" in row] == losses
+
+
+def test_the_gradient_does_not_depend_on_the_cut(tiny_directory, tmp_path):
+    found = []
+    for name, micro in (("one", 4096), ("many", 600)):
+        config = preference_config(
+            tiny_directory,
+            tmp_path,
+            {"kind": "orpo"},
+            run={"name": name, "micro_batch_tokens": micro, "batch_size": 12, "steps": 1},
+        )
+        found.append(whet.train(config).history[1])
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "bad.jsonl:1: chosen and rejected are the same"),
+        (
+            {"prompt": "a", "completion": "b"},
+            "bad.jsonl:1: a completion record has no two answers to compare",
+        ),
+    ],
+)
+def test_records_that_are_no_preferences_are_named(tiny_directory, tmp_path, record, message):
+    (tmp_path / "bad.jsonl").write_text(json.dumps(record))
+    config = preference_config(
+        tiny_directory, tmp_path, {"kind": "dpo"}, data={"train": str(tmp_path / "bad.jsonl")}
+    )
+    with pytest.raises(DataError, match=message):
+        whet.train(config)
+
+
+def test_too_long_pairs(tiny, tmp_path):
+    sizes = sorted({len(side.tokens) for index in range(6) for side in pairs(tiny, tmp_path)[index]})
+    cut = pairs(tiny, tmp_path, max_length=sizes[-1] - 3)
+    assert cut.sides.counts["truncated"] >= 1
+    dropped = pairs(tiny, tmp_path, max_length=sizes[-1] - 3, too_long="drop")
+    assert len(dropped) == 6 - cut.sides.counts["truncated"] - cut.sides.counts["dropped"]
+    with pytest.raises(DataError, match="data.max_length is"):
+        pairs(tiny, tmp_path, max_length=sizes[-1] - 3, too_long="error")
+    with pytest.raises(DataError, match="cannot be split"):
+        pairs(tiny, tmp_path, too_long="split")
+    with pytest.raises(DataError, match="no pair is left"):
+        pairs(tiny, tmp_path, max_length=5)
+
+
+def test_a_missing_reference_is_an_error(tiny, tmp_path):
+    found = pairs(tiny, tmp_path, 2)
+    with pytest.raises(ConfigError, match="needs a reference"):
+        Preference("dpo", beta=0.1).loss(tiny[0], make_batch([[*found[0], *found[1]]]))
