@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from whet.errors import CheckpointError
 
 MANIFEST = "MANIFEST.json"
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -38,6 +38,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     with path.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
+            del chunk  # a large one shall not stay while the next is made
         file.flush()
         os.fsync(file.fileno())
 
@@ -60,15 +61,23 @@ def write_json(path: Path, value: Any) -> None:  # Any: whatever json.dumps take
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    make: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
-    """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory."""
+    """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory.
+
+    With `make` the tensors only say their shapes and dtypes (on the meta device), and each is made when its
+    turn comes.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }
@@ -79,10 +88,13 @@ def write_safetensors(
     def chunks() -> Iterator[bytes | memoryview]:
         yield struct.pack("<Q", len(encoded))
         yield encoded
-        for tensor in tensors.values():
+        for name, described in tensors.items():
+            tensor = described if make is None else make(name)
+            assert (tensor.shape, tensor.dtype) == (described.shape, described.dtype), name
             plain = tensor.detach().to("cpu").contiguous().reshape(-1)
             if plain.numel():
                 yield plain.view(torch.uint8).numpy().data
+            del tensor, plain
 
     write_chunks(path, chunks())
 

@@ -1,5 +1,7 @@
 """`whet.load` and `whet.save`: any model a person can name, adapters and finished runs included."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,14 @@ def load(
 ) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer, or None where the directory has none
     """A model and its tokenizer: by name, or from a model directory, GGUF file, adapter or finished run."""
     target = usable_directory(name_or_path)
-    if (base := _base_of(target)) is None:
+    if (base := base_of(target)) is None:
         return load_model(target, dtype=dtype, device=device), tokenizer_of(target)
     model, _ = load_base(base, dtype=dtype, device=device)
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
 
 
-def _base_of(target: str | Path) -> str | None:
+def base_of(target: str | Path) -> str | None:
     """What an adapter directory is an adapter of; None for anything else."""
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
@@ -41,7 +43,7 @@ def _base_of(target: str | Path) -> str | None:
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """The tokenizer that `load` would give, without the weights; None where there is none."""
     target = usable_directory(name_or_path)
-    if (base := _base_of(target)) is not None and not has_tokenizer(Path(target)):
+    if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
         return tokenizer_of(base)
     directory = target if isinstance(target, Path) else resolve(target)
     if not has_tokenizer(directory):
@@ -75,9 +77,20 @@ def save(
     model: LanguageModel, tokenizer: Any, directory: str | Path
 ) -> None:  # Any: a transformers tokenizer
     """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
-    merged = {f"{name}.weight": module.merged_weight() for name, module in adapted(model)}
-    biases = {f"{name}.bias": module.base.bias for name, module in adapted(model)}
-    inner = tuple(f"{name}." for name, _ in adapted(model))
+    save_model(
+        model, tokenizer, directory, state={name: make() for name, make in merged_tensors(model).items()}
+    )
+
+
+def merged_tensors(model: LanguageModel) -> dict[str, Callable[[], torch.Tensor]]:
+    """Every tensor of the model under its own name, adapters folded in; made when it is called for."""
+    layers = dict(adapted(model))
+    inner = tuple(f"{name}." for name in layers)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
-    state |= merged | {name: bias for name, bias in biases.items() if bias is not None}
-    save_model(model, tokenizer, directory, state=state)
+    state |= {f"{name}.bias": module.bias for name, module in layers.items() if module.bias is not None}
+    made = {name: partial(_itself, tensor) for name, tensor in state.items()}
+    return made | {f"{name}.weight": module.merged_weight for name, module in layers.items()}
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

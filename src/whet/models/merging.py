@@ -1,12 +1,14 @@
 """Ways to make one weight out of several, as formulas on single tensors.
 
 Everything is computed in float32. Models come as iterables and are taken one at a time, so that the memory
-does not grow with their number.
+does not grow with their number: `map` and `del` below, where a generator or zip would hold on to a tensor
+while the next one is made.
 """
 
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -15,7 +17,7 @@ _PARALLEL = 0.9995  # cosine above which the arc between two tensors is a line
 
 def average(models: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """sum_i w_i A_i (model soups, arXiv 2203.05482)."""
-    return _weighted_sum((model.float() for model in models), weights)
+    return _weighted_sum(map(torch.Tensor.float, models), weights)
 
 
 def slerp(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:
@@ -26,18 +28,19 @@ def slerp(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tens
     """
     a, b = first.float(), second.float()
     lengths = a.norm() * b.norm()
-    cosine = float((a * b).sum() / lengths) if lengths > 0 else 1.0
+    cosine = float(torch.dot(a.flatten(), b.flatten()) / lengths) if lengths > 0 else 1.0
     if abs(cosine) > _PARALLEL:
-        return a * (1 - share) + b * share
+        return torch.lerp(a, b, share)
     angle = math.acos(cosine)
-    return (a * math.sin((1 - share) * angle) + b * math.sin(share * angle)) / math.sin(angle)
+    parts = [math.sin((1 - share) * angle), math.sin(share * angle)]
+    return (a * (parts[0] / math.sin(angle))).add_(b, alpha=parts[1] / math.sin(angle))
 
 
 def task_arithmetic(
     base: torch.Tensor, models: Iterable[torch.Tensor], weights: Sequence[float]
 ) -> torch.Tensor:
     """base + sum_i w_i (A_i - base) (arXiv 2212.04089)."""
-    return base.float() + _weighted_sum(_deltas(base, models), weights)
+    return _weighted_sum(_deltas(base, models), weights).add_(base)
 
 
 def ties(
@@ -47,8 +50,8 @@ def ties(
 
     The sign of each entry is that of the sum of the trimmed updates: the side of the larger total magnitude.
     """
-    trimmed = (trim(delta, density) for delta in _deltas(base, models))
-    return base.float() + _elected_mean(trimmed, weights)
+    trimmed = map(partial(trim, density=density), _deltas(base, models))
+    return _elected_mean(trimmed, weights).add_(base)
 
 
 def dare(
@@ -60,7 +63,7 @@ def dare(
     generators: Iterable[torch.Generator],
 ) -> torch.Tensor:
     """Task arithmetic on updates of which a random part was dropped (DARE, arXiv 2311.03099)."""
-    return base.float() + _weighted_sum(_dropped(base, models, density, generators), weights)
+    return _weighted_sum(_dropped(base, models, density, generators), weights).add_(base)
 
 
 def dare_ties(
@@ -72,7 +75,7 @@ def dare_ties(
     generators: Iterable[torch.Generator],
 ) -> torch.Tensor:
     """TIES with DARE's random dropping in the place of the trimming (arXiv 2311.03099, section 4)."""
-    return base.float() + _elected_mean(_dropped(base, models, density, generators), weights)
+    return _elected_mean(_dropped(base, models, density, generators), weights).add_(base)
 
 
 def trim(delta: torch.Tensor, density: float) -> torch.Tensor:
@@ -80,7 +83,9 @@ def trim(delta: torch.Tensor, density: float) -> torch.Tensor:
     magnitudes = delta.abs().flatten().numpy()
     dropped = magnitudes.size - max(1, round(density * magnitudes.size))
     magnitudes.partition(dropped)  # in place: torch.kthvalue would need three times the memory
-    return torch.where(delta.abs() >= float(magnitudes[dropped]), delta, 0.0)
+    least = float(magnitudes[dropped])
+    del magnitudes
+    return torch.where(delta.abs() >= least, delta, 0.0)
 
 
 def drop(delta: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
@@ -96,7 +101,11 @@ def tensor_generator(seed: int, model: int, name: str) -> torch.Generator:
 
 
 def _deltas(base: torch.Tensor, models: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (model.float() - base for model in models)
+    return map(partial(_difference, base), models)
+
+
+def _difference(base: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    return model.float() - base
 
 
 def _dropped(
@@ -105,31 +114,31 @@ def _dropped(
     density: float,
     generators: Iterable[torch.Generator],
 ) -> Iterator[torch.Tensor]:
-    pairs = zip(_deltas(base, models), generators, strict=True)
-    return (drop(delta, density, generator) for delta, generator in pairs)
+    return map(lambda delta, generator: drop(delta, density, generator), _deltas(base, models), generators)
 
 
-def _weighted_sum(tensors: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    pairs = zip(tensors, weights, strict=True)
-    first, weight = next(pairs)
-    total = first * weight
-    for tensor, weight in pairs:
-        total.add_(tensor, alpha=weight)
+def _weighted_sum(tensors: Iterator[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    total = next(tensors) * weights[0]
+    for weight in weights[1:]:
+        total.add_(next(tensors), alpha=weight)
     return total
 
 
-def _elected_mean(deltas: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def _elected_mean(deltas: Iterator[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The weighted mean of the updates that have the elected sign; both signs are summed in one pass."""
-    sums: list[torch.Tensor] = []
-    for delta, weight in zip(deltas, weights, strict=True):
-        if not sums:
-            sums = [torch.zeros_like(delta) for _ in range(4)]
-        up, down, up_weight, down_weight = sums
+    delta = next(deltas)
+    up, down, up_weight, down_weight = (torch.zeros_like(delta) for _ in range(4))
+    for index, weight in enumerate(weights):
+        if index:
+            delta = next(deltas)
         up.add_(delta.clamp(min=0), alpha=weight)
         down.add_(delta.clamp(max=0), alpha=weight)
         up_weight.add_(delta > 0, alpha=weight)
         down_weight.add_(delta < 0, alpha=weight)
-    elected = (up + down).sign_()
-    up.div_(up_weight.clamp_(min=torch.finfo(torch.float32).tiny))
-    down.div_(down_weight.clamp_(min=torch.finfo(torch.float32).tiny))
-    return torch.where(elected > 0, up, torch.where(elected < 0, down, 0.0))
+        del delta
+    elected = up + down
+    some = torch.finfo(torch.float32).tiny  # nothing on a side: 0 / some = 0
+    up.div_(up_weight.clamp_(min=some))
+    down.div_(down_weight.clamp_(min=some))
+    del up_weight, down_weight
+    return torch.where(elected > 0, up, down).masked_fill_(elected == 0, 0.0)
