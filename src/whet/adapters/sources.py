@@ -1,15 +1,14 @@
 """Models as merging reads them: tensor by tensor, under Hugging Face's names, adapters folded in."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from whet.adapters.load import base_of, load, merged_tensors, usable_directory
-from whet.adapters.lora import LoRALinear, adapted
+from whet.adapters.lora import adapted
+from whet.adapters.merging import wide_base
 from whet.errors import ModelError
 from whet.models import families
 from whet.models.hub import resolve
@@ -70,22 +69,8 @@ class AdapterSource(ModelSource):
         if name not in self._makers:
             return super().get(name)
         own, make = self._makers[name]
-        with _wide_base(self._layers.get(own)), torch.no_grad():
+        with wide_base(self._layers.get(own)), torch.no_grad():
             return self._model.as_stored(own, make())
-
-
-@contextlib.contextmanager
-def _wide_base(layer: LoRALinear | None) -> Iterator[None]:
-    """A layer's base in float32 for a moment, so that the sum is not rounded to a narrower dtype."""
-    if layer is None or not isinstance(layer.base, nn.Linear):
-        yield
-        return
-    narrow = layer.base.weight
-    layer.base.weight = nn.Parameter(narrow.float(), requires_grad=False)
-    try:
-        yield
-    finally:
-        layer.base.weight = narrow
 
 
 def _root_of(name: str) -> Path:
