@@ -139,6 +139,24 @@ def new_directory(path: Path, *, manifest: bool = False, replace: bool = False) 
         raise
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Write a file that appears under its name only when it is complete; what is there already stays."""
+    if path.exists():
+        raise CheckpointError(
+            f"{path} exists already, and whet overwrites nothing", hint="choose another name"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.parent / f".{path.name}.writing-{os.getpid()}"
+    try:
+        yield staging
+        staging.rename(path)
+        _fsync_directory(path.parent)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+
+
 def replace_directory(source: Path, target: Path) -> None:
     """Rename `source` to `target`; an older `target` is moved aside first and removed last."""
     old = target.parent / f".{target.name}.old-{os.getpid()}"
