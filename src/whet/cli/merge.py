@@ -65,7 +65,9 @@ def command(
 
 
 def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, tolerance: float | None) -> None:
-    from whet.adapters.export import DTYPES, dtype_name, fold, load_exact, write_hf
+    import torch
+
+    from whet.adapters.export import dtype_name, fold, load_exact, write_hf
     from whet.errors import ConfigError, ModelError
 
     if len(models) != 1:
@@ -76,7 +78,7 @@ def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, toler
     loaded = load_exact(models[0])
     if not loaded.has_adapter:
         raise ModelError(f"{models[0]} has no adapter: it is a whole model already", hint="use it as it is")
-    onto, chosen = loaded.base, loaded.dtype if dtype is None else DTYPES[dtype.value]
+    onto, chosen = loaded.base, loaded.dtype if dtype is None else getattr(torch, dtype.value)
     difference = fold(loaded, chosen, tolerance=tolerance)
     write_hf(loaded, out, chosen)
     print(f"merged onto {onto} in {dtype_name(chosen)}: {difference}\n{out}")

@@ -80,10 +80,14 @@ def write_gguf(
         **_model_metadata(spec),
         **tokenizer_metadata(tokenizer, vocab_size=spec.vocab_size, end_tokens=end_tokens),
     }
-    tensors = {llama.hf_name(name): tensor for name, tensor in model.state_dict().items()}
-    entries = dict(_entries(spec, tensors, chosen))
+    entries = dict(_entries(spec, model, chosen))
     with new_file(Path(path)) as staging:
         write_chunks(staging, _chunks(metadata, entries))
+
+
+def llama_values(model: LanguageModel) -> dict[str, Callable[[], NDArray[np.float32]]]:
+    """What each tensor of the file stands for, unrounded, under its GGUF name."""
+    return {name: entry.values for name, entry in _entries(llama_spec(model), model, Kind.F32)}
 
 
 def llama_spec(model: LanguageModel) -> ModelSpec:
@@ -148,9 +152,8 @@ def _rope_metadata(rope: RopeSpec) -> dict[str, object]:
     return {f"llama.rope.scaling.{key}": value for key, value in found.items()}
 
 
-def _entries(
-    spec: ModelSpec, tensors: Mapping[str, torch.Tensor], kind: Kind
-) -> Iterator[tuple[str, _Entry]]:
+def _entries(spec: ModelSpec, model: LanguageModel, kind: Kind) -> Iterator[tuple[str, _Entry]]:
+    tensors = {llama.hf_name(name): tensor for name, tensor in model.state_dict().items()}
     rope, head_dim = spec.blocks[0].grouped.rope, spec.blocks[0].grouped.head_dim
     if rope is not None and isinstance(rope.scaling, Llama3RopeScaling):
         plain = inverse_frequencies(RopeSpec(theta=rope.theta), head_dim)
