@@ -6,7 +6,7 @@ import torch
 import whet
 from whet.adapters.files import adapter_tensors
 from whet.adapters.lora import adapted
-from whet.adapters.merging import AdapterSet, compare_logits, merge_measured, sample_tokens, update_of
+from whet.adapters.merging import AdapterSet, compare_logits, merge_measured, sample_tokens, updates_of
 from whet.errors import ConfigError, ModelError
 
 TOKENS = torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -103,7 +103,7 @@ def test_an_update_is_not_rounded_to_the_dtype_of_the_base(tiny_directory, tmp_p
     model, _ = whet.load(tmp_path / "red", dtype=torch.bfloat16, device="cpu")
     for _, layer in adapted(model):
         expected = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
-        torch.testing.assert_close(update_of(layer).double(), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(updates_of(layer)["weight"].double(), expected, rtol=1e-4, atol=1e-6)
         assert layer.base.weight.dtype == torch.bfloat16
 
 

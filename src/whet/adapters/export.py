@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from whet.adapters.files import save_adapter
 from whet.adapters.load import base_of, load, usable_directory
@@ -38,8 +37,9 @@ class Loaded:
     @property
     def base(self) -> str:
         """What an adapter is folded into, in words."""
-        quantised = any(not isinstance(layer.base, nn.Linear) for _, layer in adapted(self.model))
-        return f"{'the dequantised ' if quantised else ''}{self.model.name}"
+        held = [dict(layer.base.named_parameters()) for _, layer in adapted(self.model)]
+        quantised = any(all("weight" not in name for name in parameters) for parameters in held)
+        return f"{'the dequantised ' if quantised else ''}{base_of(usable_directory(self.name))}"
 
     @property
     def base_directory(self) -> Path | None:

@@ -1,7 +1,6 @@
 """Adapters and their base: several on one base, folded in and taken out again, and what folding costs."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,21 +63,20 @@ class AdapterSet:
         if not chosen:
             raise ConfigError("no adapter was named to be merged", hint=f"known: {', '.join(self.names)}")
         self.use(None)
-        for path in dict.fromkeys(path for layers in chosen.values() for path in layers):
-            linear = self.model.get_submodule(path)
-            assert isinstance(linear, nn.Linear)
-            updates = [
-                update_of(layers[path]) * weights[name] for name, layers in chosen.items() if path in layers
-            ]
-            self._before[path] = linear.weight.detach().clone()
-            linear.weight.data = (linear.weight.data.float() + sum(updates)).to(linear.weight.dtype)
+        sums: dict[str, torch.Tensor] = {}
+        for name, layers in chosen.items():
+            for path, layer in layers.items():
+                for key, update in updates_of(layer).items():
+                    sums[f"{path}.{key}"] = sums.get(f"{path}.{key}", 0.0) + update * weights[name]
+        for path, update in sums.items():
+            parameter = self.model.get_parameter(path)
+            self._before[path] = parameter.data
+            parameter.data = (parameter.data.float() + update).to(parameter.dtype)
 
     def unmerge(self) -> None:
         """The base weights again, bit for bit: they were kept, since subtracting would round."""
         for path, weight in self._before.items():
-            linear = self.model.get_submodule(path)
-            assert isinstance(linear, nn.Linear)
-            linear.weight.data = weight
+            self.model.get_parameter(path).data = weight
         self._before = {}
 
     def _adapter(self, name: str) -> dict[str, LoRALinear]:
@@ -92,24 +90,32 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def update_of(layer: LoRALinear) -> torch.Tensor:
-    """What an adapter adds to its layer's weight, in float32, whatever its variant."""
-    with wide_base(layer), torch.no_grad():
-        return layer.merged_weight() - layer.base.weight
+def merged_parameters(layer: LoRALinear) -> dict[str, torch.Tensor]:
+    """What the parameters of a layer's base would be with the adapter folded in, whatever its variant.
 
-
-@contextlib.contextmanager
-def wide_base(layer: LoRALinear | None) -> Iterator[None]:
-    """A layer's base in float32 for a moment, so that a sum is not rounded to a narrower dtype."""
-    if layer is None or not isinstance(layer.base, nn.Linear):
-        yield
-        return
-    narrow = layer.base.weight
-    layer.base.weight = nn.Parameter(narrow.float(), requires_grad=False)
+    In float32: the base is widened for a moment, so that the sum is not rounded to its dtype.
+    """
+    narrow = {parameter: parameter.data for parameter in layer.base.parameters()}
     try:
-        yield
+        for parameter, values in narrow.items():
+            parameter.data = values.float()
+        with torch.no_grad():
+            return {"weight": layer.merged_weight()}
     finally:
-        layer.base.weight = narrow
+        for parameter, values in narrow.items():
+            parameter.data = values
+
+
+def updates_of(layer: LoRALinear) -> dict[str, torch.Tensor]:
+    """What an adapter adds to the parameters of its base, in float32."""
+    base = dict(layer.base.named_parameters())
+    merged = merged_parameters(layer)
+    if absent := merged.keys() - base.keys():
+        raise ModelError(
+            f"the base has no {min(absent)} to add an update to: it is quantised",
+            hint="whet merge writes a model with the update on the dequantised base",
+        )
+    return {key: merged[key] - base[key].detach().float() for key in merged}
 
 
 @dataclass(frozen=True)

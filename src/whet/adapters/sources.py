@@ -1,14 +1,15 @@
 """Models as merging reads them: tensor by tensor, under Hugging Face's names, adapters folded in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whet.adapters.load import base_of, load, merged_tensors, usable_directory
-from whet.adapters.lora import adapted
-from whet.adapters.merging import wide_base
+from whet.adapters.lora import LoRALinear, adapted
+from whet.adapters.merging import merged_parameters
 from whet.errors import ModelError
 from whet.models import families
 from whet.models.hub import resolve
@@ -56,21 +57,27 @@ class AdapterSource(ModelSource):
         self.base = base
         floats = (tensor.dtype for tensor in self.described.values() if tensor.is_floating_point())
         self._model, _ = load(name, dtype=next(floats, None), device="cpu")
-        self._makers = {
+        self._makers: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
             self._model.hf_name(own): (own, make) for own, make in merged_tensors(self._model).items()
         }
-        self._layers = {f"{own}.weight": module for own, module in adapted(self._model)}
-        for own in self._layers:
-            if self._model.hf_name(own) not in self.described:
-                raise ModelError(f"{name} adapts {self._model.hf_name(own)}, which {directory} does not hold")
+        for path, layer in adapted(self._model):
+            for key in merged_parameters(layer):
+                own = f"{path}.{key}"
+                stored = self._model.hf_name(own)
+                if stored not in self.described:
+                    raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
+                self._makers[stored] = (own, partial(_merged_parameter, layer, key))
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor."""
         if name not in self._makers:
             return super().get(name)
         own, make = self._makers[name]
-        with wide_base(self._layers.get(own)), torch.no_grad():
-            return self._model.as_stored(own, make())
+        return self._model.as_stored(own, make())
+
+
+def _merged_parameter(layer: LoRALinear, key: str) -> torch.Tensor:
+    return merged_parameters(layer)[key]
 
 
 def _root_of(name: str) -> Path:
