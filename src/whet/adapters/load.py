@@ -1,7 +1,5 @@
 """`whet.load` and `whet.save`: any model a person can name, adapters and finished runs included."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +75,9 @@ def save(
     model: LanguageModel, tokenizer: Any, directory: str | Path
 ) -> None:  # Any: a transformers tokenizer
     """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
-    save_model(
-        model, tokenizer, directory, state={name: make() for name, make in merged_tensors(model).items()}
-    )
-
-
-def merged_tensors(model: LanguageModel) -> dict[str, Callable[[], torch.Tensor]]:
-    """Every tensor of the model under its own name, adapters folded in; made when it is called for."""
-    layers = dict(adapted(model))
-    inner = tuple(f"{name}." for name in layers)
+    merged = {f"{name}.weight": module.merged_weight() for name, module in adapted(model)}
+    biases = {f"{name}.bias": module.base.bias for name, module in adapted(model)}
+    inner = tuple(f"{name}." for name, _ in adapted(model))
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
-    state |= {f"{name}.bias": module.bias for name, module in layers.items() if module.bias is not None}
-    made = {name: partial(_itself, tensor) for name, tensor in state.items()}
-    return made | {f"{name}.weight": module.merged_weight for name, module in layers.items()}
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    state |= merged | {name: bias for name, bias in biases.items() if bias is not None}
+    save_model(model, tokenizer, directory, state=state)

@@ -1,13 +1,12 @@
 """Models as merging reads them: tensor by tensor, under Hugging Face's names, adapters folded in."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from whet.adapters.load import base_of, load, merged_tensors, usable_directory
+from whet.adapters.load import base_of, load, usable_directory
 from whet.adapters.lora import LoRALinear, adapted
 from whet.adapters.merging import merged_parameters
 from whet.errors import ModelError
@@ -57,27 +56,25 @@ class AdapterSource(ModelSource):
         self.base = base
         floats = (tensor.dtype for tensor in self.described.values() if tensor.is_floating_point())
         self._model, _ = load(name, dtype=next(floats, None), device="cpu")
-        self._makers: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
-            self._model.hf_name(own): (own, make) for own, make in merged_tensors(self._model).items()
-        }
+        self._layers: dict[str, tuple[LoRALinear, str]] = {}
+        self._tensors = {self._model.hf_name(own): tensor for own, tensor in self._model.state_dict().items()}
+        self._own = {self._model.hf_name(own): own for own in self._model.state_dict()}
         for path, layer in adapted(self._model):
             for key in merged_parameters(layer):
-                own = f"{path}.{key}"
-                stored = self._model.hf_name(own)
+                stored = self._model.hf_name(f"{path}.{key}")
                 if stored not in self.described:
                     raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
-                self._makers[stored] = (own, partial(_merged_parameter, layer, key))
+                self._own[stored] = f"{path}.{key}"
+                self._layers[stored] = (layer, key)
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor."""
-        if name not in self._makers:
-            return super().get(name)
-        own, make = self._makers[name]
-        return self._model.as_stored(own, make())
-
-
-def _merged_parameter(layer: LoRALinear, key: str) -> torch.Tensor:
-    return merged_parameters(layer)[key]
+        if name in self._layers:
+            layer, key = self._layers[name]
+            return self._model.as_stored(self._own[name], merged_parameters(layer)[key])
+        if name in self._tensors:  # not read from the files: the base may be an adapter's, too
+            return self._model.as_stored(self._own[name], self._tensors[name])
+        return super().get(name)
 
 
 def _root_of(name: str) -> Path:
