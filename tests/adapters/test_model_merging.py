@@ -50,6 +50,7 @@ def adapters(tiny_directory, tmp_path):
 
 def write_adapter(base, directory, *, seed):
     model, _ = load_base(base, dtype=torch.float32, device="cpu")
+    model.name = str(base)
     whet.attach_lora(model, rank=3, targets=["q_proj", "down_proj"])
     generator = torch.Generator().manual_seed(seed)
     for tensor in adapter_tensors(model).values():
