@@ -239,6 +239,23 @@ def test_an_adapter_of_another_base_is_refused(models, adapters, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_numbers_that_the_dtype_cannot_hold_are_refused_by_name(tiny_directory, models, tmp_path):
+    base = write_variant(tiny_directory, tmp_path / "fp16", seed=0, dtype=torch.float16)
+    with pytest.raises(
+        ModelError, match=r"embed_tokens.weight: what task makes of it is not finite in torch.float16"
+    ):
+        merge_models(models, tmp_path / "out", method="task", base=base, weights=[1e6, 1e6])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp16"]
+
+
+def test_a_config_that_cannot_be_understood_is_named(tiny_directory, tmp_path):
+    shutil.copytree(tiny_directory, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "tiny"}))
+    with pytest.raises(ModelError, match="other/config.json cannot be understood"):
+        merge_models([tiny_directory, tmp_path / "other"], tmp_path / "out", method="average")
+
+
 def test_nothing_is_overwritten(models, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")

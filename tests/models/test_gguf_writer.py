@@ -195,6 +195,12 @@ def test_what_cannot_be_held_is_refused_and_nothing_is_left(tmp_path: Path) -> N
         ModelError, match=r"layers.0.mlp.up_proj.weight holds numbers that F16 cannot.* 1e\+06"
     ):
         write_gguf(out, ours, tokenizer, kind="f16")
+    with pytest.raises(ModelError, match=r"up_proj.weight holds numbers that Q4_0 cannot"):
+        write_gguf(out, ours, tokenizer, kind="q4_0")
+    ours.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(ModelError, match=r"the largest is nan"):
+        write_gguf(out, ours, tokenizer, kind="bf16")
+    ours.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
     write_gguf(tmp_path / "bf16.gguf", ours, tokenizer, kind="bf16")
     with pytest.raises(CheckpointError, match="overwrites nothing"):
         write_gguf(tmp_path / "bf16.gguf", ours, tokenizer, kind="bf16")

@@ -121,7 +121,10 @@ def merge_models(
         if not wanted.is_floating_point():
             return _equal_everywhere(name, everyone)
         root = None if base_source is None else base_source.get(name)
-        return recipe.merge(name, (model.get(name) for model in models), root).to(wanted.dtype)
+        merged = recipe.merge(name, (model.get(name) for model in models), root).to(wanted.dtype)
+        if merged.numel() and not all(bound.isfinite() for bound in merged.aminmax()):
+            raise ModelError(f"{name}: what {method} makes of it is not finite in {wanted.dtype}")
+        return merged
 
     write_model_directory(
         Path(out),

@@ -40,7 +40,10 @@ class ModelSource:
     def architecture(self) -> dict[str, Any]:  # Any: JSON values
         """What decides how the tensors are used: the whole description for whet's own families."""
         family = families.choose(self.config).family
-        described = family.from_config(self.config).describe() if family else {}
+        try:
+            described = family.from_config(self.config).describe() if family else {}
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ModelError(f"{self.directory / 'config.json'} cannot be understood: {error}") from error
         return {"model_type": self.config.get("model_type"), **described}
 
 

@@ -5,6 +5,7 @@ hold the empty list of merges that a tokenizer of bytes has.
 """
 
 import dataclasses
+import math
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -36,7 +37,8 @@ KINDS = {
     "q4_0": (Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 _UINT32, _FLOAT32, _BOOL, _INT32 = 4, 6, 7, 5
-_LARGEST_F16 = 65504.0
+# the largest number each type can hold: blocks have an fp16 scale for steps of their largest number
+_LARGEST = {Kind.F16: 65504.0, Kind.Q8_0: 65504.0 * 127, Kind.Q4_0: 65504.0 * 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +166,11 @@ def _entries(spec: ModelSpec, model: LanguageModel, kind: Kind) -> Iterator[tupl
             raise ModelError(f"the model has no {slot.name}", hint="fold its adapter in first: whet.merge")
         tensor = tensors[slot.name]
         stored = _kind_of(name, slot, kind)
-        if stored == Kind.F16 and not bool(tensor.abs().max() <= _LARGEST_F16):
+        largest = float(tensor.abs().max())
+        if not largest <= _LARGEST.get(stored, np.finfo(np.float32).max):
             raise ModelError(
-                f"{slot.name} holds numbers that F16 cannot: the largest is {tensor.abs().max():.3g}",
-                hint="choose bf16",
+                f"{slot.name} holds numbers that {stored.name} cannot: the largest is {largest:.3g}",
+                hint="choose bf16" if math.isfinite(largest) else "the model is broken",
             )
         yield name, _Entry(slot.shape, stored, partial(_values, tensor, slot))
 
