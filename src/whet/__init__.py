@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from whet.adapters.lora import adapters_off as adapters_off
     from whet.adapters.lora import attach_lora as attach_lora
     from whet.adapters.lora import merge as merge
+    from whet.adapters.merging import AdapterSet as AdapterSet
+    from whet.adapters.model_merging import merge_models as merge_models
     from whet.errors import WhetError as WhetError
     from whet.generation.text import generate as generate
     from whet.training.callbacks import Callback as Callback
@@ -36,6 +38,8 @@ _HOMES = {
     "adapters.files": ("load_adapter", "save_adapter"),
     "adapters.load": ("load", "save"),
     "adapters.lora": ("adapters_off", "attach_lora", "merge"),
+    "adapters.merging": ("AdapterSet",),
+    "adapters.model_merging": ("merge_models",),
     "errors": ("WhetError",),
     "generation.text": ("generate",),
     "training.callbacks": ("Callback", "EarlyStopping", "Injector", "MetricsLogger", "StopRun"),

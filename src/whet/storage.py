@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ LOCK = ".lock"
 _MAX_MANIFEST_BYTES = 2**20
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -62,6 +62,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
+            del chunk  # a large one shall not stay while the next is made
         file.flush()
         boundary("fsync", path)
         os.fsync(file.fileno())
@@ -107,15 +108,23 @@ def write_json(path: Path, value: Any) -> Written:  # Any: whatever json.dumps t
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    make: Callable[[str], torch.Tensor] | None = None,
 ) -> Written:
-    """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory."""
+    """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory.
+
+    With `make` the tensors only say their shapes and dtypes (on the meta device), and each is made when its
+    turn comes.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }
@@ -126,10 +135,13 @@ def write_safetensors(
     def chunks() -> Iterator[bytes | memoryview]:
         yield struct.pack("<Q", len(encoded))
         yield encoded
-        for tensor in tensors.values():
+        for name, described in tensors.items():
+            tensor = described if make is None else make(name)
+            assert (tensor.shape, tensor.dtype) == (described.shape, described.dtype), name
             plain = tensor.detach().to("cpu").contiguous().reshape(-1)
             if plain.numel():
                 yield plain.view(torch.uint8).numpy().data
+            del tensor, plain
 
     return write_chunks(path, chunks())
 
@@ -211,6 +223,22 @@ def _take_name(source: Path, target: Path) -> None:
 
 def _taken(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} exists already, and whet overwrites nothing", hint="choose another name")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Write a file that appears under its name only when it is complete; what is there already stays."""
+    if path.exists():
+        raise _taken(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.parent / f".{path.name}.writing-{os.getpid()}"
+    try:
+        yield staging
+        _take_name(staging, path)
+        _fsync_directory(path.parent)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
 
 
 def replace_directory(source: Path, target: Path) -> None:

@@ -32,14 +32,14 @@ def load(
     if (Path(name_or_path) / MANIFEST).is_file():
         return _load_checkpointed(Path(name_or_path), dtype=dtype, device=device)
     target = usable_directory(name_or_path)
-    if (base := _base_of(target)) is None:
+    if (base := base_of(target)) is None:
         return load_model(target, dtype=dtype, device=device), tokenizer_of(target)
     model, _ = load_base(base, dtype=dtype, device=device)
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
 
 
-def _base_of(target: str | Path) -> str | None:
+def base_of(target: str | Path) -> str | None:
     """What an adapter directory is an adapter of; None for anything else."""
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
@@ -52,7 +52,7 @@ def _base_of(target: str | Path) -> str | None:
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """The tokenizer that `load` would give, without the weights; None where there is none."""
     target = usable_directory(name_or_path)
-    if (base := _base_of(target)) is not None and not has_tokenizer(Path(target)):
+    if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
         return tokenizer_of(base)
     directory = target if isinstance(target, Path) else resolve(target)
     if not has_tokenizer(directory):

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import typer
 
-from whet.cli import chat, data, doctor, evaluate, generate, pull, resume, tokenizer, train
+from whet.cli import chat, data, doctor, evaluate, export, generate, merge, pull, resume, tokenizer, train
 from whet.errors import WhetError
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app.command("data")(data.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
+app.command("merge")(merge.command)
+app.command("export")(export.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")

@@ -7,7 +7,7 @@ from whet.errors import DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling
 from whet.models.language_model import LanguageModel
-from whet.models.weights import read_json
+from whet.models.load import end_tokens
 
 Messages = Sequence[dict[str, Any]]  # Any: templates read fields of their own choice
 
@@ -71,11 +71,5 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
 
 def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:
     """Ids that end an answer: the tokenizer's EOS, and those of the model's two configs."""
-    found = [tokenizer.eos_token_id]
-    configs = [model.hf_config()]
-    if model.source is not None and (path := model.source / "generation_config.json").is_file():
-        configs.append(read_json(path))
-    for config in configs:
-        listed = config.get("eos_token_id")
-        found += listed if isinstance(listed, list) else [listed]
-    return {token for token in found if isinstance(token, int)}
+    own = tokenizer.eos_token_id
+    return end_tokens(model) | ({own} if isinstance(own, int) else set())

@@ -19,14 +19,13 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from whet.errors import ModelError
+from whet.models.gguf_layout import ALIGNMENT, ARRAY, SCALARS, STRING, Slot, slots_of, split_rotary_pairs
 from whet.models.gguf_tokenizer import build_tokenizer
 from whet.storage import new_directory, write_json, write_safetensors, write_text
 
 ARCHITECTURES = ("llama",)
 
 _MAGIC = b"GGUF"
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4  # arrays in arrays: nothing uses more, and a hostile file could otherwise exhaust the stack
 
 
@@ -104,18 +103,18 @@ class _Cursor:
             raise self.error(f"the text before offset {self.position} is not UTF-8") from error
 
     def value(self, kind: int, *, nesting: int = 0) -> object:
-        if kind == _STRING:
+        if kind == STRING:
             return self.string()
-        if kind == _ARRAY and nesting < _MAX_NESTING:
+        if kind == ARRAY and nesting < _MAX_NESTING:
             return self._array(nesting + 1)
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
         raise self.error(f"unknown value type {kind} at offset {self.position}")
 
     def _array(self, nesting: int) -> list[object]:
         kind = self.integer("I")
-        if kind in _SCALARS:
-            code = _SCALARS[kind]
+        if kind in SCALARS:
+            code = SCALARS[kind]
             width = struct.calcsize("<" + code)
             count = self.count(least_bytes_each=width)
             return list(struct.unpack(f"<{count}{code}", self.take(count * width)))
@@ -154,7 +153,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _tensors(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> Iterator[tuple[str, GgufTensor]]:
-    alignment = metadata.get("general.alignment", 32)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise cursor.error(f"general.alignment is {alignment!r}")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -184,15 +183,6 @@ def _tensors(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> Ite
         yield name, GgufTensor(shape, kind, start, size)
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a GGUF tensor goes: its Hugging Face name, its shape, and the heads its rows are grouped in."""
-
-    name: str
-    shape: tuple[int, ...]
-    rotary_heads: int = 0
-
-
 def convert_gguf(source: Path, target: Path) -> None:
     """Write the Hugging Face model directory `target`, in float32, from the GGUF file `source`."""
     file = read_gguf(source)
@@ -203,7 +193,7 @@ def convert_gguf(source: Path, target: Path) -> None:
             hint=f"known here: {', '.join(ARCHITECTURES)}; use the model's safetensors instead",
         )
     config = _config(file)
-    slots = _slots(config)
+    slots = slots_of(config)
     _check_tensors(file, slots)
     vocab_size, max_length = config["vocab_size"], config["max_position_embeddings"]
     built = build_tokenizer(file.metadata, where=str(source), vocab_size=vocab_size, max_length=max_length)
@@ -325,38 +315,7 @@ def _llama3_scaling(file: GgufFile, theta: float, *, head_dim: int) -> dict[str,
     )
 
 
-def _slots(config: Mapping[str, Any]) -> dict[str, _Slot]:
-    """Every tensor the model must have, by its GGUF name."""
-    vocab, hidden, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
-    linear = {
-        "attn_q": ("self_attn.q_proj", (query, hidden), heads),
-        "attn_k": ("self_attn.k_proj", (key, hidden), kv_heads),
-        "attn_v": ("self_attn.v_proj", (key, hidden), 0),
-        "attn_output": ("self_attn.o_proj", (hidden, query), 0),
-        "ffn_gate": ("mlp.gate_proj", (inner, hidden), 0),
-        "ffn_up": ("mlp.up_proj", (inner, hidden), 0),
-        "ffn_down": ("mlp.down_proj", (hidden, inner), 0),
-    }
-    slots = {
-        "token_embd.weight": _Slot("model.embed_tokens.weight", (vocab, hidden)),
-        "output_norm.weight": _Slot("model.norm.weight", (hidden,)),
-    }
-    if not config["tie_word_embeddings"]:
-        slots["output.weight"] = _Slot("lm_head.weight", (vocab, hidden))
-    for layer in range(config["num_hidden_layers"]):
-        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
-        slots[f"{theirs}.attn_norm.weight"] = _Slot(f"{ours}.input_layernorm.weight", (hidden,))
-        slots[f"{theirs}.ffn_norm.weight"] = _Slot(f"{ours}.post_attention_layernorm.weight", (hidden,))
-        for name, (module, shape, rotary_heads) in linear.items():
-            slots[f"{theirs}.{name}.weight"] = _Slot(f"{ours}.{module}.weight", shape, rotary_heads)
-            if config["attention_bias" if name.startswith("attn") else "mlp_bias"]:
-                slots[f"{theirs}.{name}.bias"] = _Slot(f"{ours}.{module}.bias", shape[:1], rotary_heads)
-    return slots
-
-
-def _check_tensors(file: GgufFile, slots: Mapping[str, _Slot]) -> None:
+def _check_tensors(file: GgufFile, slots: Mapping[str, Slot]) -> None:
     for name, slot in slots.items():
         tensor = file.tensors.get(name)
         if tensor is None and not _zero_when_absent(name):
@@ -377,7 +336,7 @@ def _zero_when_absent(name: str) -> bool:
     return name.endswith(".attn_output.bias")
 
 
-def _weights(file: GgufFile, slots: Mapping[str, _Slot]) -> dict[str, torch.Tensor]:
+def _weights(file: GgufFile, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for name, slot in slots.items():
         if name not in file.tensors:
@@ -385,13 +344,7 @@ def _weights(file: GgufFile, slots: Mapping[str, _Slot]) -> dict[str, torch.Tens
             continue
         values = file.array(name)
         if slot.rotary_heads:
-            values = _split_rotary_pairs(values, slot.rotary_heads)
+            values = split_rotary_pairs(values, slot.rotary_heads)
         # A float32 tensor is still a view of the file, which torch must not be given to write into.
         weights[slot.name] = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
     return weights
-
-
-def _split_rotary_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo llama.cpp's row order: it keeps rotary pairs side by side, Hugging Face half a head apart."""
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)

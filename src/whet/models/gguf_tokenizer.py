@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from whet.errors import ModelError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's visible space
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's visible space
 _MAX_PIECE = (
     512  # characters; every way to cut a piece in two is tried, which a hostile one could make endless
 )
@@ -30,7 +30,7 @@ class GgufTokenizer:
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """How a kind of byte-level BPE cuts text before merging."""
 
     pre_tokenizer: pre_tokenizers.PreTokenizer
@@ -39,7 +39,8 @@ class _Split:
     starts_with_bos: bool = False
 
 
-def _splits() -> dict[str, _Split]:
+def splits() -> dict[str, Split]:
+    """The ways of splitting by their names in GGUF files."""
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -48,11 +49,11 @@ def _splits() -> dict[str, _Split]:
         return pre_tokenizers.Sequence([split, bytes_only])
 
     return {
-        "default": _Split(gpt2),
-        "gpt-2": _Split(gpt2),
-        "llama-bpe": _Split(words("{1,3}"), whole_words_first=True, starts_with_bos=True),
-        "qwen2": _Split(words(""), normalizer=normalizers.NFC()),
-        "smollm": _Split(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])),
+        "default": Split(gpt2),
+        "gpt-2": Split(gpt2),
+        "llama-bpe": Split(words("{1,3}"), whole_words_first=True, starts_with_bos=True),
+        "qwen2": Split(words(""), normalizer=normalizers.NFC()),
+        "smollm": Split(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])),
     }
 
 
@@ -67,9 +68,13 @@ class _Vocabulary:
             raise self.error(
                 f"there are {len(self.tokens)} tokens, but the model has {vocab_size} rows for them"
             )
-        self.types = self.numbers("token_type") or [_NORMAL] * len(self.tokens)
+        self.types = self.numbers("token_type") or [NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise self.error(f"there are {len(self.tokens)} tokens, but {len(self.types)} token types")
+        self.rows = used = len(self.tokens)
+        while used and self.types[used - 1] == UNUSED:  # rows of the embedding that no token has
+            used -= 1
+        self.tokens, self.types = self.tokens[:used], self.types[:used]
 
     def error(self, what: str, hint: str | None = None) -> ModelError:
         return ModelError(f"{self.where}: the tokenizer cannot be read: {what}", hint=hint)
@@ -166,13 +171,13 @@ def _config_ids(ids: Mapping[str, int | None], *, end_of_turn: int | None) -> di
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    splits = _splits()
+    known = splits()
     name = vocabulary.get("pre") or "default"
-    split = splits.get(name) if isinstance(name, str) else None
+    split = known.get(name) if isinstance(name, str) else None
     if split is None:
         raise vocabulary.error(
             f"its way of splitting text, tokenizer.ggml.pre={name!r}, is unknown",
-            hint=f"known here: {', '.join(splits)}",
+            hint=f"known here: {', '.join(known)}",
         )
     merges: list[tuple[str, str]] = []
     for line in vocabulary.strings("merges"):
@@ -192,25 +197,25 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     # User-defined tokens are found in the text as it is typed, before its spaces become visible.
     texts = [
-        text.replace(_SPACE, " ") if kind == _USER_DEFINED else text
+        text.replace(SPACE, " ") if kind == USER_DEFINED else text
         for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
     ]
     vocab = vocabulary.by_text(texts)
     unknown = vocabulary.special_id("unknown")
-    if unknown is None and _UNKNOWN in vocabulary.types:
-        unknown = vocabulary.types.index(_UNKNOWN)
+    if unknown is None and UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(UNKNOWN)
     model = models.BPE(
         vocab,
         _merges_by_score(vocabulary),
         unk_token=None if unknown is None else texts[unknown],
         fuse_unk=True,
-        byte_fallback=_BYTE in vocabulary.types,
+        byte_fallback=BYTE in vocabulary.types,
     )
     tokenizer = Tokenizer(model)
-    spaces = normalizers.Replace(" ", _SPACE)
-    text_again = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", SPACE)
+    text_again = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.flag("add_space_prefix", default=True):
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         tokenizer.decoder = decoders.Sequence([*text_again, decoders.Strip(" ", 1, 0)])
     else:
         tokenizer.normalizer = spaces
@@ -221,12 +226,12 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every cut of every piece, the best piece first: SentencePiece joins where the union scores best."""
     scores = vocabulary.numbers("scores")
-    if len(scores) != len(vocabulary.tokens):
-        raise vocabulary.error(f"there are {len(vocabulary.tokens)} tokens, but {len(scores)} scores")
+    if len(scores) != vocabulary.rows:
+        raise vocabulary.error(f"there are {vocabulary.rows} tokens, but {len(scores)} scores")
     pieces = {
         text: score
-        for text, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
-        if kind == _NORMAL
+        for text, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=False)
+        if kind == NORMAL
     }
     longest = max(pieces, key=len, default="")
     if len(longest) > _MAX_PIECE:
@@ -244,8 +249,8 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, *, named: set[int
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
     for index, kind in enumerate(vocabulary.types):
-        is_special = kind in (_CONTROL, _UNKNOWN) or index in named
-        if is_special or kind == _USER_DEFINED:
+        is_special = kind in (CONTROL, UNKNOWN) or index in named
+        if is_special or kind == USER_DEFINED:
             text = tokenizer.id_to_token(index)
             if not text:
                 raise vocabulary.error(f"token {index} is special and has no text")

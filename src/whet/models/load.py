@@ -107,6 +107,18 @@ def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers toke
         raise ModelError(f"{directory} holds no tokenizer that can be read: {error}") from error
 
 
+def end_tokens(model: LanguageModel) -> set[int]:
+    """Ids that end an answer, as the model's two configs list them."""
+    found: list[Any] = []  # Any: JSON values
+    configs = [model.hf_config()]
+    if model.source is not None and (path := model.source / "generation_config.json").is_file():
+        configs.append(read_json(path))
+    for config in configs:
+        listed = config.get("eos_token_id")
+        found += listed if isinstance(listed, list) else [listed]
+    return {token for token in found if isinstance(token, int)}
+
+
 def save_model(
     model: LanguageModel,
     tokenizer: Any,  # Any: a transformers tokenizer

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from whet.errors import ModelError
-from whet.storage import new_directory, write_json, write_safetensors
+from whet.storage import SAFETENSORS_DTYPES, new_directory, write_json, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9
 _MAX_JSON_BYTES = 32 * 2**20  # the index of the largest models has ten million
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -82,6 +83,21 @@ class TensorFiles:
         """A tensor's shape, without reading it."""
         with _open(self._files[name]) as shard:
             return tuple(shard.get_slice(name).get_shape())
+
+    def described(self, name: str) -> torch.Tensor:
+        """A tensor's shape and dtype, as a tensor on the meta device."""
+        with _open(self._files[name]) as shard:
+            found = shard.get_slice(name)
+            dtype = _DTYPES.get(found.get_dtype())
+            if dtype is None:
+                raise ModelError(f"{self._files[name]}: tensor {name} is of the type {found.get_dtype()}")
+            return torch.empty(found.get_shape(), dtype=dtype, device="meta")
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        with _open(self._files[name]) as shard:
+            tensor: torch.Tensor = shard.get_tensor(name)
+            return tensor
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors, one at a time, each from a mapping of its own.
@@ -166,8 +182,12 @@ def write_model_directory(
     source: Path | None = None,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    make: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face model directory: config, tokenizer, weights in one file or in shards."""
+    """Write a Hugging Face model directory: config, tokenizer, weights in one file or in shards.
+
+    `make` is as in `write_safetensors`: tensors that are made when their turn comes.
+    """
     with new_directory(directory) as staging:
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
@@ -176,12 +196,12 @@ def write_model_directory(
         write_json(staging / "config.json", config)
         shards = _shards(tensors, max_shard_bytes)
         if len(shards) == 1:
-            write_safetensors(staging / SINGLE, shards[0])
+            write_safetensors(staging / SINGLE, shards[0], make=make)
             return
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_safetensors(staging / name, shard)
+            write_safetensors(staging / name, shard, make=make)
             weight_map |= dict.fromkeys(shard, name)
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -1,0 +1,162 @@
+"""Adapters and their base: several on one base, folded in and taken out again, and what folding costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.adapters.files import load_adapter
+from whet.adapters.lora import LoRALinear, adapted, merge
+from whet.errors import ConfigError, ModelError
+from whet.models.language_model import LanguageModel
+
+# Prose, a chat, code, numbers and other scripts: enough to reach most of a model's weights.
+SAMPLE = (
+    "The knife was dull, so three stones and two oils were brought; by noon it cut paper.\n"
+    "Question: What is the capital of France? Answer: The capital of France is Paris.\n"
+    "def area(width, height):\n    return width * height  # 12 * 3.5 = 42.0\n"
+    'Naïve café, 東京 and Москва: {"room": "kitchen", "lights": [1, 2, 3], "on": true}'
+)
+# Largest logit difference that rounding to each dtype explains, on logits of about 10 to 30.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
+
+
+class AdapterSet:
+    """Several adapters on one base model: one in use at a time, or a weighted sum folded into the weights."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        if any(True for _ in adapted(model)):
+            raise ConfigError("the model has an adapter already", hint="start from its base")
+        self.model = model
+        self._adapters: dict[str, dict[str, LoRALinear]] = {}
+        self._before: dict[str, torch.Tensor] = {}  # base weights, while a sum is folded in
+
+    @property
+    def names(self) -> list[str]:
+        """The adapters that can be used."""
+        return list(self._adapters)
+
+    def add(self, name: str, directory: str | Path) -> None:
+        """Load an adapter of this base under a name, and use it."""
+        if name in self._adapters:
+            raise ConfigError(f"there is an adapter called {name!r} already")
+        self.use(None)
+        load_adapter(self.model, directory)
+        self._adapters[name] = dict(adapted(self.model))
+
+    def use(self, name: str | None) -> None:
+        """Switch to one adapter, or with None to the untouched base."""
+        if self._before:
+            raise ConfigError("adapters are folded into the weights", hint="call unmerge() first")
+        chosen = {} if name is None else self._adapter(name)
+        for path, layer in list(adapted(self.model)):
+            _put(self.model, path, layer.base)
+        for path, layer in chosen.items():
+            _put(self.model, path, layer)
+
+    def merge(self, weights: Mapping[str, float]) -> None:
+        """Fold base + sum_i w_i update_i into the weights, in the dtype of the base."""
+        chosen = {name: self._adapter(name) for name in weights}
+        if not chosen:
+            raise ConfigError("no adapter was named to be merged", hint=f"known: {', '.join(self.names)}")
+        self.use(None)
+        sums: dict[str, torch.Tensor] = {}
+        for name, layers in chosen.items():
+            for path, layer in layers.items():
+                for key, update in updates_of(layer).items():
+                    sums[f"{path}.{key}"] = sums.get(f"{path}.{key}", 0.0) + update * weights[name]
+        for path, update in sums.items():
+            parameter = self.model.get_parameter(path)
+            self._before[path] = parameter.data
+            parameter.data = (parameter.data.float() + update).to(parameter.dtype)
+
+    def unmerge(self) -> None:
+        """The base weights again, bit for bit: they were kept, since subtracting would round."""
+        for path, weight in self._before.items():
+            self.model.get_parameter(path).data = weight
+        self._before = {}
+
+    def _adapter(self, name: str) -> dict[str, LoRALinear]:
+        if name not in self._adapters:
+            raise ConfigError(f"no adapter is called {name!r}", hint=f"known: {', '.join(self.names)}")
+        return self._adapters[name]
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def merged_parameters(layer: LoRALinear) -> dict[str, torch.Tensor]:
+    """What the parameters of a layer's base would be with the adapter folded in, whatever its variant.
+
+    In float32: the base is widened for a moment, so that the sum is not rounded to its dtype.
+    """
+    narrow = {parameter: parameter.data for parameter in layer.base.parameters()}
+    try:
+        for parameter, values in narrow.items():
+            parameter.data = values.float()
+        with torch.no_grad():
+            return {"weight": layer.merged_weight()}
+    finally:
+        for parameter, values in narrow.items():
+            parameter.data = values
+
+
+def updates_of(layer: LoRALinear) -> dict[str, torch.Tensor]:
+    """What an adapter adds to the parameters of its base, in float32."""
+    base = dict(layer.base.named_parameters())
+    merged = merged_parameters(layer)
+    if absent := merged.keys() - base.keys():
+        raise ModelError(
+            f"the base has no {min(absent)} to add an update to: it is quantised",
+            hint="whet merge writes a model with the update on the dequantised base",
+        )
+    return {key: merged[key] - base[key].detach().float() for key in merged}
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """How far two models are apart on some tokens."""
+
+    largest: float
+    same_choice: float  # share of positions where both find the same token likeliest
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference {self.largest:.2g}, "
+            f"the same likeliest token at {self.same_choice:.1%} of the positions"
+        )
+
+
+def compare_logits(first: torch.Tensor, second: torch.Tensor) -> LogitDifference:
+    """The difference between logits [B, T, V] of the same tokens."""
+    same = (first.argmax(-1) == second.argmax(-1)).float().mean()
+    return LogitDifference((first - second).abs().max().item(), same.item())
+
+
+def sample_tokens(model: LanguageModel, tokenizer: Any) -> torch.Tensor:  # Any: a transformers tokenizer
+    """The sample text as tokens [1, T]; without a tokenizer, tokens spread over the vocabulary."""
+    if tokenizer is None:
+        tokens = torch.arange(64) * 7919 % model.vocab_size
+    else:
+        tokens = torch.tensor(tokenizer(SAMPLE)["input_ids"])
+    return tokens[None, : model.max_positions].to(model.device)
+
+
+def merge_measured(model: LanguageModel, tokens: torch.Tensor, *, dtype: torch.dtype) -> LogitDifference:
+    """Fold the adapter of a float32 model into its base, rounded to `dtype`, and say what that changed.
+
+    The model computes in float32 before and after, so that the difference is that of the weights alone.
+    """
+    if not any(True for _ in adapted(model)):
+        raise ModelError("there is no adapter to merge", hint="the model is whole already: whet export")
+    with torch.no_grad():
+        before = model(tokens)
+        merge(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        return compare_logits(before, model(tokens))

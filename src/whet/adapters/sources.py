@@ -1,0 +1,145 @@
+"""Models as merging reads them: tensor by tensor, under Hugging Face's names, adapters folded in."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.adapters.load import base_of, load, usable_directory
+from whet.adapters.lora import LoRALinear, adapted
+from whet.adapters.merging import merged_parameters
+from whet.errors import ModelError
+from whet.models import families
+from whet.models.hub import resolve
+from whet.models.weights import TensorFiles, read_json
+
+
+class ModelSource:
+    """The tensors of a model directory."""
+
+    base: str | None = None  # what it is an adapter of
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.directory = directory
+        self.config = read_json(directory / "config.json")
+        self._files = TensorFiles(directory)
+        family = families.choose(self.config).family
+        ignored = {tensor for tensor in self._files if family and families.is_buffer(family, tensor)}
+        if family and self.config.get("tie_word_embeddings"):
+            ignored.add(family.hf_name("lm_head.weight"))  # some files hold the embedding a second time
+        self.described = {
+            tensor: self._files.described(tensor) for tensor in self._files if tensor not in ignored
+        }
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        return self._files.get(name)
+
+    def architecture(self) -> dict[str, Any]:  # Any: JSON values
+        """What decides how the tensors are used: the whole description for whet's own families."""
+        family = families.choose(self.config).family
+        try:
+            described = family.from_config(self.config).describe() if family else {}
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ModelError(f"{self.directory / 'config.json'} cannot be understood: {error}") from error
+        return {"model_type": self.config.get("model_type"), **described}
+
+
+class AdapterSource(ModelSource):
+    """The tensors of an adapter's base, with the update folded in, in float32, where there is one.
+
+    The base is opened in the dtype of its files, which leaves its weights mapped from the disk.
+    """
+
+    def __init__(self, name: str, base: str) -> None:
+        directory = _root_of(base)
+        super().__init__(name, directory)
+        self.base = base
+        floats = (tensor.dtype for tensor in self.described.values() if tensor.is_floating_point())
+        self._model, _ = load(name, dtype=next(floats, None), device="cpu")
+        self._layers: dict[str, tuple[LoRALinear, str]] = {}
+        self._tensors = {self._model.hf_name(own): tensor for own, tensor in self._model.state_dict().items()}
+        self._own = {self._model.hf_name(own): own for own in self._model.state_dict()}
+        for path, layer in adapted(self._model):
+            for key in merged_parameters(layer):
+                stored = self._model.hf_name(f"{path}.{key}")
+                if stored not in self.described:
+                    raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
+                self._own[stored] = f"{path}.{key}"
+                self._layers[stored] = (layer, key)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        if name in self._layers:
+            layer, key = self._layers[name]
+            return self._model.as_stored(self._own[name], merged_parameters(layer)[key])
+        if name in self._tensors:  # not read from the files: the base may be an adapter's, too
+            return self._model.as_stored(self._own[name], self._tensors[name])
+        return super().get(name)
+
+
+def _root_of(name: str) -> Path:
+    """The model directory at the bottom of adapters on adapters."""
+    target = usable_directory(name)
+    inner = base_of(target)
+    return resolve(str(target)) if inner is None else _root_of(inner)
+
+
+def open_source(name: str) -> ModelSource:
+    """A model by name or path, a run, or an adapter with its base."""
+    target = usable_directory(name)
+    base = base_of(target)
+    return ModelSource(name, resolve(str(target))) if base is None else AdapterSource(name, base)
+
+
+def same_model(first: str, second: str) -> bool:
+    """Whether two names lead to the same files."""
+    paths = [usable_directory(name) for name in (first, second)]
+    found = [path if base_of(path) else resolve(str(path)) for path in paths]
+    return Path(found[0]).resolve() == Path(found[1]).resolve()
+
+
+def check_alike(sources: list[ModelSource]) -> None:
+    """Raise a ModelError that names the first few differences unless all hold the same architecture."""
+    first = sources[0]
+    for other in sources[1:]:
+        found = [
+            f"{key} is {ours} and {theirs}"
+            for key, ours, theirs in _differences(first.architecture(), other.architecture())
+        ]
+        if not found:
+            found = list(_tensor_differences(first, other))
+        if found:
+            more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+            raise ModelError(
+                f"{first.name} and {other.name} are not the same kind of model: "
+                + "; ".join(found[:4])
+                + more,
+                hint="only models of one architecture, with all sizes equal, can be merged",
+            )
+
+
+def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Leaves of two JSON values that differ, by path."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in dict.fromkeys([*ours, *theirs]):
+            yield from _differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(ours, tuple | list) and isinstance(theirs, tuple | list) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(*pair, f"{path}[{index}]")
+    elif isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
+        yield f"the number of {path}", len(ours), len(theirs)
+    elif ours != theirs:
+        yield path, ours, theirs
+
+
+def _tensor_differences(first: ModelSource, other: ModelSource) -> Iterator[str]:
+    for name in dict.fromkeys([*first.described, *other.described]):
+        if name not in first.described or name not in other.described:
+            absent = first if name not in first.described else other
+            yield f"{absent.name} has no {name}"
+        elif first.described[name].shape != other.described[name].shape:
+            shapes = [list(source.described[name].shape) for source in (first, other)]
+            yield f"{name} is {shapes[0]} and {shapes[1]}"

@@ -1,0 +1,84 @@
+"""whet export: a run, for other programs."""
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from whet.cli.merge import DTYPE, TOLERANCE, Dtype
+
+if TYPE_CHECKING:
+    from whet.adapters.export_check import Check
+
+
+class Layout(Enum):
+    """The programs that can be written for."""
+
+    hf = "hf"
+    peft = "peft"
+    mlx = "mlx"
+    gguf = "gguf"
+
+
+class GgufType(Enum):
+    """How a GGUF file holds its matrices."""
+
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
+    q4_0 = "q4_0"
+
+
+TO = typer.Option(..., "--to", help="hf: a model directory; peft, mlx: an adapter; gguf: one file.")
+TYPE = typer.Option(None, "--type", help="How a GGUF file holds its matrices; f16, or bf16 of a bf16 model.")
+
+
+def command(
+    run: str = typer.Argument(help="A run, an adapter directory, or a model."),
+    to: Layout = TO,
+    out: str | None = typer.Option(None, help="What to write; RUN/export/... when not given."),
+    check: bool = typer.Option(False, "--check", help="Open the result with its library and compare."),
+    gguf_type: GgufType | None = TYPE,
+    dtype: Dtype | None = DTYPE,
+    tolerance: float | None = TOLERANCE,
+) -> None:
+    """Write RUN for transformers, PEFT, mlx-lm or llama.cpp."""
+    from pathlib import Path
+
+    import torch
+
+    from whet.adapters import export
+    from whet.adapters.export_check import check_export
+    from whet.cli.console import set_up_logging
+    from whet.errors import ConfigError
+
+    set_up_logging()
+    if gguf_type is not None and to is not Layout.gguf:
+        raise ConfigError(f"--type is for --to gguf; --to {to.value} has none")
+    if dtype is not None and to is not Layout.hf:
+        raise ConfigError(f"--dtype is for --to hf; --to {to.value} has none")
+    loaded = export.load_exact(run)
+    kind = gguf_type.value if gguf_type else export.GGUF_TYPES[loaded.dtype]
+    path = Path(out) if out else export.default_path(run, to.value, kind)
+    chosen = loaded.dtype if dtype is None else getattr(torch, dtype.value)
+    onto = loaded.base
+    settings: dict[str, Any] = {  # Any: keyword arguments
+        "dtype": chosen,
+        "kind": kind,
+        "tolerance": tolerance,
+    }
+    if (difference := export.write_export(loaded, path, to.value, **settings)) is not None:
+        folded = chosen if to is Layout.hf else torch.float32
+        print(f"merged onto {onto} in {export.dtype_name(folded)}: {difference}")
+    print(path)
+    if check:
+        _report(check_export(loaded, path, to.value, **settings))
+
+
+def _report(checks: "list[Check]") -> None:
+    words = {True: "checked", False: "CHECK FAILED", None: "not checked"}
+    for found in checks:
+        print(f"{words[found.passed]}: {found.text}")
+    if any(found.passed is False or (found.passed is None and found.needed) for found in checks):
+        raise typer.Exit(4)

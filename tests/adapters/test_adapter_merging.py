@@ -1,0 +1,133 @@
+"""Adapters on one base: switched, summed, folded in and taken out again; and what folding costs."""
+
+import pytest
+import torch
+
+import whet
+from whet.adapters.files import adapter_tensors
+from whet.adapters.lora import adapted
+from whet.adapters.merging import AdapterSet, compare_logits, merge_measured, sample_tokens, updates_of
+from whet.errors import ConfigError, ModelError
+
+TOKENS = torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+def write_adapter(base, directory, *, seed, targets):
+    model, _ = whet.load(base, dtype=torch.float32, device="cpu")
+    whet.attach_lora(model, rank=3, targets=targets)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in adapter_tensors(model).values():
+        tensor.data = 0.2 * torch.randn(tensor.shape, generator=generator)
+    whet.save_adapter(model, directory)
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@pytest.fixture
+def several(tiny, tiny_directory, tmp_path):
+    """A base with two adapters on partly the same layers, and the logits of each on its own."""
+    alone = {
+        "red": write_adapter(tiny_directory, tmp_path / "red", seed=1, targets=["q_proj", "down_proj"]),
+        "blue": write_adapter(tiny_directory, tmp_path / "blue", seed=2, targets=["q_proj", "up_proj"]),
+    }
+    adapters = AdapterSet(tiny[0])
+    with torch.no_grad():
+        alone["base"] = tiny[0](TOKENS)
+    for name in ("red", "blue"):
+        adapters.add(name, tmp_path / name)
+    return adapters, alone
+
+
+@torch.no_grad()
+def test_switching_gives_each_adapter_and_the_base_exactly(several):
+    adapters, alone = several
+    assert adapters.names == ["red", "blue"]
+    assert torch.equal(adapters.model(TOKENS), alone["blue"])  # the one added last
+    for name in ("red", "blue", "red"):
+        adapters.use(name)
+        assert torch.equal(adapters.model(TOKENS), alone[name])
+    adapters.use(None)
+    assert torch.equal(adapters.model(TOKENS), alone["base"])
+    assert not list(adapted(adapters.model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_weighted_sum_is_folded_in_and_taken_out_bit_for_bit(tiny_directory, tmp_path, several, dtype):
+    model, _ = whet.load(tiny_directory, dtype=dtype, device="cpu")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapters = AdapterSet(model)
+    updates = {}
+    for name in ("red", "blue"):
+        adapters.add(name, tmp_path / name)
+        updates[name] = {
+            layer: module.lora_B.double() @ module.lora_A.double() * module.scale
+            for layer, module in adapted(model)
+        }
+    adapters.merge({"red": 0.75, "blue": -0.5})
+    touched = 0
+    for name, tensor in model.state_dict().items():
+        layer = name.removesuffix(".weight")
+        expected = before[name].double()
+        for adapter, weight in (("red", 0.75), ("blue", -0.5)):
+            if layer in updates[adapter]:
+                expected = expected + weight * updates[adapter][layer]
+                touched += 1
+        torch.testing.assert_close(tensor, expected.to(dtype), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)  # fmt: skip
+    assert touched == 8
+    adapters.unmerge()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    adapters.use("red")
+
+
+def test_misuse_is_refused(several, tiny_directory, tmp_path):
+    adapters, _ = several
+    with pytest.raises(ConfigError, match="no adapter is called 'green'") as caught:
+        adapters.use("green")
+    assert "red, blue" in str(caught.value)
+    with pytest.raises(ConfigError, match="'red' already"):
+        adapters.add("red", tmp_path / "red")
+    with pytest.raises(ConfigError, match="no adapter was named"):
+        adapters.merge({})
+    adapters.merge({"red": 1.0})
+    for call in (lambda: adapters.use("red"), lambda: adapters.merge({"blue": 1.0})):
+        with pytest.raises(ConfigError, match="folded into the weights"):
+            call()
+    with pytest.raises(ConfigError, match="has an adapter already"):
+        AdapterSet(whet.load(tmp_path / "red", device="cpu")[0])
+
+
+@torch.no_grad()
+def test_an_update_is_not_rounded_to_the_dtype_of_the_base(tiny_directory, tmp_path, several):
+    model, _ = whet.load(tmp_path / "red", dtype=torch.bfloat16, device="cpu")
+    for _, layer in adapted(model):
+        expected = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
+        torch.testing.assert_close(updates_of(layer)["weight"].double(), expected, rtol=1e-4, atol=1e-6)
+        assert layer.base.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float32, 0, 1e-4), (torch.bfloat16, 1e-3, 0.5)])
+def test_the_measured_difference_is_that_of_the_rounded_merged_weights(
+    tiny_directory, tmp_path, several, dtype, least, most
+):
+    model, tokenizer = whet.load(tmp_path / "red", dtype=torch.float32, device="cpu")
+    tokens = sample_tokens(model, tokenizer)
+    assert tokens.shape[1] > 100
+    twin, _ = whet.load(tmp_path / "red", dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        expected = twin(tokens)
+        whet.merge(twin).to(dtype).float()
+        found = merge_measured(model, tokens, dtype=dtype)
+        assert found == compare_logits(expected, twin(tokens))
+    assert least <= found.largest < most
+    with pytest.raises(ModelError, match="no adapter to merge"):
+        merge_measured(model, tokens, dtype=dtype)
+
+
+def test_comparing_logits_counts_positions_with_the_same_choice():
+    first = torch.tensor([[[1.0, 2.0], [3.0, 0.0]]])
+    second = torch.tensor([[[1.0, 2.5], [3.0, 3.5]]])
+    found = compare_logits(first, second)
+    assert (found.largest, found.same_choice) == (3.5, 0.5)
+    assert str(found) == "largest logit difference 3.5, the same likeliest token at 50.0% of the positions"

@@ -1,0 +1,320 @@
+"""Whole models and adapters made into one model on disk: right numbers, little memory, clear refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import whet
+from tiny import write_tiny_model
+from whet.adapters.files import adapter_tensors
+from whet.adapters.load import load_base
+from whet.adapters.lora import adapted
+from whet.adapters.model_merging import merge_models
+from whet.errors import CheckpointError, ConfigError, ModelError
+from whet.models import merging
+
+
+def write_variant(source, target, *, seed, dtype=torch.float32):
+    """A copy of a model directory with other weights."""
+    shutil.copytree(source, target)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: (tensor + 0.05 * torch.randn(tensor.shape, generator=generator)).to(dtype)
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    (target / "model.safetensors").unlink()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture(scope="module")
+def models(tiny_directory, tmp_path_factory):
+    """Two variants of the tiny model."""
+    room = tmp_path_factory.mktemp("variants")
+    return [write_variant(tiny_directory, room / f"v{seed}", seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def adapters(tiny_directory, tmp_path):
+    """Two adapters of the tiny model."""
+    return [write_adapter(tiny_directory, tmp_path / f"adapter{seed}", seed=seed) for seed in (1, 2)]
+
+
+def write_adapter(base, directory, *, seed):
+    model, _ = load_base(base, dtype=torch.float32, device="cpu")
+    model.name = str(base)
+    whet.attach_lora(model, rank=3, targets=["q_proj", "down_proj"])
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in adapter_tensors(model).values():
+        tensor.data = 0.2 * torch.randn(tensor.shape, generator=generator)
+    whet.save_adapter(model, directory)
+    return directory
+
+
+def weights_of(directory):
+    return load_file(directory / "model.safetensors")
+
+
+EXPECTED = {
+    "average": lambda base, a, b, name: merging.average([a, b], [0.5, 0.5]),
+    "slerp": lambda base, a, b, name: merging.slerp(a, b, 0.5),
+    "task": lambda base, a, b, name: base + (a - base) + (b - base),
+    "ties": lambda base, a, b, name: merging.ties(base, [a, b], [1, 1], density=0.2),
+    "dare": lambda base, a, b, name: merging.dare(
+        base, [a, b], [1, 1], density=0.5, generators=[merging.tensor_generator(0, i, name) for i in (0, 1)]
+    ),
+    "dare-ties": lambda base, a, b, name: merging.dare_ties(
+        base, [a, b], [1, 1], density=0.5, generators=[merging.tensor_generator(0, i, name) for i in (0, 1)]
+    ),
+}
+
+
+@pytest.mark.parametrize("method", EXPECTED)
+def test_every_tensor_is_what_the_method_says_and_transformers_opens_it(
+    tiny_directory, models, tmp_path, method
+):
+    base = None if method in ("average", "slerp") else tiny_directory
+    merge_models(models, tmp_path / "out", method=method, base=base)
+    found = weights_of(tmp_path / "out")
+    root, first, second = (weights_of(path) for path in (tiny_directory, *models))
+    assert found.keys() == root.keys()
+    for name, tensor in found.items():
+        expected = EXPECTED[method](root[name], first[name], second[name], name)
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_weights_density_and_seed_are_obeyed(tiny_directory, models, tmp_path):
+    merge_models(models, tmp_path / "average", method="average", weights=[0.25, 0.75])
+    name = "model.embed_tokens.weight"
+    first, second = (weights_of(path)[name] for path in models)
+    torch.testing.assert_close(weights_of(tmp_path / "average")[name], 0.25 * first + 0.75 * second)
+    found = []
+    for place, settings in enumerate([{}, {}, {"seed": 5}, {"density": 0.9}]):
+        merge_models(models, tmp_path / str(place), method="dare", base=tiny_directory, **settings)
+        found.append(weights_of(tmp_path / str(place))[name])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[3])
+
+
+def test_the_result_has_the_dtype_of_the_base(tiny_directory, models, tmp_path):
+    base = write_variant(tiny_directory, tmp_path / "bf16", seed=3, dtype=torch.bfloat16)
+    merge_models(models, tmp_path / "out", method="task", base=base, weights=[0.5, 0.5])
+    for name, tensor in weights_of(tmp_path / "out").items():
+        first, second = (weights_of(path)[name] for path in models)
+        assert torch.equal(tensor, merging.average([first, second], [0.5, 0.5]).bfloat16()) or (
+            (tensor.float() - (first + second) / 2).abs().max() < 0.01
+        )
+        assert tensor.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_one_base_are_merged_as_its_updates(tiny_directory, tmp_path, dtype):
+    base = write_variant(tiny_directory, tmp_path / "base", seed=0, dtype=dtype)
+    adapters = [write_adapter(base, tmp_path / f"a{seed}", seed=seed) for seed in (1, 2)]
+    merge_models(adapters, tmp_path / "out", method="task", weights=[0.7, -0.3])
+    root, found = weights_of(base), weights_of(tmp_path / "out")
+    updates = [adapter_updates(base, adapter) for adapter in adapters]
+    assert len(updates[0]) == 4
+    for name, tensor in root.items():
+        expected = tensor.double()
+        if name in updates[0]:
+            expected = expected + 0.7 * updates[0][name] - 0.3 * updates[1][name]
+            assert not torch.equal(found[name], tensor)
+        torch.testing.assert_close(found[name], expected.to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)  # fmt: skip
+        if name in updates[0] and dtype == torch.bfloat16:  # rounded once: a unit in the last place at most
+            exact = expected.float().bfloat16()
+            assert (found[name] == exact).float().mean() > 0.99
+    assert whet.load(tmp_path / "out")[0] is not None
+
+
+def adapter_updates(base, adapter):
+    model, _ = whet.load(adapter, dtype=torch.float32, device="cpu")
+    return {
+        model.hf_name(f"{name}.weight"): (
+            module.lora_B.double() @ module.lora_A.double() * module.scale
+        ).detach()
+        for name, module in adapted(model)
+    }
+
+
+def test_a_run_an_adapter_and_a_model_can_be_mixed(tiny_directory, models, adapters, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copytree(adapters[0], tmp_path / "run" / "final")
+    merge_models([tmp_path / "run", models[0]], tmp_path / "out", method="average")
+    model, _ = whet.load(tmp_path / "run", dtype=torch.float32, device="cpu")
+    name = "model.layers.0.mlp.down_proj.weight"
+    merged = dict(adapted(model))["layers.0.mlp.down_proj"].merged_weight()
+    expected = (merged + weights_of(models[0])[name]) / 2
+    torch.testing.assert_close(weights_of(tmp_path / "out")[name], expected.detach())
+
+
+def test_an_adapter_on_a_finished_run_counts_as_base_plus_both(tiny_directory, adapters, tmp_path):
+    second = write_adapter(adapters[0], tmp_path / "second", seed=9)
+    merge_models([second], tmp_path / "out", method="task")
+    model, _ = whet.load(second, dtype=torch.float32, device="cpu")
+    tokens = torch.arange(24).reshape(2, 12)
+    again, _ = whet.load(tmp_path / "out", dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "tie"}, "unknown merge method 'tie'"),
+        ({"method": "average", "weights": [0.5, 0.6]}, "must sum to 1; 0.5, 0.6 sum to 1.1"),
+        ({"method": "slerp", "weights": [0.5, 0.6]}, "must sum to 1"),
+        ({"method": "average", "weights": [1.0]}, r"there are 2 models and 1 weights \(1\)"),
+        ({"method": "ties", "weights": [1.0, 0.0]}, "must be above 0: 1, 0"),
+        ({"method": "task", "weights": [1.0, float("nan")]}, "must be finite numbers: 1, nan"),
+        ({"method": "average", "density": 0.5}, "average has no density"),
+        ({"method": "ties", "density": 0.0}, r"density 0.0 is not in \(0, 1\]"),
+        ({"method": "ties", "seed": 1}, "ties draws no random numbers"),
+        ({"method": "task"}, "task measures each model against their common base"),
+        ({"method": "average", "base": "x"}, "average has no base"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_and_leave_nothing(models, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        merge_models(models, tmp_path / "out", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slerp_takes_two(models, tmp_path):
+    with pytest.raises(ConfigError, match="slerp is between two models, and 3 were given"):
+        merge_models([*models, models[0]], tmp_path / "out", method="slerp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 48}, "d_model is 32 and 48"),
+        ({"num_hidden_layers": 3}, "the number of blocks is 2 and 3"),
+        ({"rope_theta": 5000.0}, r"blocks\[0\].attention.rope.theta is 10000.0 and 5000.0"),
+    ],
+)
+def test_models_of_other_shapes_are_refused_with_the_first_differences(
+    tiny_directory, tmp_path, changes, message
+):
+    write_tiny_model(tmp_path / "other", **changes)
+    with pytest.raises(ModelError, match=message):
+        merge_models([tiny_directory, tmp_path / "other"], tmp_path / "out", method="average")
+
+
+def test_models_of_other_families_are_refused(tiny_directory, tmp_path):
+    shutil.copytree(tiny_directory, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    with pytest.raises(ModelError, match="model_type is llama and mistral"):
+        merge_models([tiny_directory, tmp_path / "other"], tmp_path / "out", method="average")
+
+
+def test_models_with_other_tokens_are_refused(tiny_directory, tmp_path):
+    shutil.copytree(tiny_directory, tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    text = path.read_text()
+    path.write_text(text.replace("<|user|>", "<|human|>"))
+    with pytest.raises(ModelError, match=r"differ in 2 tokens: .*'<\|user\|>'"):
+        merge_models([tiny_directory, tmp_path / "other"], tmp_path / "out", method="average")
+
+
+def test_an_adapter_of_another_base_is_refused(models, adapters, tmp_path):
+    with pytest.raises(ModelError, match=f"adapter1 is an adapter of .*, not of {models[0]}"):
+        merge_models(adapters, tmp_path / "out", method="ties", base=models[0])
+    other = write_adapter(models[0], tmp_path / "other", seed=3)
+    with pytest.raises(ModelError, match=f"other is an adapter of {models[0]}, not of"):
+        merge_models([adapters[0], other], tmp_path / "out", method="ties")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused_by_name(tiny_directory, models, tmp_path):
+    base = write_variant(tiny_directory, tmp_path / "fp16", seed=0, dtype=torch.float16)
+    with pytest.raises(
+        ModelError, match=r"embed_tokens.weight: what task makes of it is not finite in torch.float16"
+    ):
+        merge_models(models, tmp_path / "out", method="task", base=base, weights=[1e6, 1e6])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp16"]
+
+
+def test_a_config_that_cannot_be_understood_is_named(tiny_directory, tmp_path):
+    shutil.copytree(tiny_directory, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "tiny"}))
+    with pytest.raises(ModelError, match="other/config.json cannot be understood"):
+        merge_models([tiny_directory, tmp_path / "other"], tmp_path / "out", method="average")
+
+
+def test_nothing_is_overwritten(models, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="overwrites nothing"):
+        merge_models(models, tmp_path / "out", method="average")
+
+
+TENSORS, MEGABYTES = 12, 4  # a model of 48 MiB
+
+
+def write_big_model(directory, seed):
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"layer.{index}": torch.randn(MEGABYTES * 256, 1024, generator=generator) for index in range(TENSORS)
+    }
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text('{"model_type": "made-up"}')
+    return str(directory)
+
+
+# copies of one float32 tensor, at the peak; docs/export.md shows what was measured
+COPIES = {"average": 2.5, "slerp": 3.5, "task": 4.5, "ties": 8, "dare": 5.5, "dare-ties": 9}
+MEASURE = """
+import json, sys
+from pathlib import Path
+from whet.adapters.model_merging import ON_A_BASE, merge_models
+
+def kilobytes(field):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(field + ":")[1].split()[0])
+
+small, out, base, *models = sys.argv[1:]
+found = {}
+for method in json.loads(sys.stdin.read()):
+    based = method in ON_A_BASE
+    merge_models([small, small], f"{out}/{method}-warm", method=method, base=small if based else None)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = kilobytes("VmRSS")
+    chosen = models[:2] if method == "slerp" else models
+    merge_models(chosen, f"{out}/{method}", method=method, base=base if based else None)
+    found[method] = (kilobytes("VmHWM") - before) / 1024
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's own figures")
+def test_memory_is_that_of_a_few_tensors_whatever_the_size_of_the_models(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    save_file({"layer.0": torch.ones(8, 8)}, small / "model.safetensors")
+    (small / "config.json").write_text('{"model_type": "made-up"}')
+    models = [write_big_model(tmp_path / f"m{seed}", seed) for seed in range(4)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(tmp_path), *models],
+        input=json.dumps(list(COPIES)), capture_output=True, text=True, check=False,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000"},  # freed tensors go back at once
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {method: size / MEGABYTES for method, size in json.loads(done.stdout).items()}
+    print(found)
+    assert all(found[method] < COPIES[method] for method in COPIES), found

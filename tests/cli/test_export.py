@@ -1,0 +1,259 @@
+"""whet export: each layout opens in its own library with the same logits, and --check finds it when not."""
+
+import io
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+
+import gguf
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import whet
+from tiny import run_config, write_tiny_model, write_tokenizer
+from whet.adapters.export import load_exact, write_export
+from whet.adapters.export_check import check_export
+from whet.adapters.files import LAYOUTS
+from whet.adapters.load import load_base
+from whet.cli import app
+
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["whet", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        with pytest.raises(SystemExit) as stopped:
+            app.main()
+        captured = capsys.readouterr()
+        return stopped.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_directory, tmp_path_factory):
+    """A finished LoRA run that has moved away from its base."""
+    config = run_config(tiny_directory, tmp_path_factory.mktemp("export"), optim={"lr": 3e-2})
+    return whet.train(config).directory
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def logits_of(model):
+    with torch.no_grad():
+        found = model(TOKENS)
+    return getattr(found, "logits", found)
+
+
+def adapted_logits(run):
+    return logits_of(whet.load(run, dtype=torch.float32, device="cpu")[0])
+
+
+def test_hf_is_a_model_directory_with_the_adapter_folded_in(cli, run):
+    code, out, err = cli("export", run, "--to", "hf", "--check")
+    assert code == 0, out + err
+    assert "in float32: largest logit difference" in out
+    assert "checked: transformers: largest logit difference" in out
+    exported = run / "export" / "hf"
+    assert str(exported) in out
+    again = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(again), adapted_logits(run), rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(exported).chat_template
+
+
+def test_hf_in_another_dtype(cli, run, tmp_path):
+    out_directory = tmp_path / "narrow"
+    code, out, err = cli(
+        "export", run, "--to", "hf", "--dtype", "bfloat16", "--out", out_directory, "--check"
+    )
+    assert code == 0, out + err
+    assert "in bfloat16" in out
+    assert {t.dtype for t in load_file(out_directory / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_peft_is_the_adapter_alone(cli, run, tiny_directory):
+    code, out, err = cli("export", run, "--to", "peft", "--check")
+    assert code == 0, out + err
+    assert "checked: PEFT: largest logit difference" in out
+    base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, run / "export" / "peft")
+    with torch.no_grad():
+        found = loaded(input_ids=TOKENS).logits
+    torch.testing.assert_close(found, adapted_logits(run), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+def test_gguf_is_one_file_that_whet_takes_as_a_model(cli, run, kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    code, out, err = cli("export", run, "--to", "gguf", "--type", kind, "--check")
+    assert code == 0, out + err
+    for said in ("checked: gguf: 20 tensors", "checked: read back by whet", "checked: tokens equal"):
+        assert said in out
+    if find_spec("llama_cpp") is None:
+        assert "not checked: llama.cpp: llama-cpp-python is not installed" in out
+    path = run / "export" / f"run-{kind}.gguf"
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["blk.0.ffn_up.weight"] == kind.upper()
+    again, tokenizer = whet.load(path, dtype=torch.float32, device="cpu")
+    difference = (logits_of(again) - adapted_logits(run)).abs().max()
+    assert difference < {"f16": 0.02, "bf16": 0.3, "q8_0": 0.3, "q4_0": 6.0}[kind]
+    chat = [{"role": "user", "content": "Dim the lamp"}]
+    shown = AutoTokenizer.from_pretrained(run / "final").apply_chat_template(chat, tokenize=False)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == shown
+    assert sorted(path.parent.iterdir()) == [path]  # nothing of the check is left
+
+
+def test_gguf_in_fine_tune_gguf_out_is_one_path(cli, tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    code, out, err = cli("export", tiny_directory, "--to", "gguf", "--out", tmp_path / "start.gguf")
+    assert code == 0, out + err
+    result = whet.train(run_config(tmp_path / "start.gguf", tmp_path))
+    code, out, err = cli("export", result.directory, "--to", "gguf", "--type", "q8_0", "--check")
+    assert code == 0, out + err
+    [path] = (result.directory / "export").iterdir()
+    assert path.name == "test-q8_0.gguf"
+    code, out, err = cli("generate", path, "Dim the lamp", "--max-tokens", 3)
+    assert code == 0, out + err
+
+
+def test_a_full_fine_tune_is_exported_whole(cli, tiny_directory, tmp_path):
+    config = run_config(tiny_directory, tmp_path, run={"steps": 1}) | {"method": {"kind": "full"}}
+    run = whet.train(config).directory
+    assert cli("export", run, "--to", "gguf", "--check")[0] == 0
+    assert cli("export", run, "--to", "hf", "--check")[0] == 0
+    for layout in ("peft", "mlx"):
+        code, _, err = cli("export", run, "--to", layout)
+        assert code == 2
+        assert f"has no adapter, and the {layout} layout holds nothing else" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "onnx"], "onnx"),
+        (["--to", "hf", "--type", "f16"], "--type is for --to gguf"),
+        (["--to", "peft", "--dtype", "float16"], "--dtype is for --to hf"),
+        (["--to", "hf"], "is not a run, so there is no place for an export"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(cli, tiny_directory, arguments, message):
+    code, _, err = cli("export", tiny_directory, *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_gguf_of_another_family_is_refused(cli, tmp_path):
+    config = Qwen3Config(vocab_size=270, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8)  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
+    write_tokenizer(tmp_path / "qwen")
+    code, _, err = cli("export", tmp_path / "qwen", "--to", "gguf", "--out", tmp_path / "out.gguf")
+    assert code == 2
+    assert "this 'qwen3' model is no llama" in err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_an_export_never_replaces_what_is_there(cli, run):
+    assert cli("export", run, "--to", "hf")[0] == 0
+    code, _, err = cli("export", run, "--to", "hf")
+    assert code == 2
+    assert "overwrites nothing" in err
+
+
+@pytest.mark.skipif("mlx" in LAYOUTS, reason="the layout is known")
+def test_a_layout_that_is_not_known_yet_is_refused(cli, run):
+    code, _, err = cli("export", run, "--to", "mlx")
+    assert code == 2
+    assert "unknown adapter layout 'mlx'" in err
+
+
+@pytest.mark.skipif(find_spec("mlx_lm") is not None, reason="mlx_lm is installed")
+def test_without_mlx_the_check_says_that_it_could_not_be_made(run, tmp_path, cli, monkeypatch):
+    [found] = check_export(load_exact(run), tmp_path, "mlx", dtype=torch.float32, kind="", tolerance=None)
+    assert (found.passed, found.needed) == (None, True)
+    assert found.text == "mlx_lm is not installed"
+    monkeypatch.setattr("whet.adapters.export.save_adapter", lambda *_, **__: None)
+    code, out, _ = cli("export", run, "--to", "mlx", "--check")
+    assert code == 4
+    assert "not checked: mlx_lm is not installed" in out
+
+
+def spoil(path, change):
+    tensors = load_file(path)
+    name = next(name for name in tensors if "down_proj" in name)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", ["hf", "peft"])
+def test_the_check_finds_weights_that_are_wrong(run, tmp_path, layout):
+    loaded = load_exact(run)
+    settings = {"dtype": torch.float32, "kind": "f16", "tolerance": None}
+    write_export(loaded, tmp_path / "out", layout, **settings)
+    assert check_export(loaded, tmp_path / "out", layout, **settings)[0].passed
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    spoil(file, lambda tensor: tensor * 1.1)
+    [found] = check_export(loaded, tmp_path / "out", layout, **settings)
+    assert found.passed is False
+    assert "is allowed" in found.text
+    file.write_bytes(b"not weights")
+    [found] = check_export(loaded, tmp_path / "out", layout, **settings)
+    assert found.passed is False
+    assert "it cannot be opened" in found.text
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_the_check_finds_a_gguf_that_is_of_another_model(run, tiny_directory, tmp_path, kind):
+    settings = {"dtype": torch.float32, "kind": kind, "tolerance": None}
+    write_export(load_exact(tiny_directory), tmp_path / "base.gguf", "gguf", **settings)
+    loaded = load_exact(run)
+    write_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
+    assert all(
+        found.passed is not False for found in check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
+    )
+    tensors, *_ = check_export(loaded, tmp_path / "base.gguf", "gguf", **settings)
+    assert tensors.passed is False
+    assert "more than a step of its type" in tensors.text
+
+
+def test_the_check_of_a_gguf_looks_at_tokens_and_template(run, tmp_path):
+    settings = {"dtype": torch.float32, "kind": "f16", "tolerance": None}
+    loaded = load_exact(run)
+    write_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
+    loaded.tokenizer.chat_template = "{{ messages }}"
+    found = check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
+    assert [one.text for one in found if one.passed is False] == ["tokens equal, chat template differs"]
+
+
+def test_an_adapter_on_an_adapter_cannot_be_checked_by_peft(run, tmp_path):
+    model, tokenizer = load_base(run, dtype=torch.float32, device="cpu")
+    model.name = str(run)
+    whet.save_adapter(whet.attach_lora(model), tmp_path / "second", tokenizer=tokenizer)
+    loaded = load_exact(tmp_path / "second")
+    settings = {"dtype": torch.float32, "kind": "", "tolerance": None}
+    write_export(loaded, tmp_path / "out", "peft", **settings)
+    [found] = check_export(loaded, tmp_path / "out", "peft", **settings)
+    assert found.passed is None
+    assert "its base is an adapter too" in found.text
+
+
+def test_end_tokens_of_the_generation_config_reach_the_file(cli, tmp_path):
+    write_tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
+    code, out, err = cli("export", tmp_path / "model", "--to", "gguf", "--out", tmp_path / "out.gguf")
+    assert code == 0, out + err
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == 258
