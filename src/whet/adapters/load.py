@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from whet.adapters.adapter import adapted
 from whet.adapters.files import CONFIG, load_adapter
-from whet.adapters.lora import adapted, merge
+from whet.adapters.lora import merge
 from whet.errors import ModelError
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
@@ -75,9 +76,9 @@ def save(
     model: LanguageModel, tokenizer: Any, directory: str | Path
 ) -> None:  # Any: a transformers tokenizer
     """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
-    merged = {f"{name}.weight": module.merged_weight() for name, module in adapted(model)}
-    biases = {f"{name}.bias": module.base.bias for name, module in adapted(model)}
-    inner = tuple(f"{name}." for name, _ in adapted(model))
+    changed = dict(adapted(model))
+    inner = tuple(f"{name}." for name in changed)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
-    state |= merged | {name: bias for name, bias in biases.items() if bias is not None}
+    for name, module in changed.items():
+        state |= {f"{name}.{key}": tensor for key, tensor in module.merged().items()}
     save_model(model, tokenizer, directory, state=state)

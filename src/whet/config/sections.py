@@ -85,12 +85,28 @@ class Method(Section):
     rank: Positive = Field(8, description="rank of the adapters")
     alpha: float = Field(16.0, gt=0, description="adapter scale: the update is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input")
-    variant: Literal["lora"] = Field("lora", description="kind of adapter")
+    variant: Literal["lora", "rslora", "dora", "pissa"] = Field(
+        "lora", description="kind of adapter, see docs/adapters.md"
+    )
     targets: str | list[str] = Field(
-        "all-linear", description="layers that get adapters: all-linear, or names such as [q_proj, v_proj]"
+        "all-linear",
+        description="layers that get adapters: all-linear, attention, mlp, qv, a regular expression for the "
+        "end of a layer's path, or a list of these",
     )
     layers: Positive | list[int] | None = Field(
         None, description="adapters on the last N layers, or on the layers listed; all when empty"
+    )
+    rank_pattern: dict[str, Positive] = Field(
+        {}, description="a rank of their own for some layers: {regular expression: rank}"
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="an alpha of their own for some layers: {regular expression: alpha}"
+    )
+    lr_ratio: float | None = Field(
+        None, gt=0, description="LoRA+: the learning rate of B is this many times that of A"
+    )
+    modules_to_save: list[str] = Field(
+        [], description="modules trained whole beside the adapters, such as [embed_tokens, lm_head]"
     )
 
 
@@ -367,6 +383,17 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     run: Run
     log: Log = Log()
+
+    @property
+    def optim_groups(self) -> Optim:
+        """`optim`, with the rate of LoRA+ as its last group."""
+        if self.method.kind == "full" or self.method.lr_ratio is None:
+            return self.optim
+        groups = {
+            **self.optim.groups,
+            r"\.lora_(embedding_)?B$": ParameterGroup(lr_scale=self.method.lr_ratio),
+        }
+        return self.optim.model_copy(update={"groups": groups})
 
     @model_validator(mode="after")
     def _new_weights_are_trained(self) -> "RunConfig":

@@ -175,6 +175,9 @@ class _Assembly:
                 variant=method.variant,
                 dropout=method.dropout,
                 layers=method.layers,
+                rank_pattern=method.rank_pattern,
+                alpha_pattern=method.alpha_pattern,
+                modules_to_save=method.modules_to_save,
             )
         for parameter in model.parameters():
             if parameter.requires_grad:
