@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
-from tiny import write_tiny_model
+from tiny_adapters import load, load_theirs, shake, tokens, write_base
 from whet.adapters.adapter import adapted, adapters_off
 from whet.adapters.files import adapter_tensors
 from whet.errors import ConfigError, ModelError
@@ -40,45 +39,9 @@ VARIANTS = {
 }
 
 
-def tokens():
-    return torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
-
-
-def write_base(directory, kind):
-    """An untied model with biases: a llama, or a Granite, which goes through the bridge."""
-    if kind == "llama":
-        write_tiny_model(directory, tie_word_embeddings=False, attention_bias=True)
-        return directory
-    torch.manual_seed(0)
-    config = GraniteConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, logits_scaling=2.0, pad_token_id=None, tie_word_embeddings=False,
-        initializer_range=0.2,
-    )  # fmt: skip
-    GraniteForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="module", params=["llama", "bridge"])
 def base(request, tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("base") / request.param, request.param)
-
-
-def load(directory):
-    return whet.load(directory, dtype=torch.float32, device="cpu")[0]
-
-
-def load_theirs(directory):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def shake(model):
-    """Move every trained weight away from where it starts: a fresh adapter changes nothing."""
-    generator = torch.Generator().manual_seed(4)
-    for _, parameter in sorted(model.named_parameters()):
-        if parameter.requires_grad:
-            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
-    return model
 
 
 def theirs_by_file_name(twin):

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from whet.adapters.mlx_files import WEIGHTS as MLX_WEIGHTS
+from whet.adapters.mlx_files import read_mlx, write_mlx
 from whet.adapters.peft_files import peft_tensors, read_peft, write_peft
 from whet.adapters.stored import attach_stored, collect
 from whet.errors import ConfigError
@@ -12,7 +14,7 @@ from whet.models.language_model import LanguageModel
 from whet.storage import new_directory
 
 CONFIG = "adapter_config.json"
-LAYOUTS = {"peft": (write_peft, read_peft)}
+LAYOUTS = {"peft": write_peft, "mlx": write_mlx}
 
 
 def adapter_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
@@ -30,12 +32,12 @@ def save_adapter(
     with new_directory(Path(directory)) as staging:
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        write, _ = LAYOUTS[layout]
-        write(staging, model, stored)
+        LAYOUTS[layout](staging, model, stored)
 
 
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
     """Attach the adapter in a directory of either layout; every tensor must fit this model."""
     directory = Path(directory)
-    attach_stored(model, read_peft(directory), directory=directory)
+    read = read_mlx if (directory / MLX_WEIGHTS).is_file() else read_peft
+    attach_stored(model, read(directory), directory=directory)
     return model

@@ -33,7 +33,8 @@ def _base_of(target: str | Path) -> str | None:
     """What an adapter directory is an adapter of; None for anything else."""
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
-    base: str | None = read_json(target / CONFIG).get("base_model_name_or_path")
+    config = read_json(target / CONFIG)
+    base: str | None = config.get("base_model_name_or_path") or config.get("model")  # PEFT's key; mlx-lm's
     if not base:
         raise ModelError(f"{target / CONFIG} does not name its base model")
     return base
