@@ -11,14 +11,20 @@ def tokens():
     return torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-def write_base(directory, kind):
+def write_base(directory, kind, width=32):
     """An untied model with biases: a llama, or a Granite, which goes through the bridge."""
     if kind == "llama":
-        write_tiny_model(directory, tie_word_embeddings=False, attention_bias=True)
+        write_tiny_model(
+            directory,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            hidden_size=width,
+            intermediate_size=2 * width,
+        )
         return directory
     torch.manual_seed(0)
     config = GraniteConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=260, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, logits_scaling=2.0, pad_token_id=None, tie_word_embeddings=False,
         initializer_range=0.2,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Adapters on disk: `whet.save_adapter` and `whet.load_adapter`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,16 @@ import torch
 
 from whet.adapters.mlx_files import WEIGHTS as MLX_WEIGHTS
 from whet.adapters.mlx_files import read_mlx, write_mlx
+from whet.adapters.nf4 import BLOCK, NF4Linear
 from whet.adapters.peft_files import peft_tensors, read_peft, write_peft
 from whet.adapters.stored import attach_stored, collect
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
-from whet.storage import new_directory
+from whet.storage import new_directory, write_json
 
 CONFIG = "adapter_config.json"
+QUANTISED = "base_quantization.json"  # whet's own, beside either layout: how to quantise the base
+NF4_BASE = {"kind": "nf4", "block_size": BLOCK, "double_quantization": True}
 LAYOUTS = {"peft": write_peft, "mlx": write_mlx}
 
 
@@ -23,16 +27,30 @@ def adapter_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(
-    model: LanguageModel, directory: str | Path, layout: str = "peft", *, tokenizer: Any = None
-) -> None:  # Any: a transformers tokenizer
-    """Write the adapter as a directory that PEFT, or mlx-lm, loads."""
+    model: LanguageModel,
+    directory: str | Path,
+    layout: str = "peft",
+    *,
+    tokenizer: Any = None,  # Any: a transformers tokenizer
+    base: Path | None = None,
+) -> None:
+    """Write the adapter as a directory that PEFT, or mlx-lm, loads.
+
+    It names what the model was loaded from as its base, or `base`: a directory with the weights as they were
+    trained on, quantised or not.
+    """
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown adapter layout {layout!r}", hint=f"known: {', '.join(LAYOUTS)}")
     stored = collect(model)
+    if base is not None:
+        stored = replace(stored, origin=str(base.absolute()))
+    quantised = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
     with new_directory(Path(directory)) as staging:
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         LAYOUTS[layout](staging, model, stored)
+        if quantised:
+            write_json(staging / QUANTISED, NF4_BASE)
 
 
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:

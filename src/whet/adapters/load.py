@@ -1,18 +1,24 @@
 """`whet.load` and `whet.save`: any model a person can name, adapters and finished runs included."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whet.adapters.adapter import adapted
-from whet.adapters.files import CONFIG, load_adapter
+from whet.adapters.files import CONFIG, NF4_BASE, QUANTISED, load_adapter
 from whet.adapters.lora import merge
+from whet.adapters.nf4 import NF4Linear
+from whet.adapters.qlora import quantise_base
 from whet.errors import ModelError
+from whet.hardware import choose_device, choose_precision
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
 from whet.models.weights import read_json
+
+BASE = "base"  # in a run: the weights its adapter was trained on, where nobody else has them
 
 
 def load(
@@ -24,15 +30,32 @@ def load(
     target = usable_directory(name_or_path)
     if (base := _base_of(target)) is None:
         return load_model(target, dtype=dtype, device=device), tokenizer_of(target)
-    model, _ = load_base(base, dtype=dtype, device=device)
+    assert isinstance(target, Path)
+    if not (target / QUANTISED).is_file():
+        model, _ = load_base(base, dtype=dtype, device=device)
+    else:
+        if (kind := read_json(target / QUANTISED)) != NF4_BASE:
+            raise ModelError(f"{target / QUANTISED}: whet does not know a base of {kind}")
+        where = choose_device(str(device or "auto"))
+        model = load_quantised(base, dtype=dtype or choose_precision("auto", where).frozen, device=where)
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
+
+
+def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """Like `load_base`, in 4 bits: the model without its tokenizer."""
+    # from float32, which holds what any file holds: the codes then do not depend on the run's precision
+    model, _ = load_base(name_or_path, dtype=torch.float32, device="cpu")
+    return quantise_base(model, device=device, dtype=dtype)
 
 
 def _base_of(target: str | Path) -> str | None:
     """What an adapter directory is an adapter of; None for anything else."""
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
+    run = target.parent
+    if target.name == "final" and (run / "config.yaml").is_file() and (run / BASE / "config.json").is_file():
+        return str(run / BASE)  # wherever the run has been moved to
     config = read_json(target / CONFIG)
     base: str | None = config.get("base_model_name_or_path") or config.get("model")  # PEFT's key; mlx-lm's
     if not base:
@@ -54,7 +77,10 @@ def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokeni
 def load_base(
     name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
-    """Like `load`, with adapters folded in: something to train on top of, a finished run included."""
+    """Like `load`, with adapters folded in: something to train on top of, a finished run included.
+
+    What was folded has no name: nobody else has these weights.
+    """
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
     path = Path(name_or_path)
     model.name = str(path.absolute()) if path.exists() else str(name_or_path)
@@ -77,9 +103,30 @@ def save(
     model: LanguageModel, tokenizer: Any, directory: str | Path
 ) -> None:  # Any: a transformers tokenizer
     """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
-    changed = dict(adapted(model))
-    inner = tuple(f"{name}." for name in changed)
+    plain = {name: module.merged() for name, module in adapted(model)}
+    plain |= {name: layer.merged() for name, layer in _quantised(model) if not name.endswith(".base")}
+    save_model(model, tokenizer, directory, state=_state(model, plain))
+
+
+def save_base(
+    model: LanguageModel, tokenizer: Any, directory: str | Path
+) -> None:  # Any: a transformers tokenizer
+    """Write what a model's adapters were trained on, as a Hugging Face model directory."""
+    plain: dict[str, Mapping[str, torch.Tensor]] = {
+        name: dict(module.base.named_parameters()) for name, module in adapted(model)
+    }
+    plain |= {name.removesuffix(".base"): layer.merged() for name, layer in _quantised(model)}
+    save_model(model, tokenizer, directory, state=_state(model, plain))
+
+
+def _quantised(model: LanguageModel) -> Iterator[tuple[str, NF4Linear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, NF4Linear))
+
+
+def _state(model: LanguageModel, plain: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The parameters of a model, with other ones for some of its modules."""
+    inner = tuple(f"{name}." for name in plain)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
-    for name, module in changed.items():
-        state |= {f"{name}.{key}": tensor for key, tensor in module.merged().items()}
-    save_model(model, tokenizer, directory, state=state)
+    for name, tensors in plain.items():
+        state |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+    return state

@@ -111,12 +111,16 @@ def _check_rank(name: str, rank: int, shape: tuple[int, int]) -> None:
 
 
 def merge(model: LanguageModel) -> LanguageModel:
-    """Fold every adapter into its base weight and remove it, in place; quantised layers become plain ones."""
+    """Fold every adapter into its base weight and remove it, in place; quantised layers become plain ones.
+
+    The result is no longer the model that it was loaded as, so it loses its name.
+    """
     with torch.no_grad():
-        changed = [(name, module) for name, module in adapted(model)]
-        for name, module in changed:
+        for name, module in list(adapted(model)):
             replace_module(model, name, module.folded())
+            model.name = None
         for name, layer in list(model.named_modules()):
             if isinstance(layer, NF4Linear):
                 replace_module(model, name, layer.to_linear())
+                model.name = None
     return model

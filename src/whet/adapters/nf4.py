@@ -2,7 +2,7 @@
 
 A block of 64 values has one scale, its largest magnitude, and each value is one of 16 codes, two to a byte,
 the first in the high half. The scales, less their mean, are themselves 8-bit codes, in blocks of 256: 4.13
-bits a weight. Where bitsandbytes is installed it does the work; torch alone gives the same numbers.
+bits a weight. bitsandbytes unpacks them where it is installed; torch alone gives the same numbers.
 """
 
 import functools
@@ -48,8 +48,10 @@ def _table(kind: str, device: torch.device) -> torch.Tensor:
     return (table[:-1] + table[1:]) / 2
 
 
-def _nearest(values: torch.Tensor, kind: str) -> torch.Tensor:
-    return torch.bucketize(values, _table(f"middles of {kind}", values.device)).to(torch.uint8)
+def _nearest(blocks: torch.Tensor, largest: torch.Tensor, kind: str) -> torch.Tensor:
+    """The code of each value, relative to the largest of its block."""
+    relative = blocks * (1 / largest.clamp(min=1e-38))[:, None]  # as bitsandbytes rounds it
+    return torch.bucketize(relative, _table(f"middles of {kind}", blocks.device)).to(torch.uint8)
 
 
 def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
@@ -57,36 +59,32 @@ def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that stand for a weight: packed codes, codes of their scales, and those codes' scales."""
-    if (bnb := bitsandbytes()) is not None:
-        codes, state = bnb.quantize_4bit(
-            weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-        )
-        scales, mean, top = state.absmax, state.offset, state.state2.absmax
-    else:
-        blocks = _blocks(weight.float().flatten(), BLOCK)
-        largest = blocks.abs().amax(1)
-        values = _nearest(blocks / largest.clamp(min=1e-38)[:, None], "values").view(-1, 2)
-        codes = ((values[:, 0] << 4) | values[:, 1])[: -(-weight.numel() // 2)]
-        mean = largest.mean()
-        centred = _blocks(largest - mean, SCALES_BLOCK)
-        top = centred.abs().amax(1)
-        scales = _nearest(centred / top.clamp(min=1e-38)[:, None], "scales").flatten()[: largest.numel()]
+    """The tensors that stand for a weight: packed codes, codes of their scales, and those codes' scales.
+
+    Always by torch: of two equal weights bitsandbytes' CPU kernel may give one a scale's second nearest code.
+    """
+    blocks = _blocks(weight.float().flatten(), BLOCK)
+    largest = blocks.abs().amax(1)
+    values = _nearest(blocks, largest, "values").view(-1, 2)
+    codes = ((values[:, 0] << 4) | values[:, 1])[: -(-weight.numel() // 2)]
+    mean = largest.mean()
+    centred = _blocks(largest - mean, SCALES_BLOCK)
+    top = centred.abs().amax(1)
+    scales = _nearest(centred, top, "scales").flatten()[: largest.numel()]
     # as integers: `model.to(torch.bfloat16)` must not round them
-    rest = torch.cat([top.float(), mean.float().view(1)]).view(torch.int32)
-    return {"codes": codes.flatten(), "scales": scales, "rest": rest}
+    rest = torch.cat([top, mean.view(1)]).view(torch.int32)
+    return {"codes": codes, "scales": scales, "rest": rest}
 
 
-def dequantise(
-    packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, *, fast: bool = True
-) -> torch.Tensor:
+def dequantise(packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """The weight again."""
     codes, rest = packed["codes"], packed["rest"].view(torch.float32)
     centred = _blocks(_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
     scales = (centred * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
-    if fast and bitsandbytes() is not None:
+    if bitsandbytes() is not None and shape[0] * shape[1] % BLOCK == 0:
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
-        return kernel(codes[:, None], scales, BLOCK, "nf4", shape, dtype)
+        # a row a block: its CPU kernel goes wrong where blocks begin inside of rows
+        return kernel(codes[:, None], scales, BLOCK, "nf4", (scales.numel(), BLOCK), dtype).view(shape)
     halves = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
     values = _blocks(_table("values", codes.device)[halves.int()], BLOCK) * scales[:, None]
     return values.flatten()[: shape[0] * shape[1]].view(shape).to(dtype)
@@ -99,11 +97,11 @@ class NF4Linear(nn.Module):
     scales: torch.Tensor
     rest: torch.Tensor
 
-    def __init__(self, linear: nn.Linear, *, device: torch.device | None = None) -> None:
+    def __init__(self, linear: nn.Linear, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.dtype = linear.weight.dtype
-        for name, tensor in quantise(linear.weight.detach().to(device or linear.weight.device)).items():
+        self.dtype = dtype  # of the computation
+        for name, tensor in quantise(linear.weight.detach().to(device)).items():
             self.register_buffer(name, tensor)
         self.bias = linear.bias
 
@@ -117,6 +115,10 @@ class NF4Linear(nn.Module):
         """The linear layer."""
         y: torch.Tensor = _FrozenLinear.apply(x, self)
         return y if self.bias is None else y + self.bias
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """Weight and bias of a plain layer that computes the same."""
+        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
     def to_linear(self) -> nn.Linear:
         """A plain layer with the weight that this one computes with."""

@@ -1,37 +1,12 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
-import datetime
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Factor = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _as_text(value: Any) -> Any:  # Any: YAML values
-    """What YAML reads as a number or a date, and Python as a path, is a name all the same."""
-    return str(value) if isinstance(value, int | float | datetime.date | Path) else value
-
-
-Text = Annotated[str, BeforeValidator(_as_text)]
-
-
-class Section(BaseModel):
-    """A strict, frozen group of keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from whet.config.method import Method
+from whet.config.section import Factor, Positive, Section, Text
 
 
 class Preset(Section):
@@ -76,38 +51,6 @@ class Preset(Section):
         """What differs from the preset."""
         given = self.model_dump(exclude={"preset", "tokenizer"})
         return {key: value for key, value in given.items() if value is not None}
-
-
-class Method(Section):
-    """How weights are trained."""
-
-    kind: Literal["full", "lora"] = Field("lora", description="full: every weight; lora: low-rank adapters")
-    rank: Positive = Field(8, description="rank of the adapters")
-    alpha: float = Field(16.0, gt=0, description="adapter scale: the update is multiplied by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input")
-    variant: Literal["lora", "rslora", "dora", "pissa"] = Field(
-        "lora", description="kind of adapter, see docs/adapters.md"
-    )
-    targets: str | list[str] = Field(
-        "all-linear",
-        description="layers that get adapters: all-linear, attention, mlp, qv, a regular expression for the "
-        "end of a layer's path, or a list of these",
-    )
-    layers: Positive | list[int] | None = Field(
-        None, description="adapters on the last N layers, or on the layers listed; all when empty"
-    )
-    rank_pattern: dict[str, Positive] = Field(
-        {}, description="a rank of their own for some layers: {regular expression: rank}"
-    )
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {}, description="an alpha of their own for some layers: {regular expression: alpha}"
-    )
-    lr_ratio: float | None = Field(
-        None, gt=0, description="LoRA+: the learning rate of B is this many times that of A"
-    )
-    modules_to_save: list[str] = Field(
-        [], description="modules trained whole beside the adapters, such as [embed_tokens, lm_head]"
-    )
 
 
 class Objective(Section):

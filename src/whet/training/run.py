@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from whet.adapters.files import save_adapter
-from whet.adapters.load import load_base, save, tokenizer_of
+from whet.adapters.load import BASE, load_base, load_quantised, save, save_base, tokenizer_of
 from whet.adapters.lora import attach_lora
+from whet.adapters.qlora import quantised_weights
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import Preset, RunConfig
 from whet.data.batches import Batch, BatchStream
@@ -162,6 +163,8 @@ class _Assembly:
         if isinstance(config.model, Preset):
             model = new_model(config.model, self.tokenizer, seed=config.run.seed)
             model.to(self.device, dtype)
+        elif method.kind == "qlora":
+            model = load_quantised(config.model, dtype=dtype, device=self.device)
         else:
             model, _ = load_base(config.model, dtype=dtype, device=self.device)
         if full:
@@ -185,7 +188,7 @@ class _Assembly:
         model.grad_checkpoint = config.run.grad_checkpoint
         if config.run.compile:
             log.info("compile: %s", compile_blocks(model))
-        total = sum(p.numel() for p in model.parameters())
+        total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log.info(
             "parameters: %s, of which %s train (%.2f%%)", f"{total:,}", f"{trained:,}", 100 * trained / total
@@ -232,7 +235,7 @@ class _Assembly:
         """A run goes on with the model and the records it began with: others would silently change it."""
         if read_json(self.directory / "arch.json").get("fingerprint") != self.model.fingerprint:
             raise CheckpointError(
-                f"{self.model.name} is no longer the architecture {self.directory} began with"
+                f"{self.config.model} is no longer the architecture {self.directory} began with"
             )
         began = read_json(self.directory / "provenance.json").get("data_sha256", {})
         now = self.data.digests()
@@ -246,10 +249,15 @@ class _Assembly:
     def _write_final(self) -> None:
         """`final/`: what people use. After early stopping the trainer has put the best weights back."""
         final = self.directory / "final"
-        if self.config.method.kind == "lora":
-            save_adapter(self.model, final, tokenizer=self.tokenizer)
-        else:
+        if self.config.method.kind == "full":
             save(self.model, self.tokenizer, final)
+            return
+        base = None
+        if self.model.name is None:  # an adapter was folded in: these weights are nowhere else
+            base = self.directory / BASE
+            if not base.exists():
+                save_base(self.model, self.tokenizer, base)
+        save_adapter(self.model, final, tokenizer=self.tokenizer, base=base)
 
 
 class _FinalAtEnd(Injector):
