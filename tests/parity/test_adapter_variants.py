@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import whet
 from tiny_adapters import load, load_theirs, shake, tokens, write_base
@@ -293,3 +294,70 @@ def test_dora_keeps_its_precision_with_a_bf16_base(base):
     gain = layer.lora_magnitude_vector.double() / exact.norm(dim=1)
     torch.testing.assert_close(layer._gain().double(), gain, rtol=3e-3, atol=0)
     assert math.isfinite(model(tokens()).sum().item())
+
+
+EXPERT_TARGETS = {
+    "experts": ("experts", ["experts.gate_up_proj", "experts.down_proj"], []),
+    "down-only": (["experts.down_proj", "q_proj"], ["experts.down_proj"], ["q_proj"]),
+}
+
+
+@pytest.fixture(scope="module")
+def experts_directory(tmp_path_factory):
+    """A Mixtral, whose experts are one tensor: the bridge runs it."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, pad_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("base") / "experts"
+    MixtralForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("targets", EXPERT_TARGETS)
+def test_adapters_of_fused_experts_are_pefts(experts_directory, tmp_path, targets, rslora):
+    ours, parameters, modules = EXPERT_TARGETS[targets]
+    variant = "rslora" if rslora else "lora"
+    model = shake(whet.attach_lora(load(experts_directory), rank=2, alpha=6, targets=ours, variant=variant))
+    config = LoraConfig(
+        r=2, lora_alpha=6, target_modules=modules, target_parameters=parameters, use_rslora=rslora
+    )  # fmt: skip
+    twin = get_peft_model(load_theirs(experts_directory), config)
+    their_parameters = copy_weights(model, twin)
+    with torch.no_grad():
+        close(model(tokens()), twin(input_ids=tokens()).logits)
+        with adapters_off(model):
+            assert torch.equal(model(tokens()), load(experts_directory)(tokens()))
+    gradients_of(model, twin)
+    for name, gradient in our_gradients(model).items():
+        expected = their_parameters[name].grad
+        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    whet.save_adapter(model, tmp_path / "ours")
+    twin.save_pretrained(tmp_path / "theirs")
+    loaded = PeftModel.from_pretrained(load_theirs(experts_directory), tmp_path / "ours")
+    with torch.no_grad():
+        close(loaded(input_ids=tokens()).logits, model(tokens()))
+        assert torch.equal(load(tmp_path / "ours")(tokens()), model(tokens()))
+        close(load(tmp_path / "theirs")(tokens()), model(tokens()))
+        with pytest.raises(ModelError, match="the mlx layout cannot hold adapters of fused experts"):
+            whet.save_adapter(model, tmp_path / "mlx", layout="mlx")
+        before = model(tokens())
+        whet.save(model, None, tmp_path / "merged")
+        close(load(tmp_path / "merged")(tokens()), before)
+        close(whet.merge(model)(tokens()), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"dropout": 0.1}, "fused experts cannot have dropout"), ({"variant": "dora"}, "not for fused experts"),
+     ({"rank": 33}, "gate_up_proj can have: it maps 32 values to 96")],
+)  # fmt: skip
+def test_what_fused_experts_cannot_have_is_refused(experts_directory, settings, message):
+    model = load(experts_directory)
+    with pytest.raises(ConfigError, match=message):
+        whet.attach_lora(model, targets="experts", **settings)
+    assert not list(adapted(model))

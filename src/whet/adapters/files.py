@@ -56,6 +56,7 @@ def save_adapter(
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
     """Attach the adapter in a directory of either layout; every tensor must fit this model."""
     directory = Path(directory)
-    read = read_mlx if (directory / MLX_WEIGHTS).is_file() else read_peft
-    attach_stored(model, read(directory), directory=directory)
+    is_mlx = (directory / MLX_WEIGHTS).is_file()
+    stored = read_mlx(directory) if is_mlx else read_peft(directory, model)
+    attach_stored(model, stored, directory=directory)
     return model

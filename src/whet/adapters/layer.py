@@ -39,6 +39,7 @@ class Stored(NamedTuple):
     b: torch.Tensor  # [out, rank]
     magnitude: torch.Tensor | None = None  # [out]: DoRA's lengths
     embedding: bool = False  # of an embedding, whose input says which row
+    experts: int = 0  # of a fused weight: A and B of so many experts, as in LoRAExperts
 
 
 class LoRALinear(Adapter):

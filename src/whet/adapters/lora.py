@@ -8,6 +8,7 @@ from torch import nn
 from whet.adapters.adapter import Adapter, adapted, adapters_off, replace_module
 from whet.adapters.dora import DoRALinear
 from whet.adapters.embedding import LoRAEmbedding
+from whet.adapters.experts import LoRAExperts, expert_shape, expert_weights
 from whet.adapters.layer import LoRALinear, LoRASettings
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.pissa import PiSSALinear
@@ -50,14 +51,14 @@ def attach_lora(
         raise ConfigError(f"unknown adapter variant {variant!r}", hint=f"known: {', '.join(VARIANTS)}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout {dropout} is not in [0, 1)")
+    if any(True for _ in adapted(model)):
+        raise ConfigError("the model has adapters already", hint="merge them first: whet.merge(model)")
     chosen = chosen_layers(model, targets, layers)
     ranks = per_layer(model, chosen, rank_pattern or {}, rank)
     alphas = per_layer(model, chosen, alpha_pattern or {}, alpha)
     settings = {name: LoRASettings(ranks[name], alphas[name], dropout, variant) for name in chosen}
     for name, each in settings.items():
-        module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear | NF4Linear | nn.Embedding)
-        _check_rank(name, each.rank, _shape(module))
+        _check_rank(name, each.rank, _shape(model, name))
     put_adapters(model, settings, saved_modules(model, modules_to_save))
     return model
 
@@ -66,13 +67,19 @@ def put_adapters(
     model: LanguageModel, settings: Mapping[str, LoRASettings], saved: Sequence[str] = ()
 ) -> None:
     """Freeze the model, adapt the layers named, and train the modules in `saved` whole."""
-    if any(True for _ in adapted(model)):
-        raise ConfigError("the model has adapters already", hint="merge them first: whet.merge(model)")
     if both := sorted(settings.keys() & set(saved)):
         raise ConfigError(
             f"{both[0]} cannot have an adapter and be trained whole: drop it from one of the two"
         )
-    made = {name: _adapter(model, name, each) for name, each in settings.items()}
+    fused = expert_weights(model)
+    made: dict[str, Adapter] = {
+        name: _adapter(model, name, each) for name, each in settings.items() if name not in fused
+    }
+    by_module: dict[str, dict[str, LoRASettings]] = {}
+    for name in (name for name in fused if name in settings):  # in the module's own order, as PEFT nests them
+        path, _, leaf = name.rpartition(".")
+        by_module.setdefault(path, {})[leaf] = settings[name]
+    made |= {path: LoRAExperts(model.get_submodule(path), each) for path, each in by_module.items()}
     model.requires_grad_(False)
     for name, module in made.items():
         replace_module(model, name, module)
@@ -94,7 +101,13 @@ def _adapter(model: LanguageModel, name: str, settings: LoRASettings) -> Adapter
     return LoRAEmbedding(base, settings)
 
 
-def _shape(module: nn.Linear | NF4Linear | nn.Embedding) -> tuple[int, int]:
+def _shape(model: LanguageModel, name: str) -> tuple[int, int]:
+    """Inputs and outputs of a layer."""
+    if name in expert_weights(model):
+        path, _, leaf = name.rpartition(".")
+        return expert_shape(model.get_submodule(path), leaf)[1:]
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.Linear | NF4Linear | nn.Embedding)
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     return module.in_features, module.out_features

@@ -23,6 +23,8 @@ _PARTS = {"lora_a": "a", "lora_b": "b", "m": "magnitude"}
 
 def write_mlx(directory: Path, model: LanguageModel, stored: StoredAdapter) -> None:
     """Write the files that mlx-lm loads."""
+    if any(layer.experts for layer in stored.layers.values()):
+        raise _cannot_hold("adapters of fused experts")
     if stored.whole:
         raise _cannot_hold(f"modules trained whole ({', '.join(list(stored.whole)[:4])})")
     kinds = {(layer.settings.rank, layer.settings.scale) for layer in stored.layers.values()}
@@ -102,7 +104,13 @@ def read_mlx(directory: Path) -> StoredAdapter:
         raise ModelError(f"{directory / WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}")
     return StoredAdapter(
         {
-            name: Stored(settings, **parts, embedding=name.rpartition(".")[2] == "embed_tokens")
+            name: Stored(
+                settings,
+                parts["a"],
+                parts["b"],
+                parts.get("magnitude"),
+                embedding=name.rpartition(".")[2] == "embed_tokens",
+            )
             for name, parts in layers.items()
         },
         origin=config.get("model"),

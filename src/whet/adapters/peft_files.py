@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import adapted
+from whet.adapters.experts import expert_weights
 from whet.adapters.layer import LoRASettings, Stored
 from whet.adapters.stored import StoredAdapter, read_tensors
 from whet.adapters.targets import LINEAR
@@ -33,7 +34,6 @@ _PARTS = {
 _OTHER_MATH = (
     "use_qalora",
     "lora_bias",
-    "target_parameters",
     "trainable_token_indices",
     "layer_replication",
     "alora_invocation_tokens",
@@ -48,18 +48,32 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 def peft_tensors(stored: StoredAdapter) -> dict[str, torch.Tensor]:
     """The tensors under PEFT's names."""
     tensors: dict[str, torch.Tensor] = {}
+    nested = _nested([name for name, layer in stored.layers.items() if layer.experts])
     for name, layer in stored.layers.items():
+        path = _PREFIX + nested.get(name, name)
         form = "lora_embedding_{}" if layer.embedding else "lora_{}.weight"
-        tensors[f"{_PREFIX}{name}.{form.format('A')}"] = layer.a
-        tensors[f"{_PREFIX}{name}.{form.format('B')}"] = layer.b
+        tensors |= {f"{path}.{form.format('A')}": layer.a, f"{path}.{form.format('B')}": layer.b}
         if layer.magnitude is not None:
-            tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = layer.magnitude
+            tensors[f"{path}.lora_magnitude_vector"] = layer.magnitude
     return tensors | {f"{_PREFIX}{name}": tensor for name, tensor in stored.whole.items()}
+
+
+def _nested(weights: list[str]) -> dict[str, str]:
+    """PEFT's names for adapters of fused weights: those of one module are nested, the last one outermost."""
+    modules: dict[str, list[str]] = {}
+    for name in weights:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        name: module + ".base_layer" * depth
+        for module, names in modules.items()
+        for depth, name in enumerate(reversed(names))
+    }
 
 
 def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> None:
     """Write the files that PEFT loads."""
     usual, ranks, alphas = _common(stored)
+    layers = {name for name, layer in stored.layers.items() if not layer.experts}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -67,7 +81,8 @@ def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> 
         "r": usual.rank,
         "lora_alpha": usual.alpha,
         "lora_dropout": usual.dropout,
-        "target_modules": _short_names(set(stored.layers), _adaptable(model)),
+        "target_modules": _short_names(layers, _adaptable(model)),
+        "target_parameters": sorted(stored.layers.keys() - layers) or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "modules_to_save": sorted({name.rpartition(".")[0] for name in stored.whole}) or None,
@@ -108,27 +123,27 @@ def _short_names(chosen: set[str], adaptable: set[str]) -> list[str]:
     return sorted(leaves) if selected == chosen else sorted(chosen)
 
 
-def read_peft(directory: Path) -> StoredAdapter:
-    """Read what PEFT, or `write_peft`, wrote."""
+def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
+    """Read what PEFT, or `write_peft`, wrote; the model says which of its weights are fused experts."""
     config = read_json(directory / CONFIG)
     _check_supported(config, directory)
-    layers: dict[str, dict[str, torch.Tensor]] = {}
+    experts = {model.hf_name(name): weight.shape[0] for name, weight in expert_weights(model).items()}
+    fused = {theirs: name for name, theirs in _nested(_aimed_at(config, list(experts), directory)).items()}
+    layers: dict[str, dict[str, Any]] = {}
     whole, bases = {}, {}
-    embeddings = set()
     for full, tensor in read_tensors(directory / WEIGHTS).items():
         name = full.removeprefix(_PREFIX)
         part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
-        if part is None and ".base_layer." in name:
+        if part is not None:
+            path = name.removesuffix(f".{part}")
+            layer = layers.setdefault(fused.get(path, path), {})
+            layer |= {_PARTS[part]: tensor, "embedding": part.startswith("lora_embedding")}
+        elif name.endswith(".base_layer.weight"):  # PEFT stores an embedding with its adapter
             bases[name.replace(".base_layer.", ".")] = tensor
-        elif part is None:
-            whole[name] = tensor
         else:
-            name = name.removesuffix(f".{part}")
-            layers.setdefault(name, {})[_PARTS[part]] = tensor
-            if part.startswith("lora_embedding"):
-                embeddings.add(name)
+            whole[name] = tensor
     variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
-    expected = {"a", "b", "magnitude"} if variant == "dora" else {"a", "b"}
+    expected = {"embedding", "a", "b", "magnitude"} if variant == "dora" else {"embedding", "a", "b"}
     odd = [name for name, parts in layers.items() if parts.keys() != expected]
     if odd:
         raise ModelError(f"{directory / WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}")
@@ -138,15 +153,21 @@ def read_peft(directory: Path) -> StoredAdapter:
     usual = LoRASettings(
         int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
     )
-    return StoredAdapter(
-        {
-            name: Stored(_settings(config, name, usual), **parts, embedding=name in embeddings)
-            for name, parts in layers.items()
-        },
-        whole,
-        bases,
-        config.get("base_model_name_or_path"),
-    )
+    stored = {
+        name: Stored(_settings(config, name, usual), **parts, experts=experts.get(name, 0))
+        for name, parts in layers.items()
+    }
+    return StoredAdapter(stored, whole, bases, config.get("base_model_name_or_path"))
+
+
+def _aimed_at(config: dict[str, Any], known: list[str], directory: Path) -> list[str]:  # Any: JSON values
+    """The fused weights that target_parameters means."""
+    wanted = config.get("target_parameters") or ()
+    found = [name for name in known if any(name == each or name.endswith(f".{each}") for each in wanted)]
+    missing = [each for each in wanted if not any(n == each or n.endswith(f".{each}") for n in found)]
+    if missing:
+        raise ModelError(f"{directory / CONFIG}: target_parameters {missing} are no experts of this model")
+    return found
 
 
 def _settings(config: dict[str, Any], name: str, usual: LoRASettings) -> LoRASettings:  # Any: JSON values

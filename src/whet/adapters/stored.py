@@ -10,11 +10,12 @@ from torch import nn
 
 from whet.adapters.adapter import adapted, adapters_off
 from whet.adapters.embedding import LoRAEmbedding
+from whet.adapters.experts import LoRAExperts, expert_shape, expert_weights
 from whet.adapters.layer import LoRALinear, Stored
 from whet.adapters.lora import put_adapters
 from whet.adapters.retrained import Retrained
 from whet.adapters.targets import LINEAR, tied_to_head
-from whet.errors import ModelError
+from whet.errors import ConfigError, ModelError
 from whet.models.language_model import LanguageModel
 
 
@@ -45,6 +46,8 @@ def collect(model: LanguageModel) -> StoredAdapter:
     for name, module in adapted(model):
         if isinstance(module, LoRALinear | LoRAEmbedding):
             layers[model.hf_name(name)] = module.stored()
+        elif isinstance(module, LoRAExperts):
+            layers |= {model.hf_name(f"{name}.{leaf}"): each for leaf, each in module.stored().items()}
         elif isinstance(module, Retrained):
             for key, parameter in module.trained.named_parameters():
                 whole[model.hf_name(f"{name}.{key}")] = model.as_stored(f"{name}.{key}", parameter)
@@ -58,7 +61,10 @@ def collect(model: LanguageModel) -> StoredAdapter:
 
 def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Path) -> None:
     """Attach what a file holds; every tensor must fit, and nothing is changed when one does not."""
+    if any(True for _ in adapted(model)):
+        raise ConfigError("the model has adapters already", hint="merge them first: whet.merge(model)")
     names = {model.hf_name(name): name for name, _ in model.named_modules()}
+    names |= {model.hf_name(name): name for name in expert_weights(model)}
     problems = [*_layer_problems(model, stored, names), *_whole_problems(model, stored)]
     problems += _base_problems(model, stored)
     if problems:
@@ -72,9 +78,7 @@ def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Pat
     put_adapters(model, {names[name]: layer.settings for name, layer in stored.layers.items()}, saved)
     with torch.no_grad():
         for name, layer in stored.layers.items():
-            target = model.get_submodule(names[name])
-            assert isinstance(target, LoRALinear | LoRAEmbedding)
-            own = target.stored()
+            own = _own(model, names[name])
             own.a.copy_(layer.a)
             own.b.copy_(layer.b)
             if own.magnitude is not None and layer.magnitude is not None:
@@ -86,18 +90,32 @@ def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Pat
             retrained.trained.get_parameter(leaf).copy_(model.as_stored(name, tensor))
 
 
+def _own(model: LanguageModel, name: str) -> Stored:
+    path, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(path)
+    if isinstance(parent, LoRAExperts):
+        return parent.stored()[leaf]
+    module = getattr(parent, leaf)
+    assert isinstance(module, LoRALinear | LoRAEmbedding)
+    return module.stored()
+
+
 def _layer_problems(model: LanguageModel, stored: StoredAdapter, names: dict[str, str]) -> list[str]:
     problems = []
     for name, layer in stored.layers.items():
-        module = model.get_submodule(names[name]) if name in names else None
-        if isinstance(module, nn.Embedding) and layer.embedding:
-            size = module.num_embeddings, module.embedding_dim
+        path, _, leaf = names.get(name, "").rpartition(".")
+        module = getattr(model.get_submodule(path), leaf, None) if leaf else None
+        count = 1
+        if isinstance(module, nn.Parameter) and layer.experts:
+            count, *size = expert_shape(model.get_submodule(path), leaf)
+        elif isinstance(module, nn.Embedding) and layer.embedding:
+            size = [module.num_embeddings, module.embedding_dim]
         elif isinstance(module, LINEAR) and not layer.embedding:
-            size = module.in_features, module.out_features
+            size = [module.in_features, module.out_features]
         else:
             problems.append(f"{name} is no layer of this model that can be adapted")
             continue
-        rank = layer.settings.rank
+        rank = count * layer.settings.rank
         parts = {"lora_A": (layer.a, [rank, size[0]]), "lora_B": (layer.b, [size[1], rank])}
         if layer.magnitude is not None:
             parts["lora_magnitude_vector"] = layer.magnitude, [size[1]]

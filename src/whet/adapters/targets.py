@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from whet.adapters.experts import expert_weights
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
@@ -14,13 +15,16 @@ from whet.models.language_model import LanguageModel
 T = TypeVar("T")
 
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"  # weights of experts that are one tensor
 LINEAR = (nn.Linear, NF4Linear)
 # by the names that native families and the classes of transformers use
 _ATTENTION = r".*(attn|attention).*"
 SHORTHANDS = {
+    ALL_LINEAR: ".*",
     "qv": rf"{_ATTENTION}\.(q_proj|v_proj|query|value|wq|wv|q_lin|v_lin)",
     "attention": rf"{_ATTENTION}\.[^.]+",
     "mlp": r".*(mlp|feed_forward|ffn|moe|expert).*\.[^.]+",
+    EXPERTS: ".*",
 }
 
 
@@ -39,21 +43,18 @@ def chosen_layers(
     model: LanguageModel, targets: str | Sequence[str], layers: int | Sequence[int] | None
 ) -> list[str]:
     """The layers that targets and layers select, in order; a target that selects nothing is an error."""
-    linear = linear_layers(model)
-    if targets == ALL_LINEAR:
-        chosen = set(linear)
-    else:
-        possible = [
-            name for name, module in model.named_modules() if isinstance(module, (*LINEAR, nn.Embedding))
-        ]
-        chosen = set()
-        for target in [targets] if isinstance(targets, str) else targets:
-            chosen |= _found(model, target, linear if target in SHORTHANDS else possible)
+    linear, experts = linear_layers(model), list(expert_weights(model))
+    modules = [name for name, module in model.named_modules() if isinstance(module, (*LINEAR, nn.Embedding))]
+    possible = {**dict.fromkeys(SHORTHANDS, linear), EXPERTS: experts}
+    chosen: set[str] = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        chosen |= _found(model, target, possible.get(target, [*modules, *experts]))
     if layers is not None:
-        chosen &= _inside_layers(model, layers)
+        inside = tuple(f"{name}." for name in _inside_layers(model, layers))
+        chosen = {name for name in chosen if name.startswith(inside)}
     if not chosen:
         raise ConfigError("no layer was left to adapt", hint="check method.targets and method.layers")
-    return [name for name, _ in model.named_modules() if name in chosen]
+    return [name for name in [*modules, *experts] if name in chosen]
 
 
 def _found(model: LanguageModel, target: str, possible: Sequence[str]) -> set[str]:
@@ -64,7 +65,7 @@ def _found(model: LanguageModel, target: str, possible: Sequence[str]) -> set[st
     raise ConfigError(
         f"adapter target {target!r} matches no linear layer of this model",
         hint=f"{_nearest(target, [*known, *SHORTHANDS])}known: {', '.join(known)}, or "
-        f"{', '.join([*SHORTHANDS, ALL_LINEAR])}",
+        f"{', '.join(SHORTHANDS)}",
     )
 
 
@@ -131,10 +132,11 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def _inside_layers(model: LanguageModel, layers: int | Sequence[int]) -> set[str]:
+def _inside_layers(model: LanguageModel, layers: int | Sequence[int]) -> list[str]:
+    """The names of the blocks meant."""
     blocks = list(model.blocks())
     wanted = range(len(blocks) - layers, len(blocks)) if isinstance(layers, int) else layers
     if any(not 0 <= index < len(blocks) for index in wanted) or not len(wanted):
         raise ConfigError(f"layers {layers} do not fit a model of {len(blocks)} layers")
-    inside = {id(module) for index in wanted for module in blocks[index].modules()}
-    return {name for name, module in model.named_modules() if id(module) in inside}
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(blocks[index])] for index in wanted]

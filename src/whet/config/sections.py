@@ -334,7 +334,7 @@ class RunConfig(Section):
             return self.optim
         groups = {
             **self.optim.groups,
-            r"\.lora_(embedding_)?B$": ParameterGroup(lr_scale=self.method.lr_ratio),
+            r"\.lora_(embedding_)?B(\.|$)": ParameterGroup(lr_scale=self.method.lr_ratio),
         }
         return self.optim.model_copy(update={"groups": groups})
 
