@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import whet
 from tiny_adapters import load, load_theirs, shake, tokens, write_base
@@ -294,6 +294,27 @@ def test_dora_keeps_its_precision_with_a_bf16_base(base):
     gain = layer.lora_magnitude_vector.double() / exact.norm(dim=1)
     torch.testing.assert_close(layer._gain().double(), gain, rtol=3e-3, atol=0)
     assert math.isfinite(model(tokens()).sum().item())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"variant": "rslora"}, {"variant": "dora"}, {"variant": "pissa"}, {"modules_to_save": ["wte", "c_proj"], "targets": "c_attn"}],
+    ids=str,
+)  # fmt: skip
+def test_weights_that_files_hold_transposed_go_through_peft_and_back(tmp_path, settings):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=260, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    model = shake(whet.attach_lora(load(tmp_path / "base"), rank=3, **settings))
+    whet.save_adapter(model, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load_theirs(tmp_path / "base"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        close(loaded(input_ids=tokens()).logits, model(tokens()))
+        close(load(tmp_path / "adapter")(tokens()), model(tokens()))
+        whet.save(model, None, tmp_path / "merged")
+        torch.testing.assert_close(
+            load_theirs(tmp_path / "merged").eval()(tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4
+        )
 
 
 EXPERT_TARGETS = {

@@ -90,8 +90,11 @@ def read_mlx(directory: Path) -> StoredAdapter:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or not {"rank", "scale"} <= parameters.keys():
         raise ModelError(f"{directory / CONFIG} has no lora_parameters with a rank and a scale")
-    rank, scale = int(parameters["rank"]), float(parameters["scale"])
-    settings = LoRASettings(rank, scale * rank, float(parameters.get("dropout") or 0.0), kind)
+    try:
+        rank, scale = int(parameters["rank"]), float(parameters["scale"])
+        settings = LoRASettings(rank, scale * rank, float(parameters.get("dropout") or 0.0), kind)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{directory / CONFIG} cannot be understood: {error}") from error
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for full, tensor in read_tensors(directory / WEIGHTS).items():
         name, _, part = full.rpartition(".")

@@ -82,7 +82,6 @@ def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> 
         "lora_alpha": usual.alpha,
         "lora_dropout": usual.dropout,
         "target_modules": _short_names(layers, _adaptable(model)),
-        "target_parameters": sorted(stored.layers.keys() - layers) or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "modules_to_save": sorted({name.rpartition(".")[0] for name in stored.whole}) or None,
@@ -92,6 +91,8 @@ def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> 
         "use_dora": usual.variant == "dora",
         "use_rslora": usual.variant == "rslora",
     }
+    if experts := sorted(stored.layers.keys() - layers):
+        config["target_parameters"] = experts
     write_json(directory / CONFIG, config)
     write_safetensors(directory / WEIGHTS, peft_tensors(stored))
 
@@ -150,12 +151,15 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
     for module in config.get("modules_to_save") or ():
         if not any(name.rpartition(".")[0].endswith(module) for name in whole):
             raise ModelError(f"{directory / WEIGHTS} does not hold {module}, which {CONFIG} says it does")
-    usual = LoRASettings(
-        int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
-    )
+    try:
+        usual = LoRASettings(
+            int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
+        )
+        settings = {name: _settings(config, name, usual) for name in layers}
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise ModelError(f"{directory / CONFIG} cannot be understood: {error}") from error
     stored = {
-        name: Stored(_settings(config, name, usual), **parts, experts=experts.get(name, 0))
-        for name, parts in layers.items()
+        name: Stored(settings[name], **parts, experts=experts.get(name, 0)) for name, parts in layers.items()
     }
     return StoredAdapter(stored, whole, bases, config.get("base_model_name_or_path"))
 
