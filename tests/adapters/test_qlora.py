@@ -17,7 +17,7 @@ from whet.adapters.adapter import adapters_off
 from whet.adapters.load import load_quantised
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.qlora import quantised_weights
-from whet.errors import ModelError
+from whet.errors import ConfigError, ModelError
 from whet.training.callbacks import Callback, StopRun
 
 CPU = torch.device("cpu")
@@ -156,6 +156,16 @@ def test_a_run_learns_resumes_exactly_and_loads_as_it_was_trained(
     log = (whole.directory / "log.txt").read_text()
     assert "weights in NF4" in log
     assert "parameters: 31,008" in log, "quantised weights are counted too"
+
+
+def test_a_module_in_4_bits_cannot_be_trained_whole(base):
+    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    with pytest.raises(ConfigError, match="mlp.gate_proj is in 4 bits, which cannot be trained"):
+        whet.attach_lora(model, targets="qv", modules_to_save=["mlp"])
+    model = shake(whet.attach_lora(model, rank=2, targets="qv", modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        before = model(tokens())
+        torch.testing.assert_close(whet.merge(model)(tokens()), before, rtol=1e-4, atol=1e-4)
 
 
 def test_an_unknown_quantisation_is_refused(base, tmp_path):

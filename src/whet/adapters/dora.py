@@ -39,11 +39,10 @@ class DoRALinear(LoRALinear):
     def _gain(self) -> torch.Tensor:
         """m / |W + s B A|, from products that are as small as A and B: no second matrix of W's size."""
         with torch.no_grad():
-            a, b = self.lora_A.float(), self.lora_B.float()
+            a, b = self.scale * self.lora_A.float(), self.lora_B.float()
             weight = self.base.weight
-            across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: W A'
-            square = self.base_square.float() + 2 * self.scale * (across * b).sum(1)
-            square += self.scale**2 * ((b @ (a @ a.T)) * b).sum(1)
+            across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
+            square = self.base_square.float() + ((2 * across + b @ (a @ a.T)) * b).sum(1)
             norm = square.clamp(min=1e-30).sqrt()
         return self.lora_magnitude_vector / norm
 

@@ -149,7 +149,7 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
     if odd:
         raise ModelError(f"{directory / WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}")
     for module in config.get("modules_to_save") or ():
-        if not any(name.rpartition(".")[0].endswith(module) for name in whole):
+        if not any(f"{module}." in name for name in whole):
             raise ModelError(f"{directory / WEIGHTS} does not hold {module}, which {CONFIG} says it does")
     try:
         usual = LoRASettings(

@@ -8,6 +8,7 @@ from torch import nn
 from whet.adapters.adapter import replace_module
 from whet.adapters.nf4 import NF4Linear, bitsandbytes
 from whet.adapters.targets import linear_layers
+from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
 
 log = logging.getLogger("whet")
@@ -18,7 +19,12 @@ def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
 
     Layer by layer, on the device: the whole weights never have to fit there. The rest of the model follows.
     """
-    for name in linear_layers(model):
+    layers = linear_layers(model)
+    if not layers:
+        raise ModelError(
+            "this model has no linear layer that could be put into 4 bits", hint="use kind: lora"
+        )
+    for name in layers:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         replace_module(model, name, NF4Linear(linear, device=device, dtype=dtype))

@@ -1,6 +1,7 @@
 """Modules that are trained whole beside the adapters: PEFT's modules_to_save."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +18,11 @@ class Retrained(Adapter):
         super().__init__(base)
         self.trained = copy.deepcopy(base).float().requires_grad_(True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Any:  # Any: whatever the base takes and gives
         """The copy computes in the dtype of the base."""
         if not self.enabled:
-            return self.base(x)
-        return functional_call(self.base, self.merged(), (x,))
+            return self.base(*inputs, **named)
+        return functional_call(self.base, self.merged(), inputs, named)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from whet.adapters.experts import expert_weights
@@ -107,10 +108,12 @@ def tied_to_head(model: LanguageModel) -> list[str]:
 
 
 def saved_modules(model: LanguageModel, wanted: Sequence[str]) -> list[str]:
-    """The modules that are trained whole; a tied head or embedding stands for both."""
-    names = [
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    ]
+    """The modules that are trained whole, those inside of one that is named included.
+
+    A tied head or embedding stands for both.
+    """
+    modules = dict(model.named_modules())
+    names = [name for name, module in modules.items() if name and any(True for _ in _tensors(module))]
     owners = tied_to_head(model)
     chosen: set[str] = set()
     for target in wanted:
@@ -124,7 +127,16 @@ def saved_modules(model: LanguageModel, wanted: Sequence[str]) -> list[str]:
                 hint=f"{_nearest(target, known)}known: {', '.join(known)}",
             )
         chosen |= found
-    return [name for name in names if name in chosen]
+    inside = tuple(f"{name}." for name in chosen)
+    whole = [name for name in modules if name in chosen or name.startswith(inside)]
+    if packed := [name for name in whole if isinstance(modules[name], NF4Linear)]:
+        raise ConfigError(f"method.modules_to_save: {packed[0]} is in 4 bits, which cannot be trained")
+    return [name for name in whole if any(True for _ in modules[name].parameters(recurse=False))]
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()  # of layers in 4 bits
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
