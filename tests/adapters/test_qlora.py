@@ -105,6 +105,18 @@ def test_peft_on_bitsandbytes_gives_the_same_logits(tmp_path, kind):
         torch.testing.assert_close(loaded(input_ids=tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
+def test_no_dense_weight_is_kept_for_the_gradient(tmp_path, variant):
+    model = load_quantised(write_base(tmp_path, "llama", width=128), dtype=torch.float32, device=CPU)
+    whet.attach_lora(model, rank=2, variant=variant)
+    kept = []
+    x = torch.randn(3, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        model.layers[0].mlp(x)
+    assert kept
+    assert max(kept) < 128 * 256 / 8
+
+
 def test_saved_and_loaded_the_base_is_quantised_as_it_was(base, backend, tmp_path):
     model = load_quantised(base, dtype=torch.float32, device=CPU)
     with torch.no_grad():
