@@ -206,7 +206,8 @@ def values(kind, limits=()):
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "a section"
     if get_origin(kind) is dict:
-        return "sections by name"
+        inner = values(get_args(kind)[1])
+        return "sections by name" if inner == "a section" else f"{inner}, by name"
     names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", type(None): "`null`"}
     if get_origin(kind) is list:
         several = {

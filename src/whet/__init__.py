@@ -7,11 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whet.adapters.adapter import adapters_off as adapters_off
     from whet.adapters.files import load_adapter as load_adapter
     from whet.adapters.files import save_adapter as save_adapter
     from whet.adapters.load import load as load
     from whet.adapters.load import save as save
-    from whet.adapters.lora import adapters_off as adapters_off
     from whet.adapters.lora import attach_lora as attach_lora
     from whet.adapters.lora import merge as merge
     from whet.adapters.merging import AdapterSet as AdapterSet
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "adapters.adapter": ("adapters_off",),
     "adapters.files": ("load_adapter", "save_adapter"),
     "adapters.load": ("load", "save"),
-    "adapters.lora": ("adapters_off", "attach_lora", "merge"),
+    "adapters.lora": ("attach_lora", "merge"),
     "adapters.merging": ("AdapterSet",),
     "adapters.model_merging": ("merge_models",),
     "errors": ("WhetError",),

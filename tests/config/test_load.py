@@ -56,7 +56,7 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
         ("eval.every=0", "eval.every: Input should be greater than 0"),
         ("checkpoint.every=0", "checkpoint.every: Input should be greater than 0"),
         ("log.every=0", "log.every: Input should be greater than 0"),
-        ("method.kind=lorra", "method.kind: Input should be 'full' or 'lora' (given: 'lorra')"),
+        ("method.kind=lorra", "method.kind: Input should be 'full', 'lora' or 'qlora' (given: 'lorra')"),
         ("optim.lr=fast", "optim.lr: Input should be a valid number"),
         ("run.epochs=2", "run: give either steps or epochs"),
         ("run.batch_tokens=512", "run: give either batch_size or batch_tokens"),

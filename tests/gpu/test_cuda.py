@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import random_examples, run_config
+from whet.adapters.nf4 import dequantise, quantise
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.plan import StepSettings
@@ -174,3 +175,26 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path):
         assert torch.equal(
             load_file(checkpoint_path(tmp_path, step) / "weights.safetensors")["weight"], expected
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_4_bit_weights_are_the_same_on_both_devices(dtype):
+    weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+    here, there = quantise(weight), quantise(weight.to(CUDA))
+    for name, tensor in here.items():
+        assert torch.equal(there[name].cpu(), tensor), name
+    expected = dequantise(here, (96, 160), dtype)
+    assert torch.equal(dequantise(there, (96, 160), dtype).cpu(), expected)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_a_qlora_run_learns_and_loads(tiny_directory, tmp_path, variant):
+    sections = {
+        "method": {"kind": "qlora", "rank": 4, "variant": variant},
+        "run": {"device": "cuda", "precision": "bf16", "steps": 6},
+    }
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    losses = [row["eval_loss"] for row in result.history if "eval_loss" in row]
+    assert losses[-1] < losses[0]
+    model, _ = whet.load(result.directory, device=CUDA)
+    assert math.isfinite(model(torch.arange(8, device=CUDA)[None]).sum().item())

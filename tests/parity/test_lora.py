@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny import write_tiny_model
+from whet.adapters.adapter import adapted, adapters_off
 from whet.adapters.files import adapter_tensors
-from whet.adapters.lora import adapted, adapters_off
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -201,22 +201,29 @@ def test_an_adapter_of_another_model_is_refused_with_the_difference(tiny, tmp_pa
     wide, _ = whet.load(tmp_path / "wide", device="cpu")
     whet.save_adapter(whet.attach_lora(wide, rank=4), tmp_path / "adapter")
     with pytest.raises(
-        ModelError, match=r"does not fit this model: .*lora_A.weight is \[4, 48\], expected \[4, 32\]"
+        ModelError, match=r"does not fit this model: .*q_proj.lora_A is \[4, 48\], expected \[4, 32\]"
     ):
         whet.load_adapter(tiny[0], tmp_path / "adapter")
     assert not list(adapted(tiny[0])), "a refused adapter leaves nothing behind"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("use_dora", True), ("use_rslora", True), ("init_lora_weights", "pissa"), ("init_lora_weights", "olora"),
-     ("rank_pattern", {"q_proj": 2}), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3"), ("bias", "all")],
+    ("key", "value", "message"),
+    [("use_dora", True, "does not hold all of the adapter of"), ("use_qalora", True, "use_qalora"),
+     ("init_lora_weights", "pissa", "init_lora_weights"), ("init_lora_weights", "olora", "init_lora_weights"),
+     ("rank_pattern", {"q_proj": 2}, r"q_proj.lora_A is \[8, 32\], expected \[2, 32\]"),
+     ("modules_to_save", ["lm_head"], "does not hold lm_head"), ("peft_type", "IA3", "peft_type 'IA3' is not LORA"),
+     ("target_parameters", ["experts.down_proj"], "target_parameters"), ("bias", "all", "bias"),
+     ("r", "eight", "cannot be understood"), ("rank_pattern", {"(": 2}, "cannot be understood"),
+     ("r", 0, r"expected \[0, 32\]"), ("lora_alpha", None, "cannot be understood")],
 )  # fmt: skip
-def test_settings_under_which_the_tensors_mean_something_else_are_refused(tiny, tmp_path, key, value):
+def test_settings_under_which_the_tensors_mean_something_else_are_refused(
+    tiny, tmp_path, key, value, message
+):
     whet.save_adapter(whet.attach_lora(tiny[0]), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(ModelError, match=key):
+    with pytest.raises(ModelError, match=message):
         whet.load_adapter(whet.merge(tiny[0]), tmp_path / "adapter")
 
 

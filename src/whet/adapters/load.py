@@ -1,5 +1,6 @@
 """`whet.load` and `whet.save`: any model a person can name, adapters and finished runs included."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from whet.adapters.files import CONFIG, load_adapter
-from whet.adapters.lora import adapted, attach_configured, merge
+from whet.adapters.adapter import adapted
+from whet.adapters.files import CONFIG, NF4_BASE, QUANTISED, load_adapter
+from whet.adapters.lora import attach_configured, merge
+from whet.adapters.nf4 import NF4Linear
+from whet.adapters.qlora import quantise_base
 from whet.config.load import load_config
 from whet.config.preset import Preset
 from whet.errors import CheckpointError, ModelError
@@ -22,6 +26,8 @@ from whet.storage import MANIFEST, check_manifest
 
 CHECKPOINT_WEIGHTS = "weights.safetensors"
 
+BASE = "base"  # in a run: the weights its adapter was trained on, where nobody else has them
+
 
 def load(
     name_or_path: str | Path,
@@ -34,16 +40,34 @@ def load(
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is None:
         return load_model(target, dtype=dtype, device=device), tokenizer_of(target)
-    model, _ = load_base(base, dtype=dtype, device=device)
+    assert isinstance(target, Path)
+    if not (target / QUANTISED).is_file():
+        model, _ = load_base(base, dtype=dtype, device=device)
+    else:
+        if (kind := read_json(target / QUANTISED)) != NF4_BASE:
+            raise ModelError(f"{target / QUANTISED}: whet does not know a base of {kind}")
+        where = choose_device(str(device or "auto"))
+        model = load_quantised(base, dtype=dtype or choose_precision("auto", where).frozen, device=where)
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
+
+
+def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """Like `load_base`, in 4 bits: the model without its tokenizer."""
+    # from float32, which holds what any file holds: the codes then do not depend on the run's precision
+    model, _ = load_base(name_or_path, dtype=torch.float32, device="cpu")
+    return quantise_base(model, device=device, dtype=dtype)
 
 
 def base_of(target: str | Path) -> str | None:
     """What an adapter directory is an adapter of; None for anything else."""
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
-    base: str | None = read_json(target / CONFIG).get("base_model_name_or_path")
+    run = target.parent
+    if target.name == "final" and (run / "config.yaml").is_file() and (run / BASE / "config.json").is_file():
+        return str(run / BASE)  # wherever the run has been moved to
+    config = read_json(target / CONFIG)
+    base: str | None = config.get("base_model_name_or_path") or config.get("model")  # PEFT's key; mlx-lm's
     if not base:
         raise ModelError(f"{target / CONFIG} does not name its base model")
     return base
@@ -122,7 +146,10 @@ def put_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Non
 def load_base(
     name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
-    """Like `load`, with adapters folded in: something to train on top of, a finished run included."""
+    """Like `load`, with adapters folded in: something to train on top of, a finished run included.
+
+    What was folded has no name: nobody else has these weights.
+    """
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
     path = Path(name_or_path)
     model.name = str(path.absolute()) if path.exists() else str(name_or_path)
@@ -146,9 +173,30 @@ def save(
     model: LanguageModel, tokenizer: Any, directory: str | Path
 ) -> None:  # Any: a transformers tokenizer
     """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
-    merged = {f"{name}.weight": module.merged_weight() for name, module in adapted(model)}
-    biases = {f"{name}.bias": module.base.bias for name, module in adapted(model)}
-    inner = tuple(f"{name}." for name, _ in adapted(model))
+    plain = {name: module.merged() for name, module in adapted(model)}
+    plain |= {name: layer.merged() for name, layer in _quantised(model) if not name.endswith(".base")}
+    save_model(model, tokenizer, directory, state=_state(model, plain))
+
+
+def save_base(
+    model: LanguageModel, tokenizer: Any, directory: str | Path
+) -> None:  # Any: a transformers tokenizer
+    """Write what a model's adapters were trained on, as a Hugging Face model directory."""
+    plain: dict[str, Mapping[str, torch.Tensor]] = {
+        name: dict(module.base.named_parameters()) for name, module in adapted(model)
+    }
+    plain |= {name.removesuffix(".base"): layer.merged() for name, layer in _quantised(model)}
+    save_model(model, tokenizer, directory, state=_state(model, plain))
+
+
+def _quantised(model: LanguageModel) -> Iterator[tuple[str, NF4Linear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, NF4Linear))
+
+
+def _state(model: LanguageModel, plain: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The parameters of a model, with other ones for some of its modules."""
+    inner = tuple(f"{name}." for name in plain)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
-    state |= merged | {name: bias for name, bias in biases.items() if bias is not None}
-    save_model(model, tokenizer, directory, state=state)
+    for name, tensors in plain.items():
+        state |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+    return state

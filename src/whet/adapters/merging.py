@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from whet.adapters.adapter import Adapter, adapted
 from whet.adapters.files import load_adapter
-from whet.adapters.lora import LoRALinear, adapted, merge
+from whet.adapters.lora import merge
+from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError, ModelError
 from whet.models.language_model import LanguageModel
 
@@ -31,7 +33,7 @@ class AdapterSet:
         if any(True for _ in adapted(model)):
             raise ConfigError("the model has an adapter already", hint="start from its base")
         self.model = model
-        self._adapters: dict[str, dict[str, LoRALinear]] = {}
+        self._adapters: dict[str, dict[str, Adapter]] = {}
         self._before: dict[str, torch.Tensor] = {}  # base weights, while a sum is folded in
 
     @property
@@ -79,7 +81,7 @@ class AdapterSet:
             self.model.get_parameter(path).data = weight
         self._before = {}
 
-    def _adapter(self, name: str) -> dict[str, LoRALinear]:
+    def _adapter(self, name: str) -> dict[str, Adapter]:
         if name not in self._adapters:
             raise ConfigError(f"no adapter is called {name!r}", hint=f"known: {', '.join(self.names)}")
         return self._adapters[name]
@@ -90,23 +92,24 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def merged_parameters(layer: LoRALinear) -> dict[str, torch.Tensor]:
+def merged_parameters(layer: Adapter | NF4Linear) -> dict[str, torch.Tensor]:
     """What the parameters of a layer's base would be with the adapter folded in, whatever its variant.
 
     In float32: the base is widened for a moment, so that the sum is not rounded to its dtype.
     """
-    narrow = {parameter: parameter.data for parameter in layer.base.parameters()}
+    plain = layer.base if isinstance(layer, Adapter) else layer
+    narrow = {parameter: parameter.data for parameter in plain.parameters()}
     try:
         for parameter, values in narrow.items():
             parameter.data = values.float()
         with torch.no_grad():
-            return {"weight": layer.merged_weight()}
+            return layer.merged()
     finally:
         for parameter, values in narrow.items():
             parameter.data = values
 
 
-def updates_of(layer: LoRALinear) -> dict[str, torch.Tensor]:
+def updates_of(layer: Adapter) -> dict[str, torch.Tensor]:
     """What an adapter adds to the parameters of its base, in float32."""
     base = dict(layer.base.named_parameters())
     merged = merged_parameters(layer)

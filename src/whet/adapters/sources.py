@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from whet.adapters.adapter import Adapter, adapted
 from whet.adapters.load import base_of, load, usable_directory
-from whet.adapters.lora import LoRALinear, adapted
 from whet.adapters.merging import merged_parameters
+from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
 from whet.models import families
 from whet.models.hub import resolve
+from whet.models.language_model import LanguageModel
 from whet.models.weights import TensorFiles, read_json
 
 
@@ -59,10 +61,10 @@ class AdapterSource(ModelSource):
         self.base = base
         floats = (tensor.dtype for tensor in self.described.values() if tensor.is_floating_point())
         self._model, _ = load(name, dtype=next(floats, None), device="cpu")
-        self._layers: dict[str, tuple[LoRALinear, str]] = {}
+        self._layers: dict[str, tuple[Adapter | NF4Linear, str]] = {}
         self._tensors = {self._model.hf_name(own): tensor for own, tensor in self._model.state_dict().items()}
         self._own = {self._model.hf_name(own): own for own in self._model.state_dict()}
-        for path, layer in adapted(self._model):
+        for path, layer in changed_modules(self._model):
             for key in merged_parameters(layer):
                 stored = self._model.hf_name(f"{path}.{key}")
                 if stored not in self.described:
@@ -78,6 +80,14 @@ class AdapterSource(ModelSource):
         if name in self._tensors:  # not read from the files: the base may be an adapter's, too
             return self._model.as_stored(self._own[name], self._tensors[name])
         return super().get(name)
+
+
+def changed_modules(model: LanguageModel) -> Iterator[tuple[str, Adapter | NF4Linear]]:
+    """What is not as in the base's files: adapters, and the quantised layers that have none."""
+    yield from adapted(model)
+    for path, module in model.named_modules():
+        if isinstance(module, NF4Linear) and not path.endswith(".base"):
+            yield path, module
 
 
 def _root_of(name: str) -> Path:

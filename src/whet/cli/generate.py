@@ -24,8 +24,8 @@ def command(
     seed: int | None = SEED,
 ) -> None:
     """Generate an answer to PROMPT."""
+    from whet.adapters.adapter import adapted, adapters_off
     from whet.adapters.load import load
-    from whet.adapters.lora import adapted, adapters_off
     from whet.errors import ModelError
     from whet.generation.text import generate
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from whet.config.base import Section, Text
+from whet.config.section import Section, Text
 
 
 class SFTObjective(Section):

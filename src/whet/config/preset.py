@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from whet.config.base import Positive, Section, Text
+from whet.config.section import Positive, Section, Text
 
 
 class Preset(Section):

@@ -5,25 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from whet.config.base import Factor, Positive, Section, Text
+from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.preset import Preset
-
-
-class Method(Section):
-    """How weights are trained."""
-
-    kind: Literal["full", "lora"] = Field("lora", description="full: every weight; lora: low-rank adapters")
-    rank: Positive = Field(8, description="rank of the adapters")
-    alpha: float = Field(16.0, gt=0, description="adapter scale: the update is multiplied by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input")
-    variant: Literal["lora"] = Field("lora", description="kind of adapter")
-    targets: str | list[str] = Field(
-        "all-linear", description="layers that get adapters: all-linear, or names such as [q_proj, v_proj]"
-    )
-    layers: Positive | list[int] | None = Field(
-        None, description="adapters on the last N layers, or on the layers listed; all when empty"
-    )
+from whet.config.section import Factor, Positive, Section, Text
 
 
 class WeightedSource(Section):
@@ -302,6 +287,17 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     run: Run
     log: Log = Log()
+
+    @property
+    def optim_groups(self) -> Optim:
+        """`optim`, with the rate of LoRA+ as its last group."""
+        if self.method.kind == "full" or self.method.lr_ratio is None:
+            return self.optim
+        groups = {
+            **self.optim.groups,
+            r"\.lora_(embedding_)?B(\.|$)": ParameterGroup(lr_scale=self.method.lr_ratio),
+        }
+        return self.optim.model_copy(update={"groups": groups})
 
     @model_validator(mode="after")
     def _new_weights_are_trained(self) -> "RunConfig":

@@ -8,6 +8,7 @@ from whet.models.norms import make_norm
 from whet.models.rope import rotate
 from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
+from whet.ops.together import project
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,7 +65,7 @@ class SelfAttention(nn.Module):
         if self.spec.fused:
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
         if self.spec.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2) for part in (q, k, v))

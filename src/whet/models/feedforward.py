@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import FeedForwardSpec
+from whet.ops.together import project
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -38,5 +39,5 @@ class FeedForward(nn.Module):
         if self.spec.fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+            gate, up = project(x, self.gate_proj, self.up_proj)
         return self.down_proj(self.activation(gate) * up)

@@ -81,7 +81,7 @@ class LanguageModel(nn.Module, abc.ABC):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.head().weight.device
+        return next(self.parameters()).device
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""

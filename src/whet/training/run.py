@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from whet.adapters.files import save_adapter
-from whet.adapters.load import load_base, save, tokenizer_of
+from whet.adapters.load import BASE, load_base, load_quantised, save, save_base, tokenizer_of
 from whet.adapters.lora import attach_configured
+from whet.adapters.qlora import quantised_weights
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
@@ -180,6 +181,8 @@ class _Assembly:
         if isinstance(config.model, Preset):
             model = new_model(config.model, self.tokenizer, seed=config.run.seed)
             model.to(self.device, dtype)
+        elif method.kind == "qlora":
+            model = load_quantised(config.model, dtype=dtype, device=self.device)
         else:
             model, _ = load_base(config.model, dtype=dtype, device=self.device)
         self.base_digest = weights_digest(model)
@@ -193,7 +196,7 @@ class _Assembly:
         model.grad_checkpoint = config.run.grad_checkpoint
         if config.run.compile:
             log.info("compile: %s", compile_blocks(model))
-        total = sum(p.numel() for p in model.parameters())
+        total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log.info(
             "parameters: %s, of which %s train (%.2f%%)", f"{total:,}", f"{trained:,}", 100 * trained / total
@@ -259,10 +262,15 @@ class _Assembly:
         final = self.directory / "final"
         if final.is_dir():
             return  # the run was killed between its result and its summary
-        if self.config.method.kind == "lora":
-            save_adapter(self.model, final, tokenizer=self.tokenizer)
-        else:
+        if self.config.method.kind == "full":
             save(self.model, self.tokenizer, final)
+            return
+        base = None
+        if self.model.name is None:  # an adapter was folded in: these weights are nowhere else
+            base = self.directory / BASE
+            if not base.exists():
+                save_base(self.model, self.tokenizer, base)
+        save_adapter(self.model, final, tokenizer=self.tokenizer, base=base)
 
 
 class _Description(Injector):

@@ -79,7 +79,7 @@ class Trainer:
         self.directory = None if directory is None else Path(directory)
         self.device = model.device
         self.precision = precision or choose_precision(config.run.precision, self.device)
-        self.optimizer = create_optimizer(config.optim, model)
+        self.optimizer = create_optimizer(config.optim_groups, model)
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.state = RunState()

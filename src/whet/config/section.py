@@ -1,4 +1,4 @@
-"""What every section of a config is made of."""
+"""What every section of a config is, and the kinds of values that several of them have."""
 
 import datetime
 from pathlib import Path

@@ -1,0 +1,57 @@
+"""DoRA (arXiv 2402.09353): a trained length for each row of the weight; LoRA turns the row."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from whet.adapters.layer import LoRALinear, LoRASettings, Stored
+from whet.adapters.nf4 import NF4Linear
+from whet.adapters.product import Operands
+
+
+class DoRALinear(LoRALinear):
+    """y = m / |W + s B A| * (x W' + s x A' B') + bias; the norm, of each row, passes no gradient on."""
+
+    base_square: torch.Tensor
+
+    def __init__(self, base: nn.Linear | NF4Linear, settings: LoRASettings) -> None:
+        super().__init__(base, settings)
+        norm = torch.linalg.vector_norm(base.weight.detach(), dim=1, dtype=torch.float32)
+        self.lora_magnitude_vector = nn.Parameter(norm)
+        self.register_buffer("base_square", norm.square(), persistent=False)
+
+    def operands(self) -> Operands:
+        """Without the bias, which the lengths do not scale."""
+        return super().operands()._replace(bias=None)
+
+    def finished(self, product: torch.Tensor) -> torch.Tensor:
+        """Each output scaled to its length."""
+        y = product * self._gain().to(product.dtype)
+        return y if self.base.bias is None else y + self.base.bias
+
+    def with_dropout(self, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+        """PEFT's: what the lengths change also reads the input after dropout."""
+        gain = self._gain().to(x.dtype)
+        weight = self.base.weight
+        update = self.update(dropped) * gain + (gain - 1) * F.linear(dropped, weight)
+        return self.base(x) + update
+
+    def _gain(self) -> torch.Tensor:
+        """m / |W + s B A|, from products that are as small as A and B: no second matrix of W's size."""
+        with torch.no_grad():
+            a, b = self.scale * self.lora_A.float(), self.lora_B.float()
+            weight = self.base.weight
+            across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
+            square = self.base_square.float() + ((2 * across + b @ (a @ a.T)) * b).sum(1)
+            norm = square.clamp(min=1e-30).sqrt()
+        return self.lora_magnitude_vector / norm
+
+    def merged_weight(self) -> torch.Tensor:
+        """The rows of W + s B A at their trained lengths, computed in float32."""
+        whole = self.base.weight.float() + self.delta()
+        norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).detach()
+        return (whole * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
+
+    def stored(self) -> Stored:
+        """With the lengths."""
+        return super().stored()._replace(magnitude=self.lora_magnitude_vector)

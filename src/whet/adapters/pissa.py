@@ -1,0 +1,45 @@
+"""PiSSA (arXiv 2404.02948): A and B start as the largest singular directions of the weight."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from whet.adapters.layer import LoRALinear, LoRASettings, Stored
+from whet.adapters.nf4 import NF4Linear
+from whet.adapters.product import Operands
+
+
+class PiSSALinear(LoRALinear):
+    """y = x W' + s (x A' B' - x A0' B0'), where A0 and B0 are what A and B started as.
+
+    The paper takes s B0 A0 out of W. Here W stays as it is, so that the base can still be had untouched, and
+    nothing is rounded; the difference is a plain LoRA of twice the rank, and is saved as one.
+    """
+
+    first_A: torch.Tensor  # noqa: N815 - the paper's letters
+    first_B: torch.Tensor  # noqa: N815
+
+    def __init__(self, base: nn.Linear | NF4Linear, settings: LoRASettings) -> None:
+        super().__init__(base, settings)
+        left, values, right = torch.linalg.svd(base.weight.detach().float(), full_matrices=False)
+        root = (values[: settings.rank] / self.scale).sqrt()
+        self.register_buffer("first_A", root[:, None] * right[: settings.rank])
+        self.register_buffer("first_B", left[:, : settings.rank] * root)
+        self.lora_A.data.copy_(self.first_A)
+        self.lora_B.data.copy_(self.first_B)
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of the plain LoRA that this is."""
+        return torch.cat([self.lora_A, self.first_A]), torch.cat([self.lora_B, -self.first_B], dim=1)
+
+    def operands(self) -> Operands:
+        """Those of the plain LoRA."""
+        a, b = self.pair()
+        return super().operands()._replace(a=a, b=b)
+
+    def stored(self) -> Stored:
+        """As that plain LoRA, at the same scale."""
+        a, b = self.pair()
+        rank = 2 * self.settings.rank
+        return Stored(replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank), a, b)

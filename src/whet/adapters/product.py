@@ -1,0 +1,111 @@
+"""The hot path of adapters: base products and low-rank updates of layers that read one input."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Quantised(Protocol):
+    """A base layer that makes its weight when it is needed."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [out, in], in the dtype it is computed with."""
+
+
+class Operands(NamedTuple):
+    """What one layer's y = x W' + bias + scale * x A' B' is made of."""
+
+    weight: torch.Tensor | Quantised  # [out, in]
+    bias: torch.Tensor | None
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [out, rank]
+    scale: float
+
+
+def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torch.Tensor, ...]:
+    """The outputs of several layers on one input; gradients go to x and to every A and B."""
+    bases = tuple(None if isinstance(layer.weight, torch.Tensor) else layer.weight for layer in layers)
+    tensors = [
+        tensor
+        for layer, base in zip(layers, bases, strict=True)
+        for tensor in (layer.weight if base is None else None, layer.bias, layer.a, layer.b)
+    ]
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, tuple(la.scale for la in layers), bases, *tensors)
+    return outputs
+
+
+class _Products(torch.autograd.Function):
+    """One node for all of it: nothing is kept for the frozen weights, sums happen in place.
+
+    A quantised weight is made again in the backward pass, since keeping it would undo the quantisation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: autograd's context
+        x: torch.Tensor,
+        scales: tuple[float, ...],
+        bases: tuple[Quantised | None, ...],
+        *tensors: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        biases = tensors[1::4]
+        a_parts, b_parts = (
+            [t for t in tensors[k::4] if t is not None] for k in (2, 3)
+        )  # None is never there
+        with torch.autocast(x.device.type, enabled=False):
+            outputs = []
+            flat = low = None
+            start = 0
+            for index, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
+                weight = _weight(tensors[4 * index], bases[index])
+                if flat is None or low is None:
+                    flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+                    low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
+                own = low[:, start : start + a.shape[0]]
+                start += a.shape[0]
+                y = F.linear(flat, weight, biases[index]).addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
+                outputs.append(y.view(*x.shape[:-1], -1))
+        ctx.save_for_backward(flat, low, *tensors)
+        ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
+        flat, low, *tensors = ctx.saved_tensors
+        a_parts, b_parts = tensors[2::4], tensors[3::4]
+        ranks = [a.shape[0] for a in a_parts]
+        grad_x = None
+        with torch.autocast(flat.device.type, enabled=False):
+            grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
+            scaled = [
+                (grad @ b.to(grad.dtype)) * scale
+                for grad, b, scale in zip(grads, b_parts, ctx.scales, strict=True)
+            ]
+            grad_low = scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=1)
+            if ctx.needs_input_grad[0]:
+                grad_x = grad_low @ _joined(a_parts, flat.dtype)
+                for grad, weight, base in zip(grads, tensors[0::4], ctx.bases, strict=True):
+                    grad_x.addmm_(grad, _weight(weight, base))
+                grad_x = grad_x.view(ctx.shape).to(ctx.dtype)
+            grads_a = (grad_low.T @ flat).to(a_parts[0].dtype).split(ranks)
+            grads_b = [
+                (grad.T @ (own * scale)).to(b.dtype)
+                for grad, own, b, scale in zip(grads, low.split(ranks, 1), b_parts, ctx.scales, strict=True)
+            ]
+        own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
+        return grad_x, None, None, *own_grads
+
+
+def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:
+    if weight is not None:
+        return weight
+    assert base is not None
+    return base.weight
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A of all the layers, so that they read their input once."""
+    return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts))).to(dtype)

@@ -1,0 +1,397 @@
+"""Every kind of adapter computes what PEFT's computes, from the same weights."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+import whet
+from tiny_adapters import load, load_theirs, shake, tokens, write_base
+from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.files import adapter_tensors
+from whet.errors import ConfigError, ModelError
+from whet.ops.linear_cross_entropy import linear_cross_entropy
+
+PATTERNS = {"rank_pattern": {"q_proj": 2, r"layers\.1\..*down_proj": 5}, "alpha_pattern": {"k_proj": 3.0}}
+# what whet is asked for, and the same thing in PEFT's words
+VARIANTS = {
+    "lora": ({}, {}),
+    "rslora": ({"variant": "rslora"}, {"use_rslora": True}),
+    "dora": ({"variant": "dora"}, {"use_dora": True}),
+    "patterns": (PATTERNS, PATTERNS),
+    "dora-patterns": ({"variant": "dora", **PATTERNS}, {"use_dora": True, **PATTERNS}),
+    "embedding": (
+        {"targets": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+    ),
+    "head": ({"targets": ["lm_head", "v_proj"]}, {"target_modules": ["lm_head", "v_proj"]}),
+    "saved": (
+        {"targets": "qv", "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "saved-container": (
+        {"targets": "qv", "modules_to_save": ["mlp"]},
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["mlp"]},
+    ),
+    "saved-norm": (
+        {"targets": "mlp", "modules_to_save": ["model.norm"]},
+        {"target_modules": ["gate_proj", "up_proj", "down_proj"], "modules_to_save": ["model.norm"]},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "bridge"])
+def base(request, tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / request.param, request.param)
+
+
+def theirs_by_file_name(twin):
+    """PEFT's trained parameters under the names they have in its files."""
+    return {
+        name.replace(".default", "").replace(".modules_to_save", "").replace("vector.weight", "vector"): p
+        for name, p in twin.named_parameters()
+        if p.requires_grad
+    }
+
+
+def copy_weights(model, twin):
+    ours, theirs = adapter_tensors(model), theirs_by_file_name(twin)
+    assert ours.keys() == theirs.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(ours[name])
+    return theirs
+
+
+def our_gradients(model):
+    """The gradients under PEFT's names."""
+    twin = copy.deepcopy(model)
+    for parameter, other in zip(twin.parameters(), model.parameters(), strict=True):
+        if parameter.requires_grad:
+            parameter.data = other.grad
+    return adapter_tensors(twin)
+
+
+def gradients_of(logits_model, twin):
+    inputs, labels = tokens()[:, :-1], tokens()[:, 1:].reshape(-1)
+    F.cross_entropy(twin(input_ids=inputs).logits.flatten(0, 1), labels, reduction="sum").backward()
+    hidden = logits_model.hidden(inputs).flatten(0, 1)
+    linear_cross_entropy(hidden, logits_model.head(), labels).backward()
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def close_gradient(found, expected):
+    """Relative to the largest: they are sums over tokens, taken in another order."""
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_pefts(base, variant):
+    ours, theirs = VARIANTS[variant]
+    model = shake(whet.attach_lora(load(base), rank=3, alpha=5, **ours))
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=3, lora_alpha=5, **({"target_modules": "all-linear"} | theirs)
+    )
+    twin = get_peft_model(load_theirs(base), config)
+    their_parameters = copy_weights(model, twin)
+    with torch.no_grad():
+        close(model(tokens()), twin(input_ids=tokens()).logits)
+        with twin.disable_adapter(), adapters_off(model):
+            close(model(tokens()), twin(input_ids=tokens()).logits)
+    gradients_of(model, twin)
+    for name, gradient in our_gradients(model).items():
+        close_gradient(gradient, their_parameters[name].grad)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_peft_loads_what_whet_saves_and_whet_loads_it_again(base, tmp_path, variant):
+    model = shake(whet.attach_lora(load(base), rank=3, alpha=5, **VARIANTS[variant][0]))
+    whet.save_adapter(model, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load_theirs(base), tmp_path / "adapter")
+    again = load(tmp_path / "adapter")
+    with torch.no_grad():
+        close(model(tokens()), loaded(input_ids=tokens()).logits)
+        assert torch.equal(again(tokens()), model(tokens()))
+        with adapters_off(again):
+            assert torch.equal(again(tokens()), load(base)(tokens()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whet_loads_what_peft_saves(base, tmp_path, variant):
+    theirs = {"target_modules": "all-linear"} | VARIANTS[variant][1]
+    twin = get_peft_model(load_theirs(base), LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, **theirs))
+    shake(twin).save_pretrained(tmp_path)
+    with torch.no_grad():
+        close(load(tmp_path)(tokens()), twin(input_ids=tokens()).logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merged_and_saved_equals_adapted(base, tmp_path, variant):
+    model = shake(whet.attach_lora(load(base), rank=3, alpha=5, **VARIANTS[variant][0]))
+    with torch.no_grad():
+        before = model(tokens())
+        whet.save(model, None, tmp_path / "merged")
+        assert torch.equal(model(tokens()), before), "saving must not change the model"
+        plain = load_theirs(tmp_path / "merged")
+        torch.testing.assert_close(plain(input_ids=tokens()).logits, before, rtol=1e-4, atol=1e-4)
+        whet.merge(model)
+        assert not list(adapted(model))
+        torch.testing.assert_close(model(tokens()), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [3, 12])
+def test_pissa_starts_and_trains_like_pefts_and_becomes_a_plain_lora(base, tmp_path, alpha):
+    model = whet.attach_lora(load(base), rank=3, alpha=alpha, variant="pissa")
+    with torch.no_grad():
+        close(model(tokens()), load(base)(tokens()))
+    config = LoraConfig(r=3, lora_alpha=alpha, target_modules="all-linear", init_lora_weights="pissa")
+    twin = get_peft_model(load_theirs(base), config)
+    theirs = theirs_by_file_name(twin)
+    for name, module in adapted(model):
+        path = f"base_model.model.{model.hf_name(name)}"
+        a, b = theirs[f"{path}.lora_A.weight"], theirs[f"{path}.lora_B.weight"]
+        close(module.lora_A.abs(), a.abs())  # up to the signs of the singular vectors
+        close(module.lora_B.abs(), b.abs())
+        close(module.lora_B @ module.lora_A, b @ a)
+    shake(model)
+    with torch.no_grad():
+        for name, module in adapted(model):
+            path = f"base_model.model.{model.hf_name(name)}"
+            theirs[f"{path}.lora_A.weight"].copy_(module.lora_A)
+            theirs[f"{path}.lora_B.weight"].copy_(module.lora_B)
+        close(model(tokens()), twin(input_ids=tokens()).logits)
+    gradients_of(model, twin)
+    for name, module in adapted(model):
+        path = f"base_model.model.{model.hf_name(name)}"
+        for part in ("lora_A", "lora_B"):
+            close_gradient(getattr(module, part).grad, theirs[f"{path}.{part}.weight"].grad)
+
+    whet.save_adapter(model, tmp_path / "plain")
+    loaded = PeftModel.from_pretrained(load_theirs(base), tmp_path / "plain")
+    with torch.no_grad():
+        close(loaded(input_ids=tokens()).logits, model(tokens()))
+        again = load(tmp_path / "plain")
+        close(again(tokens()), model(tokens()))
+        assert {module.settings.rank for _, module in adapted(again)} == {6}
+        with adapters_off(model):
+            assert torch.equal(model(tokens()), load(base)(tokens())), "the base stays as it was"
+        whet.merge(model)
+        torch.testing.assert_close(model(tokens()), again(tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_of_dora_is_pefts(tmp_path):
+    write_base(tmp_path / "base", "llama")
+    model = shake(
+        whet.attach_lora(load(tmp_path / "base"), rank=3, variant="dora", dropout=0.3, targets="q_proj")
+    )
+    config = LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj"], use_dora=True, lora_dropout=0.3)
+    twin = get_peft_model(load_theirs(tmp_path / "base"), config)
+    copy_weights(model, twin)
+    _, layer = next(adapted(model))
+    other = twin.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(5, 32)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        found = layer.train()(x)
+        torch.manual_seed(1)
+        close(found, other.train()(x))
+
+
+def test_tied_weights_are_trained_once_and_stay_tied(tiny_directory, tmp_path):
+    for wanted in (["embed_tokens"], ["lm_head"]):
+        model = whet.attach_lora(load(tiny_directory), rank=3, targets="qv", modules_to_save=wanted)
+        shake(model)
+        directory = tmp_path / wanted[0]
+        whet.save_adapter(model, directory)
+        loaded = PeftModel.from_pretrained(load_theirs(tiny_directory), directory)
+        with torch.no_grad():
+            close(loaded(input_ids=tokens()).logits, model(tokens()))
+            assert torch.equal(load(directory)(tokens()), model(tokens()))
+            whet.save(model, None, directory / "merged")
+            close(load_theirs(directory / "merged")(input_ids=tokens()).logits, model(tokens()))
+
+
+def test_a_tied_embedding_trained_apart_from_its_head_is_refused(tiny_directory, tmp_path):
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    shake(get_peft_model(load_theirs(tiny_directory), config)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="are tied here, and trained apart there"):
+        load(tmp_path)
+
+
+def test_lora_on_a_tied_embedding_is_refused(tiny):
+    with pytest.raises(ConfigError, match="embed_tokens is tied"):
+        whet.attach_lora(tiny[0], targets=["embed_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("targets", "leaves"),
+    [
+        ("qv", {"q_proj", "v_proj"}),
+        ("attention", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("mlp", {"gate_proj", "up_proj", "down_proj"}),
+        ("all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        (r".*\.1\..*[qk]_proj", {"q_proj", "k_proj"}),
+        (["o_proj", "(gate|up)_proj"], {"o_proj", "gate_proj", "up_proj"}),
+        (["attention", "up_proj"], {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}),
+    ],
+)
+def test_targets_by_shorthand_regular_expression_or_list(base, targets, leaves):
+    model = whet.attach_lora(load(base), rank=2, targets=targets)
+    assert {name.rpartition(".")[2] for name, _ in adapted(model)} == leaves
+    assert len(list(adapted(model))) == (
+        len(leaves) if ".1." in str(targets) or r"\.1" in str(targets) else 2 * len(leaves)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 33}, r"rank 33 is above what layers.0.self_attn.q_proj can have: it maps 32 values to 32"),
+        ({"rank_pattern": {"k_proj": 17}}, "rank 17 is above what layers.0.self_attn.k_proj can have"),
+        ({"rank_pattern": {"q_prj": 2}}, "pattern 'q_prj' fits no adapted layer"),
+        ({"alpha_pattern": {"(": 2}}, r"'\(' is not a regular expression"),
+        ({"targets": "["}, r"'\[' is not a regular expression"),
+        ({"targets": "atention"}, "did you mean attention"),
+        ({"modules_to_save": ["lm_haed"]}, "did you mean lm_head"),
+        ({"modules_to_save": ["mlp"]}, "mlp.down_proj cannot have an adapter and be trained"),
+        ({"targets": ["lm_head"], "modules_to_save": ["lm_head"]}, "lm_head cannot have an adapter and be trained"),
+        ({"targets": ["embed_tokens"], "variant": "dora"}, "dora is for linear layers"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_and_leave_the_model_alone(tmp_path, settings, message):
+    model = load(write_base(tmp_path, "llama"))
+    with pytest.raises(ConfigError, match=message):
+        whet.attach_lora(model, **settings)
+    assert not list(adapted(model))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_layers_that_share_their_input_compute_what_they_compute_alone(base):
+    model = shake(whet.attach_lora(load(base), rank=3, rank_pattern={"v_proj": 2}, layers=1))
+    attention = next(m for n, m in model.named_modules() if n.endswith("layers.1.self_attn"))
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    alone = [layer(x) for layer in layers]
+    together = layers[0].together(x, layers)
+    for found, expected in zip(together, alone, strict=True):
+        close(found, expected)
+    wanted = [x, *(p for layer in layers for p in (layer.lora_A, layer.lora_B))]
+    weights = [torch.randn_like(y) for y in alone]
+    close_all = torch.autograd.grad(
+        sum((y * w).sum() for y, w in zip(together, weights, strict=True)), wanted
+    )
+    expected = torch.autograd.grad(sum((y * w).sum() for y, w in zip(alone, weights, strict=True)), wanted)
+    for found, other in zip(close_all, expected, strict=True):
+        close(found, other)
+    called = []
+    layers[1].register_forward_hook(lambda *_: called.append(1))
+    assert layers[0].together(x, layers) is None, "a hook wants its layer called"
+
+
+def test_dora_keeps_its_precision_with_a_bf16_base(base):
+    model = whet.load(base, dtype=torch.bfloat16, device="cpu")[0]
+    shake(whet.attach_lora(model, rank=3, variant="dora"))
+    _, layer = next(adapted(model))
+    exact = layer.base.weight.double() + layer.scale * (layer.lora_B.double() @ layer.lora_A.double())
+    gain = layer.lora_magnitude_vector.double() / exact.norm(dim=1)
+    torch.testing.assert_close(layer._gain().double(), gain, rtol=3e-3, atol=0)
+    assert math.isfinite(model(tokens()).sum().item())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"variant": "rslora"}, {"variant": "dora"}, {"variant": "pissa"}, {"modules_to_save": ["wte", "c_proj"], "targets": "c_attn"}],
+    ids=str,
+)  # fmt: skip
+def test_weights_that_files_hold_transposed_go_through_peft_and_back(tmp_path, settings):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=260, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    model = shake(whet.attach_lora(load(tmp_path / "base"), rank=3, **settings))
+    whet.save_adapter(model, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load_theirs(tmp_path / "base"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        close(loaded(input_ids=tokens()).logits, model(tokens()))
+        close(load(tmp_path / "adapter")(tokens()), model(tokens()))
+        whet.save(model, None, tmp_path / "merged")
+        torch.testing.assert_close(
+            load_theirs(tmp_path / "merged").eval()(tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4
+        )
+
+
+EXPERT_TARGETS = {
+    "experts": ("experts", ["experts.gate_up_proj", "experts.down_proj"], []),
+    "down-only": (["experts.down_proj", "q_proj"], ["experts.down_proj"], ["q_proj"]),
+}
+
+
+@pytest.fixture(scope="module")
+def experts_directory(tmp_path_factory):
+    """A Mixtral, whose experts are one tensor: the bridge runs it."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, pad_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("base") / "experts"
+    MixtralForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("targets", EXPERT_TARGETS)
+def test_adapters_of_fused_experts_are_pefts(experts_directory, tmp_path, targets, rslora):
+    ours, parameters, modules = EXPERT_TARGETS[targets]
+    variant = "rslora" if rslora else "lora"
+    model = shake(whet.attach_lora(load(experts_directory), rank=2, alpha=6, targets=ours, variant=variant))
+    config = LoraConfig(
+        r=2, lora_alpha=6, target_modules=modules, target_parameters=parameters, use_rslora=rslora
+    )  # fmt: skip
+    twin = get_peft_model(load_theirs(experts_directory), config)
+    their_parameters = copy_weights(model, twin)
+    with torch.no_grad():
+        close(model(tokens()), twin(input_ids=tokens()).logits)
+        with adapters_off(model):
+            assert torch.equal(model(tokens()), load(experts_directory)(tokens()))
+    gradients_of(model, twin)
+    for name, gradient in our_gradients(model).items():
+        close_gradient(gradient, their_parameters[name].grad)
+
+    whet.save_adapter(model, tmp_path / "ours")
+    twin.save_pretrained(tmp_path / "theirs")
+    loaded = PeftModel.from_pretrained(load_theirs(experts_directory), tmp_path / "ours")
+    with torch.no_grad():
+        close(loaded(input_ids=tokens()).logits, model(tokens()))
+        assert torch.equal(load(tmp_path / "ours")(tokens()), model(tokens()))
+        close(load(tmp_path / "theirs")(tokens()), model(tokens()))
+        with pytest.raises(ModelError, match="the mlx layout cannot hold adapters of fused experts"):
+            whet.save_adapter(model, tmp_path / "mlx", layout="mlx")
+        before = model(tokens())
+        whet.save(model, None, tmp_path / "merged")
+        close(load(tmp_path / "merged")(tokens()), before)
+        close(whet.merge(model)(tokens()), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"dropout": 0.1}, "fused experts cannot have dropout"), ({"variant": "dora"}, "not for fused experts"),
+     ({"rank": 33}, "gate_up_proj can have: it maps 32 values to 96")],
+)  # fmt: skip
+def test_what_fused_experts_cannot_have_is_refused(experts_directory, settings, message):
+    model = load(experts_directory)
+    with pytest.raises(ConfigError, match=message):
+        whet.attach_lora(model, targets="experts", **settings)
+    assert not list(adapted(model))

@@ -1,0 +1,69 @@
+"""Whole runs with each kind of adapter: they learn, resume exactly, and end in something PEFT loads."""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import whet
+from tiny import run_config
+from whet.config.load import make_config
+from whet.training.callbacks import Callback, StopRun
+
+METHODS = {
+    "rslora": {"variant": "rslora"},
+    "dora": {"variant": "dora", "dropout": 0.1},
+    "pissa": {"variant": "pissa"},
+    "plus": {"lr_ratio": 4, "targets": "attention", "rank_pattern": {"q_proj": 2}},
+    "saved": {"targets": "mlp", "modules_to_save": ["embed_tokens"]},
+}
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        return StopRun("enough", unfinished=True) if step == self.step else None
+
+
+def tokens():
+    return torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_learns_resumes_exactly_and_ends_in_what_peft_loads(tiny_directory, tmp_path, name, precision):
+    sections = {
+        "method": METHODS[name] | {"rank": 4},
+        "run": {"steps": 6, "precision": precision},
+        "eval": {"every": 3},
+    }
+    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
+    losses = [row["eval_loss"] for row in whole.history if "eval_loss" in row]
+    assert losses[-1] < losses[0]
+    first = whet.train(run_config(tiny_directory, tmp_path / "parts", **sections), [StopAt(3)])
+    again = whet.resume(first.directory)
+    finals = [load_file(run.directory / "final" / "adapter_model.safetensors") for run in (whole, again)]
+    assert finals[0].keys() == finals[1].keys()
+    assert all(torch.equal(finals[0][key], finals[1][key]) for key in finals[0])
+    model, _ = whet.load(whole.directory, dtype=torch.float32, device="cpu")
+    base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(base, whole.directory / "final")(input_ids=tokens()).logits
+        torch.testing.assert_close(model(tokens()), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_plus_gives_b_a_rate_of_its_own(tiny, tiny_directory, tmp_path):
+    method = {"lr_ratio": 16, "rank": 4}
+    groups = {"layers.0": {"lr_scale": 0.5}}
+    config = make_config(run_config(tiny_directory, tmp_path, method=method, optim={"groups": groups}))
+    model = whet.attach_lora(tiny[0], rank=4)
+    optimizer = whet.create_optimizer(config.optim_groups, model)
+    scales = {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            expected = 0.5 if "layers.0" in name else 16 if name.endswith("lora_B") else 1
+            assert scales[id(parameter)] == expected
+    assert config.optim.groups.keys() == groups.keys(), "the stored config stays what it was"
