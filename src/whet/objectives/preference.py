@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from whet.adapters.lora import adapters_off
+from whet.adapters.adapter import adapters_off
 from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel

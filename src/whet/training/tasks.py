@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from whet.adapters.adapter import adapted
 from whet.adapters.load import load
-from whet.adapters.lora import adapted
 from whet.config.objectives import (
     AnyObjective,
     DistillObjective,
