@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from tiny import run_config
+from tiny_adapters import shake, tokens
 from whet.config.load import make_config
 from whet.training.callbacks import Callback, StopRun
+from whet.training.compiling import compile_blocks
 
 METHODS = {
     "rslora": {"variant": "rslora"},
@@ -26,10 +28,6 @@ class StopAt(Callback):
 
     def on_step_end(self, step, metrics):
         return StopRun("enough", unfinished=True) if step == self.step else None
-
-
-def tokens():
-    return torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -67,3 +65,13 @@ def test_lora_plus_gives_b_a_rate_of_its_own(tiny, tiny_directory, tmp_path):
             expected = 0.5 if "layers.0" in name else 16 if name.endswith("lora_B") else 1
             assert scales[id(parameter)] == expected
     assert config.optim.groups.keys() == groups.keys(), "the stored config stays what it was"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
+def test_compiled_layers_with_adapters_compute_the_same(tiny, variant):
+    model = shake(whet.attach_lora(tiny[0], rank=4, variant=variant))
+    with torch.no_grad():
+        plain = model(tokens())
+    assert compile_blocks(model).startswith("on")
+    torch.testing.assert_close(model(tokens()), plain, rtol=1e-4, atol=1e-5)

@@ -21,8 +21,11 @@ class DoRALinear(LoRALinear):
         self.register_buffer("base_square", norm.square(), persistent=False)
 
     def operands(self) -> Operands:
-        """Without the bias, which the lengths do not scale."""
-        return super().operands()._replace(bias=None)
+        """Without the bias, which the lengths do not scale, and with the scale in A.
+
+        The compiler cannot follow one number into the product and into the norm.
+        """
+        return super().operands()._replace(bias=None, a=self.scale * self.lora_A, scale=1.0)
 
     def finished(self, product: torch.Tensor) -> torch.Tensor:
         """Each output scaled to its length."""

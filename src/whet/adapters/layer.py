@@ -104,7 +104,7 @@ class LoRALinear(Adapter):
     def update(self, x: torch.Tensor) -> torch.Tensor:
         """The low-rank part of the output."""
         operands = self.operands()
-        return F.linear(F.linear(x, operands.a.to(x.dtype)), operands.b.to(x.dtype)) * self.scale
+        return F.linear(F.linear(x, operands.a.to(x.dtype)), operands.b.to(x.dtype)) * operands.scale
 
     @property
     def weight(self) -> torch.Tensor:
@@ -129,7 +129,7 @@ class LoRALinear(Adapter):
     def delta(self) -> torch.Tensor:
         """scale * B A, in float32."""
         operands = self.operands()
-        return (operands.b.float() @ operands.a.float()) * self.scale
+        return (operands.b.float() @ operands.a.float()) * operands.scale
 
     def merged_weight(self) -> torch.Tensor:
         """W + scale * B A, computed in float32, in the dtype of the base."""
