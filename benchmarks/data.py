@@ -58,7 +58,7 @@ def tokenisation(directory):
     """Tokens a second into the store, against tokenizers' own batch call on the same texts; alternating."""
     rng = random.Random(0)
     path = directory / "texts.jsonl"
-    texts = [text(rng, 400) for _ in range(3000)]
+    texts = [text(rng, 400) for _ in range(10_000)]
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     tok = tokenizer()
     rates = {"whet": [], "tokenizers": []}

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tiny import TEMPLATE
 from whet.data.encode import Encoder
@@ -218,3 +220,52 @@ def test_tools_reach_the_template(tiny):
     example = renderer(tiny).example(record(messages=CHAT[1:3], tools=[{"name": "add"}]))
     assert json.dumps([{"name": "add"}]) in tiny[1].decode(example.tokens)
     assert learned(tiny, example) == "4<|end|>"
+
+
+ODD_TEMPLATES = {
+    "plain": TEMPLATE,
+    "trims": TEMPLATE.replace("m['content']", "m['content'] | trim"),
+    "default system": "{% if messages[0]['role'] != 'system' %}<|system|>Be kind.<|end|>{% endif %}"
+    + TEMPLATE,
+    "by content": TEMPLATE.replace(
+        "{{ m['content'] }}", "{% if '4' in m['content'] %}!{% endif %}{{ m['content'] }}"
+    ),
+    "twice": TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}|{{ m['content'] | length }}"),
+    "last only": TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{% if loop.last %}.{% endif %}"),
+    "numbered": TEMPLATE.replace("{{ m['content'] }}", "{{ loop.index }}: {{ m['content'] }}"),
+}
+contents = st.text(st.sampled_from("4aé \n<|end|>qx0xq1"), max_size=12)
+
+
+@pytest.mark.parametrize("template", ODD_TEMPLATES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.lists(contents, min_size=2, max_size=6), system=st.booleans())
+def test_learned_spans_are_those_of_rendered_prefixes(tiny, template, said, system):
+    """Skeletons save renderings, never change what is learned: whatever the template does with a content."""
+    tiny[1].chat_template = ODD_TEMPLATES[template]
+    roles = ["system"] * system + ["user", "assistant"] * 3
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    if not any(message["role"] == "assistant" for message in messages):
+        return
+    renderer = Renderer(tiny[1])
+    slow = Renderer(tiny[1])
+    slow._skeletons.spans = lambda *_: None
+    outcomes = []
+    for each in (renderer, slow):
+        try:
+            found = each.render(record(messages=messages))
+            outcomes.append((found.text, list(found.spans), found.only_last))
+        except DataError as error:
+            outcomes.append(error.message)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_conversation_of_known_roles_is_rendered_once(tiny):
+    make, calls = Renderer(tiny[1]), []
+    render = tiny[1].apply_chat_template
+    tiny[1].apply_chat_template = lambda *a, **k: calls.append(1) or render(*a, **k)
+    make.render(record(messages=CHAT))
+    calls.clear()
+    for _ in range(3):
+        make.render(record(messages=CHAT))
+    assert len(calls) == 3

@@ -35,13 +35,23 @@ class Encoder:
         backend.no_padding()
         self._backend = backend
         self._eos: int | None = tokenizer.eos_token_id
+        # special tokens that the tokenizer puts before and after a text of its own accord
+        mask = backend.encode("a", add_special_tokens=True).special_tokens_mask
+        text = [place for place, special in enumerate(mask) if not special] or [0]
+        self._around = (text[0], len(mask) - 1 - text[-1])
 
     def encode(self, renderings: Sequence[Rendering]) -> list[Example | DataError]:
         """Each text as an example, or what is wrong with it."""
-        found: list[Example | DataError] = []
-        for rendering, encoding in zip(renderings, self._encodings(renderings), strict=True):
-            found.append(encoding if isinstance(encoding, DataError) else self._example(rendering, encoding))
-        return found
+        return self.examples(renderings, self.encodings(renderings))
+
+    def examples(
+        self, renderings: Sequence[Rendering], encodings: Sequence[Any]
+    ) -> list[Example | DataError]:
+        """The same, from what `encodings` returned."""
+        return [
+            encoding if isinstance(encoding, DataError) else self._example(rendering, encoding)
+            for rendering, encoding in zip(renderings, encodings, strict=True)
+        ]
 
     def example(self, rendering: Rendering) -> Example:
         """One text as an example that has something to learn."""
@@ -52,15 +62,17 @@ class Encoder:
 
     def question(self, asked: AskedRendering) -> Question:
         """A prompt as ids, ready to be continued."""
-        [encoding] = self._encodings([asked.prompt])
+        [encoding] = self.encodings([asked.prompt])
         if isinstance(encoding, DataError):
             raise encoding
         tokens, _ = self._tokens(asked.prompt, encoding)
         return Question(tokens.tolist(), asked.asked, asked.answer, asked.prompt.origin, asked.group)
 
-    def _encodings(
-        self, renderings: Sequence[Rendering]
-    ) -> list[Any]:  # Any: tokenizers' Encoding, or an error
+    def encodings(self, renderings: Sequence[Rendering]) -> list[Any]:
+        """What the tokenizer makes of each text, or an error: most of the work, done without Python's lock.
+
+        Any: tokenizers' Encoding, or a DataError.
+        """
         found: list[Any] = [None] * len(renderings)
         for plain in (False, True):
             places = [place for place, rendering in enumerate(renderings) if rendering.plain is plain]
@@ -92,18 +104,23 @@ class Encoder:
 
     def _tokens(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:  # Any: as above
         """Ids and marks; a token is learned when any of its characters lies in a learned span."""
-        tokens = np.array(encoding.ids, dtype=np.int64)
+        ids = encoding.ids
+        size = len(ids)
+        front, back = self._around if rendering.plain else (0, 0)
+        if back and size > front and ids[-back:] == [self._eos] * back:
+            size -= back  # the tokenizer's own EOS: whet writes one where a text has ended
+            back = 0
+        eos = self._eos if rendering.plain and rendering.ended else None
+        ended = eos is not None
+        tokens = np.empty(size + ended, dtype=np.uint32)
+        tokens[:size] = ids if size == len(ids) else ids[:size]
+        marks = np.zeros(size + ended, dtype=bool)
         if _whole(rendering):
-            marks = (
-                np.array(encoding.special_tokens_mask) == 0 if rendering.plain else np.ones(len(tokens), bool)
-            )
+            marks[front : size - back] = True
         else:
-            marks = _inside(encoding.offsets, rendering.spans)
-        if rendering.plain:
-            while len(tokens) and tokens[-1] == self._eos and not marks[-1]:  # added by the tokenizer
-                tokens, marks = tokens[:-1], marks[:-1]
-            if rendering.ended and self._eos is not None:
-                tokens, marks = np.append(tokens, self._eos), np.append(marks, True)
+            marks[:size] = _inside(encoding.offsets[:size], rendering.spans)
+        if eos is not None:
+            tokens[size], marks[size] = eos, True
         return tokens, marks
 
 

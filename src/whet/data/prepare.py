@@ -1,10 +1,12 @@
 """Sources into token stores: tokenised once, found again the next time."""
 
 import hashlib
+import itertools
 import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ from whet.errors import DataError
 log = logging.getLogger("whet")
 
 VERSION = 2  # of what rendering and encoding make of a record: a change makes all stores new
-_CHUNK_RECORDS = 2000
-_CHUNK_CHARACTERS = 1_000_000  # rendered at once: bounds memory, and is plenty for every thread
+_CHUNK_RECORDS = 1000
+_CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
 
 
 def encode_records(
@@ -108,10 +110,10 @@ class Preparation:
 
     def _examples(self, source: Source, skipped: Skipped, notes: dict[str, int]) -> Iterator[Example]:
         empty = True
-        for chunk in self._chunks(source, skipped):
-            encoded = iter(self.encoder.encode([rendering for group in chunk for rendering in group]))
+        for chunk, encoded in self._encoded(source, skipped):
+            following = iter(encoded)
             for group in chunk:
-                found = [next(encoded) for _ in group]
+                found = [next(following) for _ in group]
                 bad = [example for example in found if isinstance(example, DataError)]
                 if bad:
                     self._bad(bad[0], skipped)
@@ -121,6 +123,22 @@ class Preparation:
                 yield from (example for example in found if isinstance(example, Example))
         if empty:
             raise DataError(f"{source.name} holds no record to learn from", hint=skipped.summary())
+
+    def _encoded(
+        self, source: Source, skipped: Skipped
+    ) -> Iterator[tuple[list[tuple[Rendering, ...]], list[Example | DataError]]]:
+        """Chunks with their examples; one is tokenised while the next is read and rendered."""
+        waiting: tuple[list[tuple[Rendering, ...]], list[Rendering], Future[list[Any]]] | None = None
+        with ThreadPoolExecutor(max_workers=1) as worker:
+            for chunk in itertools.chain(self._chunks(source, skipped), [None]):
+                ahead = None
+                if chunk is not None:
+                    texts = [rendering for group in chunk for rendering in group]
+                    ahead = (chunk, texts, worker.submit(self.encoder.encodings, texts))
+                if waiting is not None:
+                    before, renderings, encodings = waiting
+                    yield before, self.encoder.examples(renderings, encodings.result())
+                waiting = ahead
 
     def _chunks(self, source: Source, skipped: Skipped) -> Iterator[list[tuple[Rendering, ...]]]:
         """The texts of some records at a time."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from whet.data.chats import Message
+from whet.data.skeletons import Skeletons
 from whet.data.sources import Record, checked
 from whet.errors import DataError
 
@@ -42,6 +43,7 @@ class Renderer:
         # Any: a transformers tokenizer
         self.tokenizer = tokenizer
         self.supervise = supervise
+        self._skeletons = Skeletons()
 
     def render(self, record: Record) -> Rendering:
         """The text of one record, whatever its shape."""
@@ -109,13 +111,25 @@ class Renderer:
         return None
 
     def _chat(self, messages: list[Message], record: Record) -> Rendering:
-        """The rendered conversation and its learned characters, found by rendering prefixes."""
+        """The rendered conversation and its learned characters, found by rendering prefixes.
+
+        Prefixes are rendered once for each sequence of roles, unless a text does not follow the pattern.
+        """
         text = self._rendered(messages, record)
         if self.supervise == "all":
             return Rendering(text, [(0, len(text))], False, False, record.origin)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = turns if self.supervise == "assistant" else turns[-1:]
-        spans = [self._span(index, messages, text, record) for index in wanted]
+        known = None
+        if not record.fields.get("tools"):
+            known = self._skeletons.spans(
+                messages, text, lambda part, prompt: self._rendered(part, record, prompt=prompt)
+            )
+        spans = (
+            [known[index] for index in wanted]
+            if known is not None
+            else [self._span(index, messages, text, record) for index in wanted]
+        )
         found = [span for span in spans if span is not None]
         rewritten = len(found) < len(spans)
         if rewritten and (not spans or spans[-1] is None):

@@ -109,7 +109,7 @@ def write_store(
             for example in examples:
                 ids = np.asarray(example.tokens, dtype=np.uint32)
                 marks = np.asarray(example.supervised, dtype=bool)
-                tokens.write((ids | np.where(marks, LEARNED, np.uint32(0))).tobytes())
+                tokens.write((ids | (marks * LEARNED)).tobytes())
                 origin = example.origin.encode()
                 origins.write(origin)
                 bounds.append(bounds[-1] + len(ids))
