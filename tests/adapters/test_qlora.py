@@ -76,6 +76,7 @@ def test_logits_and_gradients_are_those_of_the_dequantised_base(base, backend, v
 
 @pytest.mark.parametrize("kind", ["llama", "bridge"])
 def test_peft_on_bitsandbytes_gives_the_same_logits(tmp_path, kind):
+    pytest.importorskip("bitsandbytes")
     base = write_base(tmp_path / "base", kind, width=64)  # whole blocks in a row: see test_nf4
     model = load_quantised(base, dtype=torch.float32, device=CPU)
     shake(whet.attach_lora(model, rank=3, alpha=5))

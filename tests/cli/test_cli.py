@@ -13,7 +13,6 @@ import yaml
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.cli import app
 
 
 def write_config(tiny_directory, tmp_path, **sections):
@@ -172,10 +171,23 @@ def test_a_nonfinite_loss_exits_1_and_keeps_what_is_written(cli, tiny_directory,
     assert list((tmp_path / "runs" / "test" / "checkpoints").iterdir())
 
 
-def test_debug_shows_the_traceback(tiny_directory, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["whet", "train", "nowhere.yaml", "--debug"])
-    with pytest.raises(whet.WhetError):
-        app.main()
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(cli):
+    code, _, err = cli("train", "nowhere.yaml", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "error: nowhere.yaml does not exist"
+
+
+def test_the_version_is_shown(cli):
+    code, out, _ = cli("--version")
+    assert (code, out) == (0, f"whet {whet.__version__}\n")
+
+
+def test_the_result_on_the_test_records_is_printed(cli, tmp_path, tiny_directory):
+    config = write_config(tiny_directory, tmp_path, data={"test": "synth:house-test:3"})
+    code, out, _ = cli("train", config)
+    assert code == 0
+    assert out.startswith("test: loss ")
 
 
 def test_an_unexpected_error_is_one_line_with_a_way_to_more(cli, monkeypatch):

@@ -84,6 +84,13 @@ def test_hf_in_another_dtype(cli, run, tmp_path):
     assert {t.dtype for t in load_file(out_directory / "model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_an_adapter_of_a_4_bit_base_is_checked_on_what_it_saw(cli, tiny_directory, tmp_path):
+    config = run_config(tiny_directory, tmp_path, method={"kind": "qlora", "rank": 4}, optim={"lr": 3e-2})
+    code, out, err = cli("export", whet.train(config).directory, "--to", "peft", "--check")
+    assert code == 0, out + err
+    assert "checked: PEFT on the dequantised base: largest logit difference" in out
+
+
 def test_peft_is_the_adapter_alone(cli, run, tiny_directory):
     code, out, err = cli("export", run, "--to", "peft", "--check")
     assert code == 0, out + err

@@ -229,3 +229,11 @@ def test_padded_batches_are_a_multiple_of_32_wide():
         assert batch.tokens.shape[1] % 32 == 0
         assert batch.documents is None
         assert batch.tokens.numel() <= 600
+
+
+def test_unsigned_ids_do_not_wrap_around():
+    [example] = random_examples(1, shortest=6, longest=6)
+    unsigned = type(example)(
+        np.array(example.tokens, dtype=np.uint32), np.array(example.supervised), "unsigned"
+    )
+    assert torch.equal(make_batch([[unsigned]]).targets, make_batch([[example]]).targets)

@@ -13,6 +13,7 @@ import torch
 from whet.adapters.export import Loaded
 from whet.adapters.load import load
 from whet.adapters.merging import SAMPLE, TOLERANCES, compare_logits
+from whet.adapters.nf4 import NF4Linear
 from whet.models.language_model import LanguageModel
 
 # Error of each GGUF type, relative to the largest number of a block of 32: half a step for q8_0, a whole one
@@ -78,10 +79,23 @@ def _check_peft(loaded: Loaded, path: Path, allowed: float) -> Check:
 
     if loaded.base_directory is None:
         return Check(None, "its base is an adapter too, which PEFT cannot open: whet merge it first")
+    base = _transformers_model(loaded.base_directory)
+    quantised = _put_what_was_seen(loaded.model, base)
     with torch.no_grad():
-        model = PeftModel.from_pretrained(_transformers_model(loaded.base_directory), path)
+        model = PeftModel.from_pretrained(base, path)
         logits = model.eval()(input_ids=loaded.tokens).logits
-    return _against(loaded, logits, allowed, "PEFT")
+    return _against(loaded, logits, allowed, f"PEFT{' on the dequantised base' if quantised else ''}")
+
+
+@torch.no_grad()
+def _put_what_was_seen(model: LanguageModel, base: Any) -> bool:
+    """Give PEFT's base the 4-bit weights that an adapter was trained on; whether there are any."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
+    for name, layer in layers.items():
+        ours = name.removesuffix(".base")
+        theirs = base.get_submodule(model.hf_name(ours)).weight
+        theirs.copy_(model.as_stored(f"{ours}.weight", layer.weight))
+    return bool(layers)
 
 
 def _check_mlx(loaded: Loaded, path: Path, allowed: float) -> Check:

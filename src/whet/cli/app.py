@@ -1,10 +1,12 @@
 """The `whet` command: parsing, errors and exit codes. Each command lives in a file of its own."""
 
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
 
+from whet import __version__
 from whet.cli import chat, data, doctor, evaluate, export, generate, merge, pull, resume, tokenizer, train
 from whet.errors import WhetError
 
@@ -30,9 +32,18 @@ app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"whet {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_show_version, help="Show the version."
+    ),
 ) -> None:
     """whet sharpens language models."""
 
@@ -43,25 +54,20 @@ def main() -> NoReturn:
     debug = len(arguments) < len(sys.argv) - 1  # accepted before and after the command's name
     try:
         app(arguments)
-    except WhetError as error:
-        if debug:
-            raise
-        _complain(str(error))
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if debug:
-            raise
-        place = f"{error.filename}: " if error.filename else ""
-        _complain(f"{place}{error.strerror or error}")
-        sys.exit(1)
     except Exception as error:
         if debug:
-            raise
-        _complain(
-            f"unexpected {type(error).__name__}: {error}\n  hint: run it again with --debug for the traceback"
-        )
-        sys.exit(1)
+            traceback.print_exc()
+        _complain(_explained(error))
+        sys.exit(error.exit_code if isinstance(error, WhetError) else 1)
     sys.exit(0)
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, WhetError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return f"unexpected {type(error).__name__}: {error}\n  hint: run it again with --debug for the traceback"
 
 
 def _complain(message: str) -> None:

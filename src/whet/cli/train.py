@@ -51,7 +51,7 @@ def command(
 def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
     """Show a run's progress, say what came of it, and exit 3 when there is more to do."""
     from whet.cli.console import notes, say, set_up_logging
-    from whet.reporting.progress import RunProgress
+    from whet.reporting.progress import RunProgress, describe
 
     set_up_logging()
     progress = RunProgress(notes())
@@ -67,6 +67,8 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
         notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)
         raise typer.Exit(3)
     summary = result.summary
+    if summary.get("test"):
+        say(f"test: {describe(summary['test'])}")
     say(
         f"{result.steps} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s; "
         f"result in {result.directory}/final"

@@ -67,8 +67,9 @@ def make_batch(
             start, end = end, end + example.length
             owner[index, start:end] = count
             count += 1
-            tokens[index, start:end] = example.tokens[:-1]
-            targets[index, start:end] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
+            ids = np.asarray(example.tokens, dtype=np.int64)  # signed: IGNORED is negative
+            tokens[index, start:end] = ids[:-1]
+            targets[index, start:end] = np.where(example.supervised[1:], ids[1:], IGNORED)
             positions[index, start:end] = np.arange(end - start)
         positions[index, end:] = np.arange(width - end)
         padding = (width - end,) if end < width else ()
