@@ -73,10 +73,10 @@ class Fault:
 
 
 def place_of(path):
-    """The last two parts of a path inside `runs`, without what marks it as temporary."""
+    """The last two parts of a path inside `runs` or `tokens`, without what marks it as temporary."""
     parts = [re.sub(r"^\.(.+)\.(writing|old|removed)-\d+$", r"\1", part) for part in Path(path).parts]
-    inside = parts[parts.index("runs") :] if "runs" in parts else parts
-    return "/".join(inside[-2:])
+    home = next((part for part in ("runs", "tokens") if part in parts), parts[0])
+    return "/".join(parts[parts.index(home) :][-2:])
 
 
 def _child(arguments, fault, output):
@@ -84,6 +84,8 @@ def _child(arguments, fault, output):
 
     from whet.cli import app
 
+    if output is not None:  # tokens of its own, so that dying while they are written is tried, too
+        os.environ["WHET_TOKENS"] = str(Path(output).parent / "tokens")
     if output is None:  # a reader that has gone
         reading, descriptor = os.pipe()
         os.close(reading)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from whet.config.load import load_config
-from whet.data.sources import read_records
+from whet.data.sources import open_source
 from whet.generation.engine import generate_tokens
 from whet.generation.text import encode_prompt, stop_tokens
 from whet.models.decoder import Decoder
@@ -103,10 +103,10 @@ def test_a_few_steps_of_the_demo_teach_it_the_format(tmp_path, smollm2_directory
 @pytest.mark.slow
 def test_the_demo_reaches_its_figures(tmp_path, smollm2_directory):
     """0% before; at least 97% on known templates after, on 200 commands it has never seen."""
-    records = read_records("synth:house-test:200")
-    before = ModelEvaluation(*whet.load(NAME), records, max_length=512).exact_match(max_tokens=40)
+    source = open_source("synth:house-test:200")
+    before = ModelEvaluation(*whet.load(NAME), source, max_length=512).exact_match(max_tokens=40)
     assert before["exact_match"] == 0
     result = whet.train(load_config("examples/demo.yaml", [f"run.dir={tmp_path}", "run.device=cpu"]))
-    after = ModelEvaluation(*whet.load(result.directory), records, max_length=512).exact_match(max_tokens=40)
+    after = ModelEvaluation(*whet.load(result.directory), source, max_length=512).exact_match(max_tokens=40)
     assert after["exact_match_known"] >= 0.97
     assert after["exact_match_unseen"] >= 0.85
