@@ -68,6 +68,8 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
         ("optim.betas=[0.9, 1.5]", "optim.betas.1: Input should be less than 1"),
         ("method.targets=3", "method.targets: Input should be a valid string"),
         ("eval.early_stop={}", "eval.early_stop needs data.valid"),
+        ("eval.every=5", "eval.every needs data.valid"),
+        ("eval.generate=true", "eval.generate needs data.valid or data.test"),
         ("eval={early_stop: {metric: exact_match}}", "eval.early_stop needs data.valid"),
         ("model.x=1", "model is not a section"),
     ],

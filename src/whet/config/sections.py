@@ -306,6 +306,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_have_records(self) -> "RunConfig":
+        if self.eval.every is not None and self.data.valid is None:
+            raise ValueError("eval.every needs data.valid")
+        if self.eval.generate and self.data.valid is None and self.data.test is None:
+            raise ValueError("eval.generate needs data.valid or data.test")
+        return self
+
+    @model_validator(mode="after")
     def _early_stop_has_what_it_watches(self) -> "RunConfig":
         early = self.eval.early_stop
         if early is not None and self.data.valid is None:
