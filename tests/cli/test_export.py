@@ -1,9 +1,7 @@
 """whet export: each layout opens in its own library with the same logits, and --check finds it when not."""
 
-import io
 import json
 import shutil
-import sys
 from importlib.util import find_spec
 
 import gguf
@@ -19,24 +17,8 @@ from whet.adapters.export import load_exact, write_export
 from whet.adapters.export_check import check_export
 from whet.adapters.files import LAYOUTS
 from whet.adapters.load import load_base
-from whet.cli import app
 
 TOKENS = torch.arange(24).reshape(2, 12)
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the command in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["whet", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-        with pytest.raises(SystemExit) as stopped:
-            app.main()
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """whet merge: what it writes, what it says, and what it refuses."""
 
-import io
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,22 +10,6 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from whet.adapters.files import adapter_tensors
-from whet.cli import app
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the command in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["whet", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-        with pytest.raises(SystemExit) as stopped:
-            app.main()
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
