@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.head import Head
+from whet.ops.head_gradients import HeadGradients
 
 # rows a chunk: enough to keep the matrix product efficient, at most 64 Mi logits at once
 _MAX_CHUNK = 1024
@@ -50,14 +51,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        wanted = ctx.needs_input_grad[:3]
         head = Head(weight.to(hidden.dtype), bias, scale, softcap)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=wide)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # wide: a bf16 sum over many chunks loses small contributions
-        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else None
+        gradients = HeadGradients(hidden, weight, bias, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
                 span = slice(start, start + rows)
@@ -67,17 +65,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
                 loss = (log_total - logits.gather(1, target))[:, 0]
                 total += loss.sum() if row_weight is None else torch.dot(loss, row_weight)
-                if not (want_hidden or want_weight or want_bias):
-                    continue
-                grad = projection_gradient(logits, log_total, target, row_weight, head)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                grad = grad.to(hidden.dtype)
-                if grad_hidden is not None:
-                    torch.mm(grad, head.weight, out=grad_hidden[span])
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad.T.to(wide), x.to(wide))
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+                if any(wanted):
+                    grad = projection_gradient(logits, log_total, target, row_weight, head)
+                    gradients.add(span, grad, x, head)
+        ctx.save_for_backward(*gradients.tensors())
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 

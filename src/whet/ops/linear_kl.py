@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 
 from whet.ops.head import Head
+from whet.ops.head_gradients import HeadGradients
 from whet.ops.linear_cross_entropy import chunk_rows, project
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -50,7 +51,6 @@ class _LinearKL(torch.autograd.Function):
         temperature: float,
         divergence: Divergence,
     ) -> torch.Tensor:
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         student = Head(weight.to(hidden.dtype), bias, head.scale, head.softcap)
         teacher = Head(
             teacher_head.weight.detach().to(teacher_hidden.dtype),
@@ -60,9 +60,7 @@ class _LinearKL(torch.autograd.Function):
         )
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=wide)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         rows = max(1, chunk_rows(weight.shape[0]) // 2)  # two sides at once
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
@@ -81,14 +79,8 @@ class _LinearKL(torch.autograd.Function):
                 grad = grad.mul_(student.scale / temperature)
                 if student.softcap is not None:
                     grad *= 1 - (logits / student.softcap).square_()
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                grad = grad.to(hidden.dtype)
-                if grad_hidden is not None:
-                    torch.mm(grad, student.weight, out=grad_hidden[span])
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad.T.to(wide), hidden[span].to(wide))
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+                gradients.add(span, grad, hidden[span], student)
+        ctx.save_for_backward(*gradients.tensors())
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from whet.ops.head import Head
+from whet.ops.head_gradients import HeadGradients
 from whet.ops.linear_cross_entropy import chunk_rows, project, projection_gradient
 
 
@@ -49,28 +50,18 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         hidden, weight, bias, targets = ctx.saved_tensors
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         head = Head(weight.to(hidden.dtype), bias, ctx.scale, ctx.softcap)
-        wide = upstream.dtype
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
                 span = slice(start, start + rows)
                 logits = project(hidden[span], head)
                 log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
                 grad = projection_gradient(logits, log_total, targets[span, None], -upstream[span], head)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                grad = grad.to(hidden.dtype)
-                if grad_hidden is not None:
-                    torch.mm(grad, head.weight, out=grad_hidden[span])
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad.T.to(wide), hidden[span].to(wide))
-        grads = (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-        )
+                gradients.add(span, grad, hidden[span], head)
+        inputs = (hidden, weight, bias)
+        grads = [
+            None if grad is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(gradients.tensors(), inputs, strict=True)
+        ]
         return (*grads, None, None, None)
