@@ -40,7 +40,10 @@ def load_model(
     choice = families.choose(config)
     if choice.family is None:
         log.info("model: through transformers (%s)", choice.reason)
-        model: LanguageModel = load_bridge(directory, dtype=dtype, device=where)
+        try:
+            model: LanguageModel = load_bridge(directory, dtype=dtype, device=where)
+        except ModelError as error:  # what whet does not know is often what transformers stumbles over
+            raise ModelError(f"{error.message} ({choice.reason})", hint=error.hint) from error
     else:
         log.info("model: %s", choice.reason)
         model = _load_native(directory, config, dtype=dtype, device=where)
