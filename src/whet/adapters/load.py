@@ -17,6 +17,7 @@ from whet.config.load import load_config
 from whet.config.preset import Preset
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
+from whet.models.heads import HEADS
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
@@ -107,7 +108,7 @@ def _load_checkpointed(
         model.requires_grad_(True)
     else:
         attach_configured(model, config.method)
-    put_trained(model, read_trained(model, checkpoint / CHECKPOINT_WEIGHTS))
+    put_trained(model, read_trained(model, checkpoint / CHECKPOINT_WEIGHTS, besides=HEADS))
     return model.eval(), tokenizer
 
 
@@ -122,13 +123,17 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p for name, p in every.items() if p.requires_grad} or every
 
 
-def read_trained(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, which must be exactly those this model trains."""
+def read_trained(
+    model: torch.nn.Module, path: Path, *, besides: str | None = None
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, which must be exactly those this model trains, and any whose names begin so."""
     try:
         found: dict[str, torch.Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     expected = trained_parameters(model)
+    if besides is not None:
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(besides)}
     odd = sorted(found.keys() ^ expected.keys())
     odd += [name for name in found.keys() & expected.keys() if found[name].shape != expected[name].shape]
     if odd:

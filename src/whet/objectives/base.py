@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
@@ -26,6 +27,7 @@ class Objective(Protocol):
     """
 
     coefficients: Mapping[str, float]
+    heads: nn.Module | None  # what trains beside the model: in checkpoints, never in a saved model
     likelihood: bool  # whether the loss is a mean over tokens of -log p, of which perplexity can be told
 
     def weights(self, batch: Batch) -> dict[str, float]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from whet.data.batches import Batch
 from whet.errors import ConfigError
@@ -47,6 +48,7 @@ def distillation_loss(
 class Distillation:
     """alpha * T^2 * divergence + (1 - alpha) * CE, both means over the supervised tokens."""
 
+    heads: nn.Module | None = None
     likelihood = False
 
     def __init__(

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from whet.adapters.adapter import adapters_off
 from whet.data.batches import Batch
@@ -67,6 +68,7 @@ def _log_odds(logprob: torch.Tensor) -> torch.Tensor:
 class Preference:
     """Pairs in batches: examples 2i are chosen, 2i + 1 rejected. Only answers are scored."""
 
+    heads: nn.Module | None = None
     likelihood = False
 
     def __init__(
