@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import whet
@@ -15,6 +16,9 @@ from whet.data.plan import StepSettings
 from whet.generation.engine import generate_tokens
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
+from whet.ops.attention import Layout, attend
+from whet.ops.head import Head
+from whet.ops.softmax_rows import row_losses
 from whet.training.callbacks import Callback, StopRun
 from whet.training.trainer import Trainer
 
@@ -42,6 +46,56 @@ def test_packed_equals_solo(tiny_directory, dtype, tolerance):
                     packed[row, start : start + example.length], solo[0], rtol=0, atol=tolerance
                 )
                 start += example.length
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_packed_attention_is_that_of_each_document(window, dtype, tolerance):
+    torch.manual_seed(0)
+    documents = ((7, 30, 1, 26), (64,))
+    q, k, v = (
+        torch.randn(2, heads, 64, 16, device=CUDA, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
+    layout = Layout.packed(documents, device=CUDA)
+    found = attend(q, k, v, layout, window=window)
+    upstream = torch.randn_like(found)
+    grads = torch.autograd.grad(found, (q, k, v), upstream)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    place = torch.arange(64, device=CUDA)
+    seen = (place[:, None] >= place) & (place[:, None] - place < (window or 64))
+    own = [
+        torch.repeat_interleave(torch.arange(len(row), device=CUDA), torch.tensor(row, device=CUDA))
+        for row in documents
+    ]
+    mask = torch.stack([seen & (row[:, None] == row) for row in own])[:, None]
+    keys, values = (t.repeat_interleave(2, dim=1) for t in wide[1:])
+    scores = (wide[0] @ keys.mT / 4).masked_fill(~mask, -torch.inf)
+    expected = scores.softmax(-1) @ values
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    for one, other in zip(grads, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("biased", "scale", "softcap"), [(False, 1.0, None), (True, 0.5, 3.0)])
+@pytest.mark.parametrize("columns", [100, 8192, 20_001])
+def test_the_kernel_of_the_loss_equals_the_formula(dtype, weighted, biased, scale, softcap, columns):
+    torch.manual_seed(0)
+    projected = 3 * torch.randn(17, columns, device=CUDA, dtype=dtype)
+    targets = torch.randint(0, columns, (17,), device=CUDA)
+    row_weight = torch.rand(17, device=CUDA) if weighted else None
+    bias = torch.randn(columns, device=CUDA, dtype=dtype) if biased else None
+    head = Head(projected, bias, scale, softcap)
+    wide = projected.double().requires_grad_()
+    logits = head.transform(wide if bias is None else wide + bias.double())
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    (grad,) = torch.autograd.grad((expected * (1 if row_weight is None else row_weight.double())).sum(), wide)
+    losses, found = row_losses(projected, targets, head, row_weight=row_weight)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-6
+    )
 
 
 def trainer(tiny_directory, precision, method="lora", optimizer="adamw"):

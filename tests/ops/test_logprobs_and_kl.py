@@ -40,7 +40,7 @@ def gradients(loss, hidden, head):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "_MAX_CHUNK", 5)
+    monkeypatch.setitem(linear_cross_entropy._MOST, "cpu", (5, 2**26))
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -1,6 +1,6 @@
 """The hot path of adapters: base products and low-rank updates of layers that read one input."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,7 +66,7 @@ class _Products(torch.autograd.Function):
                     low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
-                y = F.linear(flat, weight, biases[index]).addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
+                y = _run(_output, flat, weight, biases[index], own, b.to(flat.dtype), scales[index])
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
@@ -86,9 +86,8 @@ class _Products(torch.autograd.Function):
             ]
             grad_low = scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=1)
             if ctx.needs_input_grad[0]:
-                grad_x = grad_low @ _joined(a_parts, flat.dtype)
-                for grad, weight, base in zip(grads, tensors[0::4], ctx.bases, strict=True):
-                    grad_x.addmm_(grad, _weight(weight, base))
+                weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
+                grad_x = _run(_input_gradient, grad_low, _joined(a_parts, flat.dtype), grads, weights)
                 grad_x = grad_x.view(ctx.shape).to(ctx.dtype)
             grads_a = (grad_low.T @ flat).to(a_parts[0].dtype).split(ranks)
             grads_b = [
@@ -109,3 +108,45 @@ def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """A of all the layers, so that they read their input once."""
     return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts))).to(dtype)
+
+
+def _output(
+    flat: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    low: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """x W' + bias + scale * low B', the second product added in place."""
+    return F.linear(flat, weight, bias).addmm_(low, b.T, alpha=scale)
+
+
+def _input_gradient(
+    grad_low: torch.Tensor, a: torch.Tensor, grads: list[torch.Tensor], weights: list[torch.Tensor]
+) -> torch.Tensor:
+    """What all the layers' outputs say about their input, added in place."""
+    total = grad_low @ a
+    for grad, weight in zip(grads, weights, strict=True):
+        total.addmm_(grad, weight)
+    return total
+
+
+# Compiled, an in-place product would become one that copies its sum first, which costs a twentieth of a step
+# on a GPU. So the compiler sees each of these functions as one operation.
+_OPERATIONS = {
+    function: torch.library.custom_op(f"whet::lora{function.__name__}", function, mutates_args=())
+    for function in (_output, _input_gradient)
+}
+
+
+_OPERATIONS[_output].register_fake(lambda flat, weight, *_: flat.new_empty(flat.shape[0], weight.shape[0]))
+_OPERATIONS[_input_gradient].register_fake(
+    lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1])
+)
+
+
+def _run(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:  # Any: what it takes
+    """Call one of the functions above, as one operation while compiling."""
+    found: torch.Tensor = (_OPERATIONS[function] if torch.compiler.is_compiling() else function)(*arguments)
+    return found

@@ -3,10 +3,12 @@
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from whet.ops.head import Head
 from whet.ops.head_gradients import HeadGradients
-from whet.ops.linear_cross_entropy import chunk_rows, project
+from whet.ops.linear_cross_entropy import chunk_rows
+from whet.ops.softmax_rows import widened
 
 Divergence = Literal["forward", "reverse", "jsd"]
 
@@ -61,12 +63,12 @@ class _LinearKL(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=wide)
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        rows = max(1, chunk_rows(weight.shape[0]) // 2)  # two sides at once
+        rows = max(1, chunk_rows(weight) // 2)  # two sides at once
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 span = slice(start, start + rows)
-                logits = project(hidden[span], student)
-                wanted = project(teacher_hidden[span], teacher).to(wide)
+                logits = widened(F.linear(hidden[span], student.weight), student)
+                wanted = widened(F.linear(teacher_hidden[span], teacher.weight), teacher).to(wide)
                 loss, grad = divergence_of(
                     logits / temperature,
                     wanted / temperature,
