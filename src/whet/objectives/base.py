@@ -27,8 +27,14 @@ class Objective(Protocol):
     """
 
     coefficients: Mapping[str, float]
-    heads: nn.Module | None  # what trains beside the model: in checkpoints, never in a saved model
-    likelihood: bool  # whether the loss is a mean over tokens of -log p, of which perplexity can be told
+
+    @property
+    def heads(self) -> nn.Module | None:
+        """What trains beside the model: in checkpoints, never in a saved model."""
+
+    @property
+    def likelihood(self) -> bool | str:
+        """Whether the loss, or which metric, is a mean over tokens of -log p: perplexity is told of it."""
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised units of each term in this micro-batch, known on the host before any forward."""
