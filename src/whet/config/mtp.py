@@ -16,7 +16,7 @@ class MTPBlock(Section):
     heads: Positive | None = Field(None, description="query heads; null: one for 64 channels of the model")
     kv_heads: Positive | None = Field(None, description="key/value heads; null: as many as heads")
     head_dim: Positive | None = Field(
-        None, description="channels of a head; null: those of the model / heads"
+        None, description="channels of a head; null: 64, or those of the model / heads where heads is given"
     )
     window: Positive | None = Field(None, description="positions that windowed attention sees")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
