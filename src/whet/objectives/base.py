@@ -23,7 +23,8 @@ class Objective(Protocol):
     """What is optimised: coefficient * sum / weight, added over terms.
 
     The trainer adds a term's weights over all micro-batches of a step before it divides, so the gradient does
-    not depend on how the step was cut.
+    not depend on how the step was cut. With `reports`, {metric: {term: share}}, an objective names metrics
+    that are sums of the means of several terms.
     """
 
     coefficients: Mapping[str, float]
