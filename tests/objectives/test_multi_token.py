@@ -303,6 +303,21 @@ def test_evaluation_reports_the_three_losses_and_the_perplexity_of_the_model(tin
     assert found["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-6)
 
 
+def test_plain_rows_of_tokens_have_the_three_losses(double):
+    objective, tokens = objective_for(double, n_predict=2), torch.randint(260, (3, 9))
+    losses = objective.losses(double, tokens)
+    examples = [Example(row, [True] * 9, "") for row in tokens.tolist()]
+    sums, _ = totals(objective, double, [make_batch([examples])])
+    main, first, second = (value / count for value, count in zip(sums.values(), (24, 21, 18), strict=True))
+    expected = {"main_loss": main, "mtp_loss": (first + second) / 2}
+    expected["total_loss"] = expected["main_loss"] + 0.3 * expected["mtp_loss"]
+    assert {k: v.item() for k, v in losses.items()} == pytest.approx(
+        {k: v.item() for k, v in expected.items()}
+    )
+    losses["total_loss"].backward()
+    assert all(p.grad is not None for p in objective.heads.parameters())
+
+
 def test_weights_of_tokens_count_at_every_depth(double):
     objective = objective_for(double, n_predict=2)
     [example] = random_examples(1, seed=9, shortest=12, longest=12)
@@ -336,28 +351,26 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_directory):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def counting(count, *, vocab=23, length=24):
+def counting(count, *, seed=0, vocab=23, length=24):
     """Rows in which each token says what the next is: 7 t + 3."""
-    torch.manual_seed(0)
-    rows = [torch.randint(vocab, (count,))]
+    rows = [torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed))]
     while len(rows) < length:
         rows.append((7 * rows[-1] + 3) % vocab)
     return torch.stack(rows, 1)
 
 
-def test_heads_learn_what_comes_after_the_next_token():
+def test_heads_learn_what_comes_after_the_next_token(tiny_directory):
+    """From Python, with the Trainer."""
     torch.manual_seed(0)
     model = from_scratch(preset_spec("nano", d_model=32, heads=2, layers=1, width=64, vocab_size=23), seed=0)
     objective = MultiTokenPrediction(model, n_predict=2)
-    parameters = [*model.parameters(), *objective.heads.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    for _ in range(60):
-        losses = objective.losses(model, counting(16))
-        optimizer.zero_grad()
-        losses["total_loss"].backward()
-        optimizer.step()
-    assert set(losses) == {"main_loss", "mtp_loss", "total_loss"}
-    tokens = counting(64)
+    batches = (
+        [make_batch([[Example(row, [True] * 24, "")] for row in counting(16, seed=step).tolist()])]
+        for step in range(60)
+    )
+    config = run_config(tiny_directory, "unused", optim={"lr": 1e-2, "warmup": 0}, run={"steps": 60})
+    Trainer(model, objective, batches, make_config(config)).fit()
+    tokens = counting(64, seed=99)
     with torch.no_grad():
         state, positions = model.hidden(tokens), torch.arange(tokens.shape[1])[None]
         for depth in (1, 2):
