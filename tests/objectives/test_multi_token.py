@@ -303,6 +303,23 @@ def test_evaluation_reports_the_three_losses_and_the_perplexity_of_the_model(tin
     assert found["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-6)
 
 
+def test_a_step_of_texts_too_short_for_a_head_does_without_it(tiny_directory):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    objective = objective_for(model.requires_grad_(True), n_predict=2)
+    config = make_config(run_config(tiny_directory, "unused", optim={"weight_decay": 0.0}))
+    trainer = Trainer(model, objective, [], config)
+    before = [[p.clone() for p in head.parameters()] for head in objective.heads.layers]
+    batch = make_batch([[Example([1, 2, 3], [True] * 3, "")] * 2])
+    assert objective.weights(batch) == {"main_loss": 4, "mtp_loss_1": 2, "mtp_loss_2": 0}
+    first = objective.loss(model, batch).sums["mtp_loss_1"].item() / 2
+    assert trainer.step([batch])["mtp_loss"] == pytest.approx(first / 2, rel=1e-5)
+    moved = [
+        any(not torch.equal(p, q) for p, q in zip(old, head.parameters(), strict=True))
+        for old, head in zip(before, objective.heads.layers, strict=True)
+    ]
+    assert moved == [True, False]
+
+
 def test_plain_rows_of_tokens_have_the_three_losses(double):
     objective, tokens = objective_for(double, n_predict=2), torch.randint(260, (3, 9))
     losses = objective.losses(double, tokens)
