@@ -5,12 +5,10 @@ from torch import nn
 
 from whet.models.cache import KeyValueCache
 from whet.models.norms import make_norm
-from whet.models.rope import rotate
+from whet.models.rope import Rotation, rotate
 from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
 from whet.ops.together import project
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class SelfAttention(nn.Module):

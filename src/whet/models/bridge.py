@@ -32,6 +32,15 @@ class BridgeCache:
         """Drop every row that is not listed."""
         self.past.reorder_cache(rows)  # recurrent layers do not have batch_select_indices
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens after the first `length`."""
+        if length == self.length:
+            return
+        if not all(type(layer).__name__ == "DynamicLayer" for layer in self.past.layers):
+            raise ModelError("a cache of windows or of recurrent states cannot forget its last tokens")
+        self.past.crop(length - self.length)  # a negative number: how many to remove
+        self.length = length
+
 
 class Bridge(LanguageModel):
     """A transformers model under whet's contract. Its parameters keep their names, after `model.`."""
@@ -108,6 +117,11 @@ class Bridge(LanguageModel):
             order += [places[document] for document in group]
         back = torch.cat(order).argsort().to(tokens.device)
         return torch.cat(results).index_select(0, back).view(*tokens.shape, -1)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of its embedding; a factor that its forward puts on them is not in them."""
+        rows: torch.Tensor = self.model.get_input_embeddings()(tokens)
+        return rows
 
     def head(self) -> Head:
         """The output projection, with what the config says is done to the logits (checked at load)."""

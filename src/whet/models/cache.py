@@ -30,6 +30,10 @@ class KeyValueCache:
             _append(self._values, layer, values, start, end),
         )
 
+    def truncate(self, length: int) -> None:
+        """Forget the slots after the first `length`."""
+        self._lengths = [min(filled, length) for filled in self._lengths]
+
     def keep(self, rows: torch.Tensor) -> None:
         """Drop every row that is not listed."""
         for store in (self._keys, self._values):

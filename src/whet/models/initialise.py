@@ -10,7 +10,7 @@ from whet.models.spec import ModelSpec
 
 STD = 0.02
 POSITION_STD = 0.01
-_RESIDUAL = ("o_proj", "down_proj")
+RESIDUAL = ("o_proj", "down_proj")
 
 
 def from_scratch(spec: ModelSpec, *, seed: int, source_config: dict[str, object] | None = None) -> Decoder:
@@ -43,6 +43,6 @@ def initialise(model: Decoder, generator: torch.Generator) -> None:
             parameter.fill_(0.0 if model.spec.norm.offset else 1.0)
         else:
             std = POSITION_STD if module == "embed_positions" else STD
-            if module.endswith(_RESIDUAL):
+            if module.endswith(RESIDUAL):
                 std /= math.sqrt(residual_layers)
             nn.init.normal_(parameter, std=std, generator=generator)

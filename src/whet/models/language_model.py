@@ -31,6 +31,10 @@ class LanguageModel(nn.Module, abc.ABC):
         """Final hidden states [B, T, D] of tokens [B, T]."""
 
     @abc.abstractmethod
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What tokens [B, T] are to the first layer, wherever they stand: [B, T, D]."""
+
+    @abc.abstractmethod
     def head(self) -> Head:
         """The output projection."""
 

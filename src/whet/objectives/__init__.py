@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.objectives.distillation import distillation_loss as distillation_loss
     from whet.objectives.distillation import soft_target_loss as soft_target_loss
+    from whet.objectives.multi_token import MultiTokenPrediction as MultiTokenPrediction
     from whet.objectives.next_token import next_token_loss as next_token_loss
     from whet.objectives.preference import dpo_loss as dpo_loss
     from whet.objectives.preference import ipo_loss as ipo_loss
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "distillation_loss": "distillation",
     "soft_target_loss": "distillation",
+    "MultiTokenPrediction": "multi_token",
     "next_token_loss": "next_token",
     "dpo_loss": "preference",
     "ipo_loss": "preference",

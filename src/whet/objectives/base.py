@@ -23,12 +23,19 @@ class Objective(Protocol):
     """What is optimised: coefficient * sum / weight, added over terms.
 
     The trainer adds a term's weights over all micro-batches of a step before it divides, so the gradient does
-    not depend on how the step was cut.
+    not depend on how the step was cut. With `reports`, {metric: {term: share}}, an objective names metrics
+    that are sums of the means of several terms.
     """
 
     coefficients: Mapping[str, float]
-    heads: nn.Module | None  # what trains beside the model: in checkpoints, never in a saved model
-    likelihood: bool  # whether the loss is a mean over tokens of -log p, of which perplexity can be told
+
+    @property
+    def heads(self) -> nn.Module | None:
+        """What trains beside the model: in checkpoints, never in a saved model."""
+
+    @property
+    def likelihood(self) -> bool | str:
+        """Whether the loss, or which metric, is a mean over tokens of -log p: perplexity is told of it."""
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised units of each term in this micro-batch, known on the host before any forward."""

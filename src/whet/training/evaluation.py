@@ -56,7 +56,11 @@ def weighted_loss(
         if weights[term]
     ]
     units = weights[next(iter(weights))]
-    return torch.stack(terms).sum(), {name: v.detach() / units for name, v in result.metrics.items()}
+    metrics = {name: v.detach() / units for name, v in result.metrics.items()}
+    for name, shares in getattr(objective, "reports", {}).items():  # of the means of several terms
+        parts = [share / weights[term] * result.sums[term] for term, share in shares.items() if weights[term]]
+        metrics[name] = torch.stack(parts).sum().detach() if parts else torch.zeros_like(terms[0])
+    return torch.stack(terms).sum(), metrics
 
 
 def evaluate_loss(
@@ -86,8 +90,8 @@ def evaluate_loss(
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] += value
     found = {f"eval_{name}": value.item() for name, value in sums.items()}
-    mean = found["eval_loss"]
     likelihood = getattr(objective, "likelihood", True)
+    mean = found[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
     if likelihood:
         found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
     sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]

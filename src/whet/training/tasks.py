@@ -12,6 +12,7 @@ import torch
 
 from whet.adapters.adapter import adapted
 from whet.adapters.load import load
+from whet.config.mtp import MTPObjective
 from whet.config.objectives import (
     AnyObjective,
     DistillObjective,
@@ -21,14 +22,17 @@ from whet.config.objectives import (
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.plan import StepSettings
-from whet.errors import ModelError
+from whet.errors import DataError, ModelError
 from whet.generation.engine import evaluating
 from whet.hardware import Precision
+from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
+from whet.models.mtp import block_of
 from whet.objectives import distrust
 from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
+from whet.objectives.multi_token import MultiTokenPrediction
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
 
@@ -80,6 +84,8 @@ class ObjectiveBuilder:
                 return self._preference(section)
             case DistillObjective():
                 return self._distillation(section)
+            case MTPObjective():
+                return self._multi_token(section)
             case DistrustObjective():
                 return self._distrust(section)
         return SFT()
@@ -156,6 +162,30 @@ class ObjectiveBuilder:
                 f"{t!r} ({theirs.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3]
             )
             raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
+
+    def _multi_token(self, section: MTPObjective) -> Objective:
+        for name, examples in self.examples.items():
+            longest = int(examples.sides.lengths.max()) + 1
+            if longest < section.n_predict + 2:
+                raise DataError(
+                    f"{name}: the longest text has {longest} tokens, and the last of "
+                    f"{section.n_predict} heads needs {section.n_predict + 2}",
+                    hint="lower objective.n_predict, or train on longer texts",
+                )
+        block = block_of(self.model, section)
+        objective = MultiTokenPrediction(self.model, section.n_predict, section.weight, block)
+        heads = objective.heads.to(self.precision.trained)
+        log.info(
+            "heads: %d, with %s parameters, each with a layer %s",
+            len(heads),
+            f"{sum(p.numel() for p in heads.parameters()):,}",
+            "as in objective.block"
+            if block is not None
+            else "like the model's last"
+            if isinstance(self.model, Decoder)
+            else "of whet's own",
+        )
+        return objective
 
     def _distrust(self, section: DistrustObjective) -> Objective:
         examples = self.examples["train"]
