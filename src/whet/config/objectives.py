@@ -75,4 +75,4 @@ AnyObjective = Annotated[
 ]
 
 # pydantic names the branch it took by them
-OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust")
+OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust", "mix")

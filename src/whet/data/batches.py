@@ -33,6 +33,7 @@ class Batch:
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
     values: torch.Tensor | None = None  # [examples, columns]: numbers that came with each
     supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
+    part: str | None = None  # of a mix: whose batch it is
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""

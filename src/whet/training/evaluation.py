@@ -55,8 +55,11 @@ def weighted_loss(
         for term, value in result.sums.items()
         if weights[term]
     ]
-    units = weights[next(iter(weights))]
-    return torch.stack(terms).sum(), {name: v.detach() / units for name, v in result.metrics.items()}
+    first = next(iter(weights))
+    return torch.stack(terms).sum(), {
+        name: value.detach() / weights[result.units.get(name, first)]
+        for name, value in result.metrics.items()
+    }
 
 
 def evaluate_loss(

@@ -18,6 +18,7 @@ from whet.config.objectives import (
     DistrustObjective,
     PreferenceObjective,
 )
+from whet.config.sections import MixObjective
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.plan import StepSettings
@@ -43,7 +44,7 @@ class Needs:
     columns: tuple[str, ...] = ()
 
 
-def needs_of(objective: AnyObjective) -> Needs:
+def needs_of(objective: AnyObjective | MixObjective) -> Needs:
     """The kind of examples that an objective learns from."""
     match objective:
         case PreferenceObjective():
@@ -73,8 +74,8 @@ class ObjectiveBuilder:
         self.precision = precision
         self.base_digest = base_digest
 
-    def build(self, section: AnyObjective) -> Objective:
-        """The objective that a config describes."""
+    def build(self, section: AnyObjective | MixObjective) -> Objective:
+        """The objective that a config, or one part of a mix, describes."""
         match section:
             case PreferenceObjective():
                 return self._preference(section)
