@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from whet.config.section import Section, Text
+from whet.config.section import Positive, Section, Text
 
 
 class SFTObjective(Section):
@@ -42,6 +42,12 @@ class Teacher(Section):
     weight: float = Field(1.0, gt=0, description="its share of what is learned, relative to the others")
 
 
+class Offline(Section):
+    """Teachers that were asked before."""
+
+    top_k: Positive = Field(64, description="the likeliest tokens that are kept of each target")
+
+
 class DistillObjective(Section):
     """Distillation: what a teacher thinks of each token."""
 
@@ -54,6 +60,16 @@ class DistillObjective(Section):
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward", description="KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
     )
+    offline: Offline | None = Field(
+        None, description="read what `whet teach` wrote instead of asking the teacher in each step"
+    )
+
+    @property
+    def teachers(self) -> list[tuple[str, float]]:
+        """Names and weights, however they were given."""
+        if isinstance(self.teacher, str):
+            return [(self.teacher, 1.0)]
+        return [(each.model, each.weight) for each in self.teacher]
 
 
 class DistrustObjective(Section):

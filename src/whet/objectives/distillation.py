@@ -11,7 +11,7 @@ from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Loss
 from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.ops.linear_kl import Divergence, linear_kl
+from whet.ops.linear_kl import Divergence, linear_kl, linear_topk_kl
 
 
 def soft_target_loss(
@@ -58,13 +58,16 @@ class Distillation:
         temperature: float = 4.0,
         alpha: float = 0.7,
         divergence: Divergence = "forward",
+        taught: Sequence[float] = (),
     ) -> None:
-        if not teachers:
+        """`taught` are the weights of teachers who are not here, and whose words the batches bring."""
+        if not teachers and not taught:
             raise ConfigError("distillation needs a teacher")
-        total = sum(weight for _, weight in teachers)
+        total = sum(weight for _, weight in teachers) + sum(taught)
         self.teachers = [
             (teacher.eval().requires_grad_(False), weight / total) for teacher, weight in teachers
         ]
+        self.taught = [weight / total for weight in taught]
         self.temperature = temperature
         self.divergence: Divergence = divergence
         self.coefficients: Mapping[str, float] = {
@@ -91,6 +94,17 @@ class Distillation:
                 head,
                 wanted.index_select(0, chosen),
                 teacher.head(),
+                temperature=self.temperature,
+                divergence=self.divergence,
+            )
+        for teacher_index, weight in enumerate(self.taught):
+            assert batch.taught_ids is not None
+            assert batch.taught_logprobs is not None
+            soft = soft + weight * linear_topk_kl(
+                hidden,
+                head,
+                batch.taught_ids[:, teacher_index],
+                batch.taught_logprobs[:, teacher_index],
                 temperature=self.temperature,
                 divergence=self.divergence,
             )

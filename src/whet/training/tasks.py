@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from whet.adapters.adapter import adapted
-from whet.adapters.load import load
 from whet.config.objectives import (
     AnyObjective,
     DistillObjective,
@@ -22,7 +21,6 @@ from whet.config.sections import MixObjective
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.plan import StepSettings
-from whet.errors import ModelError
 from whet.generation.engine import evaluating
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
@@ -32,6 +30,7 @@ from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
+from whet.training.teachers import find_teachings, load_teacher
 
 log = logging.getLogger("whet")
 
@@ -129,34 +128,31 @@ class ObjectiveBuilder:
         return found
 
     def _distillation(self, section: DistillObjective) -> Objective:
-        named = section.teacher
-        wanted = [(named, 1.0)] if isinstance(named, str) else [(t.model, t.weight) for t in named]
-        teachers = []
-        for name, weight in wanted:
-            teacher, tokenizer = load(name, dtype=self.precision.frozen, device=self.model.device)
-            self._same_ids(name, teacher, tokenizer)
-            teachers.append((teacher, weight))
+        name, vocab_size = str(self.model.name), self.model.vocab_size
+        teachers: list[tuple[LanguageModel, float]] = []
+        if section.offline is None:
+            teachers = [(self._teacher(teacher), weight) for teacher, weight in section.teachers]
+        else:
+            found = find_teachings(self.examples, section, student=name, vocab_size=vocab_size)
+            for split, teachings in found.items():
+                self.examples[split].sides.teachings = teachings
         return Distillation(
             teachers,
             temperature=section.temperature,
             alpha=section.alpha,
             divergence=section.divergence,
+            taught=[weight for _, weight in section.teachers] if section.offline else (),
         )
 
-    def _same_ids(self, name: str, teacher: LanguageModel, tokenizer: Any) -> None:  # Any: as above
-        """A teacher's opinions are about its own token ids: they must be the student's."""
-        if teacher.vocab_size != self.model.vocab_size:
-            raise ModelError(
-                f"{name} has a vocabulary of {teacher.vocab_size}, and {self.model.name} of "
-                f"{self.model.vocab_size}: a teacher's tokens must be the student's"
-            )
-        theirs, ours = (each.get_vocab() for each in (tokenizer, self.tokenizer)) if tokenizer else ({}, {})
-        differ = [token for token in {**theirs, **ours} if theirs.get(token) != ours.get(token)]
-        if differ:
-            shown = ", ".join(
-                f"{t!r} ({theirs.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3]
-            )
-            raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
+    def _teacher(self, name: str) -> LanguageModel:
+        return load_teacher(
+            name,
+            dtype=self.precision.frozen,
+            device=self.model.device,
+            student=str(self.model.name),
+            vocab_size=self.model.vocab_size,
+            tokenizer=self.tokenizer,
+        )
 
     def _distrust(self, section: DistrustObjective) -> Objective:
         examples = self.examples["train"]
