@@ -28,6 +28,7 @@ from whet.objectives import distrust
 from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
+from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
 from whet.training.teachers import find_teachings, load_teacher
@@ -142,7 +143,17 @@ class ObjectiveBuilder:
             alpha=section.alpha,
             divergence=section.divergence,
             taught=[weight for _, weight in section.teachers] if section.offline else (),
+            matching=self._matching(section, teachers[0][0]) if section.hidden else None,
         )
+
+    def _matching(self, section: DistillObjective, teacher: LanguageModel) -> HiddenMatching:
+        assert section.hidden is not None
+        found = HiddenMatching(
+            self.model, teacher, section.hidden.layers, kind=section.hidden.kind, weight=section.hidden.weight
+        )
+        if found.projections is not None:
+            found.projections.to(self.model.device, self.precision.trained)
+        return found
 
     def _teacher(self, name: str) -> LanguageModel:
         return load_teacher(
