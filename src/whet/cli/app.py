@@ -7,7 +7,20 @@ from typing import NoReturn
 import typer
 
 from whet import __version__
-from whet.cli import chat, data, doctor, evaluate, export, generate, merge, pull, resume, tokenizer, train
+from whet.cli import (
+    chat,
+    data,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    merge,
+    pull,
+    resume,
+    teach,
+    tokenizer,
+    train,
+)
 from whet.errors import WhetError
 
 app = typer.Typer(
@@ -22,6 +35,7 @@ app = typer.Typer(
 app.command("train", context_settings={"help_option_names": []})(train.command)
 app.command("resume")(resume.command)
 app.command("data")(data.command)
+app.command("teach")(teach.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)

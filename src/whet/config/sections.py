@@ -1,14 +1,14 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
-import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
+from whet.config.optim import Optim, ParameterGroup
 from whet.config.preset import Preset
-from whet.config.section import Factor, Positive, Section, Text
+from whet.config.section import Positive, Section, Text
 
 
 class WeightedSource(Section):
@@ -91,100 +91,47 @@ class Data(Section):
         return value
 
 
-ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
+class Part(Section):
+    """One of the objectives of a mix, on its own data."""
 
-
-class SchedulePart(Section):
-    """One of several schedules in a row; each starts at the rate at which the one before it ended."""
-
-    kind: ScheduleKind = Field(description="how the rate changes during this part")
-    steps: Positive | None = Field(
-        None, description="how long; the last part takes what is left and has none"
+    name: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9_-]+$",
+        description="what its metrics are called by; null: the objective's kind",
     )
-    min_lr_ratio: float | None = Field(
-        None, ge=0, le=1, description="this part ends at lr * min_lr_ratio; null: optim.min_lr_ratio"
+    weight: float = Field(1.0, gt=0, description="what its loss is multiplied by in the sum")
+    objective: AnyObjective = Field(description="as the run's own, but not another mix")
+    data: Data = Field(description="its records, with the keys of data")
+    batch_size: Positive | None = Field(
+        None, description="its examples in an optimizer step; null: the run's"
     )
-
-    @model_validator(mode="after")
-    def _constant_has_no_end(self) -> "SchedulePart":
-        if self.kind == "constant" and self.min_lr_ratio is not None:
-            raise ValueError("a constant part ends where it starts: it has no min_lr_ratio")
-        return self
-
-
-class ParameterGroup(Section):
-    """What is different for the parameters whose names a pattern is found in; the first pattern wins."""
-
-    lr_scale: float = Field(1.0, gt=0, description="multiplies the learning rate")
-    weight_decay: float | None = Field(None, ge=0, description="instead of optim.weight_decay")
-
-
-class Optim(Section):
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"] = Field(
-        "adamw", description="the optimizer; adamw8bit needs whet[bitsandbytes]"
-    )
-    lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    betas: tuple[Factor, Factor] = Field(
-        (0.9, 0.999), description="averaging factors of Adam(W) and Lion (whose paper takes 0.9 and 0.99)"
-    )
-    eps: float = Field(1e-8, gt=0, description="Adam(W)'s epsilon")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
-    nesterov: bool = Field(False, description="SGD looks ahead along its momentum")
-    weight_decay: float = Field(
-        0.0, ge=0, description="of matrices; added to the gradient by Adam and SGD, decoupled in all others"
-    )
-    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
-    schedule: ScheduleKind | list[SchedulePart] = Field(
-        "cosine", description="after the warm-up: one schedule, or a list of parts in a row"
-    )
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up from 0")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
-    decay_every: Positive | None = Field(None, description="step: updates from one decay to the next")
-    decay_factor: float = Field(0.5, gt=0, lt=1, description="step: what the rate is then multiplied by")
-    decay_fraction: float = Field(
-        0.1, gt=0, le=1, description="wsd: the share of the run's steps over which the rate falls"
-    )
-    groups: dict[str, ParameterGroup] = Field(
-        {},
-        description="other settings for parameters by name: {regular expression: {lr_scale, weight_decay}}",
-    )
+    batch_tokens: Positive | None = Field(None, description="its tokens in an optimizer step, instead")
 
     @property
-    def parts(self) -> list[SchedulePart]:
-        """The schedule as a list, however it was given."""
-        return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
+    def called(self) -> str:
+        """Its name, or the kind of its objective."""
+        return self.name or self.objective.kind
 
-    @field_validator("groups")
+    @model_validator(mode="after")
+    def _one_size(self) -> "Part":
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise ValueError("give either batch_size or batch_tokens")
+        return self
+
+
+class MixObjective(Section):
+    """A mix: a weighted sum of objectives, each on its own data."""
+
+    kind: Literal["mix"] = Field(description="every step has a batch of each part")
+    parts: list[Part] = Field(min_length=2, description="what is added up")
+
+    @field_validator("parts")
     @classmethod
-    def _patterns_are_valid(cls, groups: dict[str, ParameterGroup]) -> dict[str, ParameterGroup]:
-        for pattern in groups:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return groups
-
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> "Optim":
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_what_it_needs(self) -> "Optim":
-        if [part.steps is None for part in self.parts] != [False] * (len(self.parts) - 1) + [True]:
-            raise ValueError("every part of the schedule but the last needs steps, and the last has none")
-        start = 1.0
-        for part in self.parts:
-            if part.kind == "step" and self.decay_every is None:
-                raise ValueError("the schedule step needs decay_every")
-            end = self.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio
-            if part.kind == "exponential" and 0 in (start, end):
-                raise ValueError("the schedule exponential cannot start or end at 0: see min_lr_ratio")
-            start = start if part.kind == "constant" else end
-        return self
+    def _names_differ(cls, parts: list[Part]) -> list[Part]:
+        names = [part.called for part in parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the parts are called {', '.join(names)}: give each a name of its own")
+        return parts
 
 
 class EarlyStop(Section):
@@ -272,6 +219,10 @@ class Log(Section):
     every: Positive = Field(1, description="steps between training rows of metrics.jsonl")
 
 
+def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after
+    return None if value is None else check(value)
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -280,8 +231,9 @@ class RunConfig(Section):
         Discriminator(lambda value: "a-preset" if isinstance(value, dict | Preset) else "a-name"),
     ] = Field(description="a model's name, the path of a directory or GGUF file, or {preset: NAME, ...}")
     method: Method = Method()
-    objective: AnyObjective = SFTObjective()
-    data: Data
+    objective: Annotated[AnyObjective | MixObjective, Field(discriminator="kind")] = SFTObjective()
+    # None where the parts of a mix bring their own, and those are what is read: see `parts`
+    data: Annotated[Data, WrapValidator(_data_or_none)]
     optim: Optim = Optim()
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
@@ -299,6 +251,42 @@ class RunConfig(Section):
         }
         return self.optim.model_copy(update={"groups": groups})
 
+    def parts(self) -> dict[str, "RunConfig"]:
+        """Each part of a mix as a run of its own, by name; none where the objective is no mix."""
+        if not isinstance(self.objective, MixObjective):
+            return {}
+        found = {}
+        for part in self.objective.parts:
+            run = self.run
+            if part.batch_size or part.batch_tokens:
+                size = {"batch_size": part.batch_size, "batch_tokens": part.batch_tokens}
+                run = run.model_copy(update=size)
+            changes = {"objective": part.objective, "data": part.data, "run": run}
+            found[part.called] = self.model_copy(update=changes)
+        return found
+
+    def _has(self, split: str) -> bool:
+        every = [part.data for part in self.parts().values()] or [self.data]
+        return any(getattr(data, split) is not None for data in every)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_mix_has_no_data(cls, values: Any) -> Any:  # Any: pydantic's
+        objective = values.get("objective") if isinstance(values, dict) else None
+        kind = objective.get("kind") if isinstance(objective, dict) else getattr(objective, "kind", None)
+        return {"data": None, **values} if kind == "mix" else values
+
+    @model_validator(mode="after")
+    def _data_has_one_place(self) -> "RunConfig":
+        if isinstance(self.objective, MixObjective):
+            if self.data:
+                raise ValueError("data: each part of a mix has its own, so leave this one out")
+            if self.run.steps is None:
+                raise ValueError("a mix is counted in steps: set run.steps instead of run.epochs")
+        elif not self.data:
+            raise ValueError("data is missing")
+        return self
+
     @model_validator(mode="after")
     def _new_weights_are_trained(self) -> "RunConfig":
         if isinstance(self.model, Preset) and self.method.kind != "full":
@@ -307,16 +295,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _evaluations_have_records(self) -> "RunConfig":
-        if self.eval.every is not None and self.data.valid is None:
+        if self.eval.every is not None and not self._has("valid"):
             raise ValueError("eval.every needs data.valid")
-        if self.eval.generate and self.data.valid is None and self.data.test is None:
+        if self.eval.generate and not self._has("valid") and not self._has("test"):
             raise ValueError("eval.generate needs data.valid or data.test")
         return self
 
     @model_validator(mode="after")
     def _early_stop_has_what_it_watches(self) -> "RunConfig":
         early = self.eval.early_stop
-        if early is not None and self.data.valid is None:
+        if early is not None and not self._has("valid"):
             raise ValueError("eval.early_stop needs data.valid")
         if early is not None and early.metric == "exact_match" and not self.eval.generate:
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")

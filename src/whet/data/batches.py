@@ -33,6 +33,9 @@ class Batch:
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
     values: torch.Tensor | None = None  # [examples, columns]: numbers that came with each
     supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
+    part: str | None = None  # of a mix: whose batch it is
+    taught_ids: torch.Tensor | None = None  # [N, teachers, k]: the likeliest tokens, as teachers said before
+    taught_logprobs: torch.Tensor | None = None  # [N, teachers, k + 1]: of those, and of all others together
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
@@ -77,6 +80,7 @@ def make_batch(
         real += end
     chosen = np.flatnonzero(targets != IGNORED)
     packed = any(len(row) > 1 for row in rows)
+    taught_ids, taught_logprobs = _taught([example for row in rows for example in row])
     return Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
@@ -89,6 +93,8 @@ def make_batch(
         origins=tuple(example.origin for row in rows for example in row),
         values=_values([example for row in rows for example in row]),
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
+        taught_ids=taught_ids,
+        taught_logprobs=taught_logprobs,
     )
 
 
@@ -96,6 +102,15 @@ def _values(examples: Sequence[Example]) -> torch.Tensor | None:
     if not examples[0].values:
         return None
     return torch.tensor([example.values for example in examples], dtype=torch.float32)
+
+
+def _taught(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Supervised targets are in the order of the examples, and so is what was said of them."""
+    if not examples[0].taught:
+        return None, None
+    ids = np.concatenate([np.stack([t.ids for t in example.taught], 1) for example in examples])
+    logprobs = np.concatenate([np.stack([t.logprobs for t in example.taught], 1) for example in examples])
+    return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
 class BatchStream:

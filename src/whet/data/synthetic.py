@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from whet.data.house import house
-from whet.data.house_pairs import disputes, house_pairs
+from whet.data.house_pairs import disputes, house_pairs, house_styles
 from whet.data.python_topics import PYTHON, python_topics
 from whet.errors import DataError
 
@@ -25,6 +25,8 @@ GENERATORS: dict[str, Generator] = {
     "house-test": Generator(lambda n: house("test", n), default_n=200, version="1"),
     "house-pairs": Generator(lambda n: house_pairs("train", n), default_n=200, version="1"),
     "house-pairs-valid": Generator(lambda n: house_pairs("valid", n), default_n=40, version="1"),
+    "house-styles": Generator(lambda n: house_styles("train", n), default_n=400, version="1"),
+    "house-styles-valid": Generator(lambda n: house_styles("valid", n), default_n=40, version="1"),
     "disputes": Generator(lambda n: disputes(n, swapped=False), default_n=16, version="1"),
     "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),

@@ -17,6 +17,7 @@ class Loss:
 
     sums: Mapping[str, torch.Tensor]
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)  # metrics that are sums over another term's units
 
 
 class Objective(Protocol):

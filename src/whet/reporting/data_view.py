@@ -1,5 +1,6 @@
 """What the model will see of a run's data: every fact that is shown, found once, with no model built."""
 
+import contextlib
 import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from whet.models.scratch import new_tokenizer
 from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, scan
 from whet.reporting.shown_tokens import Piece, TokenText
 from whet.reporting.step_plan import StepFacts, plan_steps
+from whet.training.mix_data import MixData
 from whet.training.model_facts import ModelFacts, model_facts
 from whet.training.run_data import SPLITS, RunData
 
@@ -113,14 +115,31 @@ class DataView:
     errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
 
 
-def view_data(config: RunConfig, *, samples: int = 2) -> DataView:
+def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
+    """The view of each part of a mix, by name; of anything else, its one view, without a name."""
+    parts = config.parts()
+    if not parts:
+        return {"": view_data(config, samples=samples)}
+    tokenizer = None
+    if isinstance(config.model, Preset):  # made from the records of all parts, if it is made
+        with contextlib.suppress(ConfigError, DataError):  # each part says what is wrong with it
+            tokenizer = new_tokenizer(config.model, MixData(config).texts())
+    return {name: view_data(part, samples=samples, tokenizer=tokenizer) for name, part in parts.items()}
+
+
+def view_data(
+    config: RunConfig,
+    *,
+    samples: int = 2,
+    tokenizer: Any = None,  # Any: a transformers tokenizer; None: the config's
+) -> DataView:
     """Go through every source of a config. A bad record, file or split does not hide the others."""
     lenient, errors = _openable(config)
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
     try:
         data = RunData(lenient)
-        tokenizer = _tokenizer(lenient, data)
+        tokenizer = tokenizer or _tokenizer(lenient, data)
     except (ConfigError, DataError) as error:
         return DataView(config, None, None, (), (), None, (*errors, error))
     try:

@@ -55,8 +55,11 @@ def weighted_loss(
         for term, value in result.sums.items()
         if weights[term]
     ]
-    units = weights[next(iter(weights))]
-    metrics = {name: v.detach() / units for name, v in result.metrics.items()}
+    first = next(iter(weights))
+    metrics = {
+        name: value.detach() / weights[result.units.get(name, first)]
+        for name, value in result.metrics.items()
+    }
     for name, shares in getattr(objective, "reports", {}).items():  # of the means of several terms
         parts = [share / weights[term] * result.sums[term] for term, share in shares.items() if weights[term]]
         metrics[name] = torch.stack(parts).sum().detach() if parts else torch.zeros_like(terms[0])

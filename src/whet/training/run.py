@@ -26,6 +26,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
 from whet.models.scratch import new_model, new_tokenizer
 from whet.objectives.base import Objective
+from whet.objectives.mix import Mix
 from whet.ops.attention import describe_backend
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
@@ -40,6 +41,7 @@ from whet.training.callbacks import (
 )
 from whet.training.checkpoint import newest_valid, read_state
 from whet.training.compiling import compile_blocks
+from whet.training.mix_data import MixData
 from whet.training.provenance import provenance, weights_digest
 from whet.training.resuming import (
     is_finished,
@@ -48,7 +50,7 @@ from whet.training.resuming import (
     refuse_taken_name,
     set_aside_later_rows,
 )
-from whet.training.run_data import EvaluationSplit, RunData, Stream
+from whet.training.run_data import EvaluationSplit, RunData
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.state import RunResult
@@ -103,7 +105,7 @@ class _Assembly:
         self.run_log = run_log
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
-        self.data = RunData(config)
+        self.data = MixData(config) if config.parts() else RunData(config)
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
@@ -149,15 +151,12 @@ class _Assembly:
                 )
             return trainer.fit()
 
-    def _count_steps(self, stream: Stream) -> int:
+    def _count_steps(self, stream: object) -> int:
         run = self.config.run
         steps = run.steps or 0
         if isinstance(stream, BatchStream) and run.epochs:
             steps = sum(stream.steps_in(epoch) for epoch in range(run.epochs))
-        size = f"{run.batch_tokens} tokens" if run.batch_tokens else f"{run.batch_size} examples"
-        log.info(
-            "steps: %d of %s, micro-batches of at most %d tokens", steps, size, self.data.steps.micro_tokens
-        )
+        log.info("steps: %d of %s", steps, self.data.describe_steps())
         return steps
 
     def _find_tokenizer(self) -> Any:  # Any: a transformers tokenizer
@@ -204,15 +203,21 @@ class _Assembly:
         return model
 
     def _build_objective(self) -> Objective:
+        if isinstance(self.data, RunData):
+            return self._objective_on(self.data)
+        parts = {name: self._objective_on(data) for name, data in self.data.parts.items()}
+        return Mix(parts, self.data.weights)
+
+    def _objective_on(self, data: RunData) -> Objective:
         builder = ObjectiveBuilder(
             self.model,
             self.tokenizer,
-            self.data.examples,
-            steps=self.data.steps,
+            data.examples,
+            steps=data.steps,
             precision=self.precision,
             base_digest=self.base_digest,
         )
-        return builder.build(self.config.objective)
+        return builder.build(data.config.objective)
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens

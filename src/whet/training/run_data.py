@@ -169,6 +169,12 @@ class RunData:
         )
         return EasyToHardStream(easy, hard, self.steps, seed=seed, ramp=ramp)
 
+    def describe_steps(self) -> str:
+        """How large a step is, for a person."""
+        size = self.steps.batch_tokens or self.steps.batch_size
+        what = "tokens" if self.steps.batch_tokens else "examples"
+        return f"{size} {what}, micro-batches of at most {self.steps.micro_tokens} tokens"
+
     def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
         """The batches of valid or test, and what is asked in them when answers are generated."""
         if name not in self.examples:
