@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from whet.config.experts import Experts
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.preset import Preset
@@ -151,6 +152,10 @@ class Optim(Section):
         description="other settings for parameters by name: {regular expression: {lr_scale, weight_decay}}",
     )
 
+    router_lr_scale: float | None = Field(
+        None, gt=0, description="factor on the rate of routers: a group of those parameters, by name"
+    )
+
     @property
     def parts(self) -> list[SchedulePart]:
         """The schedule as a list, however it was given."""
@@ -283,6 +288,7 @@ class RunConfig(Section):
     objective: AnyObjective = SFTObjective()
     data: Data
     optim: Optim = Optim()
+    experts: Experts = Experts()
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run
@@ -290,19 +296,24 @@ class RunConfig(Section):
 
     @property
     def optim_groups(self) -> Optim:
-        """`optim`, with the rate of LoRA+ as its last group."""
-        if self.method.kind == "full" or self.method.lr_ratio is None:
-            return self.optim
-        groups = {
-            **self.optim.groups,
-            r"\.lora_(embedding_)?B(\.|$)": ParameterGroup(lr_scale=self.method.lr_ratio),
-        }
+        """`optim`, with the rates of routers and of LoRA+ as its last groups."""
+        groups = dict(self.optim.groups)
+        if self.optim.router_lr_scale is not None:
+            groups[r"\.mlp\.gate\."] = ParameterGroup(lr_scale=self.optim.router_lr_scale)
+        if self.method.kind != "full" and self.method.lr_ratio is not None:
+            groups[r"\.lora_(embedding_)?B(\.|$)"] = ParameterGroup(lr_scale=self.method.lr_ratio)
         return self.optim.model_copy(update={"groups": groups})
 
     @model_validator(mode="after")
     def _new_weights_are_trained(self) -> "RunConfig":
         if isinstance(self.model, Preset) and self.method.kind != "full":
             raise ValueError("model.preset starts from random weights: set method.kind to full")
+        return self
+
+    @model_validator(mode="after")
+    def _a_balanced_bias_can_be_saved(self) -> "RunConfig":
+        if self.experts.bias_rate and self.method.kind != "full":
+            raise ValueError("experts.bias_rate needs method.kind full: adapters cannot hold the bias")
         return self
 
     @model_validator(mode="after")

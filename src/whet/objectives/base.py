@@ -26,6 +26,9 @@ class Objective(Protocol):
     """
 
     coefficients: Mapping[str, float]
+    # It may also have `auxiliary`: terms that are not about the data, such as those on routers, and that
+    # are in no evaluation; and `per_micro_batch`: the terms that are no sums over units, and so depend on
+    # how the step was cut after all.
     likelihood: bool  # whether the loss is a mean over tokens of -log p, of which perplexity can be told
 
     def weights(self, batch: Batch) -> dict[str, float]:

@@ -48,6 +48,7 @@ from whet.training.resuming import (
     refuse_taken_name,
     set_aside_later_rows,
 )
+from whet.training.routing import with_routers
 from whet.training.run_data import EvaluationSplit, RunData, Stream
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
@@ -212,7 +213,13 @@ class _Assembly:
             precision=self.precision,
             base_digest=self.base_digest,
         )
-        return builder.build(self.config.objective)
+        routed, self.routers = with_routers(
+            builder.build(self.config.objective),
+            self.model,
+            self.config.experts,
+            compute=self.precision.compute,
+        )
+        return routed
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
@@ -222,7 +229,10 @@ class _Assembly:
 
     def _own_callbacks(self, test: EvaluationSplit | None) -> list[Callback]:
         config = self.config
-        own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
+        own: list[Callback] = [
+            *self.routers,
+            MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every),
+        ]
         own.append(_Description(self.directory, self.description))
         own.append(_FinalAtEnd(self._write_final))
         if test is not None:
