@@ -109,3 +109,12 @@ def test_sorting_is_stable_and_runs_on_no_tokens_of_some_experts():
     assert groups.order.tolist() == [1, 3, 0, 2]
     assert groups.places.tolist() == [2, 0, 3, 1]
     assert groups.ends.tolist() == [0, 2, 2, 4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "d_model", "width"), [(4096, 256, 256), (8192, 256, 256)])
+def test_time_grows_with_the_experts_a_token_meets_and_not_with_all(tokens, d_model, width):
+    from benchmarks.experts import compare
+
+    found = compare(tokens, d_model, width, device=torch.device("cpu"), dtype=torch.float32)
+    assert found["32_over_4"] <= 1.5, found

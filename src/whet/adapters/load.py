@@ -17,7 +17,7 @@ from whet.config.load import load_config
 from whet.config.preset import Preset
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
-from whet.models.experts import BALANCE_BIAS
+from whet.models.experts import balance_biases
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
@@ -120,11 +120,10 @@ def run_of(checkpoint: Path) -> Path:
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of a model: the weights that train, or all where none does.
 
-    And the biases of experts, which no gradient but their load changes.
+    And the biases of experts, which their load changes.
     """
     every: dict[str, torch.Tensor] = dict(model.named_parameters())
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{BALANCE_BIAS}")}
-    return ({name: p for name, p in every.items() if p.requires_grad} or every) | biases
+    return ({name: p for name, p in every.items() if p.requires_grad} or every) | balance_biases(model)
 
 
 def read_trained(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:

@@ -116,6 +116,11 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
+def balance_biases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The biases of experts by name: what training changes and no gradient reaches."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{BALANCE_BIAS}")}
+
+
 @contextlib.contextmanager
 def recording(layers: list[MixtureOfExperts]) -> Iterator[list[list[Routing]]]:
     """What the routers do in a `with` block, layer by layer: of forwards with gradients, each once.

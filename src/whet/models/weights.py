@@ -177,7 +177,9 @@ def load_parameters(
         target = wanted[name]
         if target not in cut:
             turned = tensor.T.contiguous() if target in transposed else tensor
-            _put(model, target, turned.to(device=device, dtype=dtype))
+            # buffers are biases of experts, small and close to each other: they stay as exact as they are
+            kept = dtype if isinstance(own[target], torch.nn.Parameter) else tensor.dtype
+            _put(model, target, turned.to(device=device, dtype=kept))
             continue
         if target not in filled:
             filled[target] = torch.empty(own[target].shape, dtype=dtype, device=device)
