@@ -147,6 +147,7 @@ def test_first_weights_follow_the_stated_rule_and_the_seed():
         ("nano", {"heads": 5}, "d_model=128 is not a multiple of heads=5"),
         ("nano", {"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ("nano", {"pattern": "w"}, "attention over a window needs a window"),
+        ("nano", {"balance_bias": True}, "balance_bias is about experts, and there are none"),
         ("nano-moe", {"top_k": 9}, "top_k=9 is more than there are experts (8)"),
         ("nano-moe", {"feedforward": "gelu"}, "experts have a gate and no bias"),
         ("nano-moe", {"router": "tanh"}, "unknown scoring of experts 'tanh'"),

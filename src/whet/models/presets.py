@@ -193,6 +193,9 @@ def build_spec(shape: Shape) -> ModelSpec:
     """A shape's layers, one by one."""
     if shape.layers < 1:
         raise ModelError(f"layers={shape.layers}: it must be positive")
+    for key in ("top_k", "shared_experts", "router", "balance_bias"):
+        if shape.experts is None and getattr(shape, key) != getattr(Shape, key):
+            raise ModelError(f"{key} is about experts, and there are none", hint="set model.experts")
     _known("positions", shape.positions, dict.fromkeys(POSITIONS))
     letters = shape.pattern or "*"
     return ModelSpec(

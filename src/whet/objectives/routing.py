@@ -71,7 +71,9 @@ class RoutedObjective:
         self.per_micro_batch = self.auxiliary & {LOAD_BALANCING}
 
     def __getattr__(self, name: str) -> Any:  # Any: whatever else the objective has
-        return getattr(self.__dict__["inner"], name)
+        if name == "inner":  # of a copy that is only being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """The objective's units, and tokens."""

@@ -118,6 +118,9 @@ class _Assembly:
             self.model = self._build_model()
             self.data.check(self.model)
             objective = self._build_objective()
+            routed, self.routers = with_routers(
+                objective, self.model, self.config.experts, compute=self.precision.compute
+            )
             valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
             self.description = self._describe()
             if again:
@@ -129,7 +132,7 @@ class _Assembly:
             self.run_log.keep_in(self.directory / "log.txt")
             self.trainer = trainer = Trainer(
                 self.model,
-                objective,
+                routed,
                 stream,
                 self.config,
                 [*self._own_callbacks(test), *callbacks],
@@ -213,13 +216,7 @@ class _Assembly:
             precision=self.precision,
             base_digest=self.base_digest,
         )
-        routed, self.routers = with_routers(
-            builder.build(self.config.objective),
-            self.model,
-            self.config.experts,
-            compute=self.precision.compute,
-        )
-        return routed
+        return builder.build(self.config.objective)
 
     def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
