@@ -402,3 +402,20 @@ def test_what_fused_experts_cannot_have_is_refused(experts_directory, settings, 
     with pytest.raises(ConfigError, match=message):
         whet.attach_lora(model, targets="experts", **settings)
     assert not list(adapted(model))
+
+
+def test_native_experts_build_no_update_of_the_whole_weight(tmp_path, monkeypatch):
+    """However large the experts, the forward of LoRA takes the products of rows with A and B."""
+    model = shake(whet.attach_lora(load(write_experts(tmp_path, "mixtral")), rank=2, targets="experts"))
+    monkeypatch.setattr("whet.adapters.experts.LoRAExperts._updated", lambda _: pytest.fail("a dense update"))
+    model(tokens()).sum().backward()
+    for _, layer in adapted(model):
+        assert all(parameter.grad.abs().sum() > 0 for parameter in layer.lora_B.parameters())
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_ranks_that_the_grouped_product_does_not_take_are_filled_with_zeros(tmp_path, rank):
+    model = shake(whet.attach_lora(load(write_experts(tmp_path, "mixtral")), rank=rank, targets="experts"))
+    with torch.no_grad():
+        before = model(tokens())
+        close(whet.merge(model)(tokens()), before)

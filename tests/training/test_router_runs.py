@@ -237,3 +237,18 @@ def test_other_objectives_report_routers_too(tmp_path, tiny_directory):
     [row] = rows(result)
     assert len(row["per_expert_share"]) == 4
     assert np.isfinite(row["load_balancing_loss"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_every_optimizer_moves_experts_and_routers(name, tmp_path):
+    """Weights of experts have three dimensions."""
+    result = whet.train(config(tmp_path, optim={"name": name, "weight_decay": 0.1}, run={"steps": 2}))
+    model, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
+    fresh = from_scratch(model.spec, seed=0)
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, fresh.get_parameter(n))]
+    assert {
+        "layers.1.mlp.experts.gate_up_proj",
+        "layers.1.mlp.experts.down_proj",
+        "layers.1.mlp.gate.weight",
+    } <= set(moved)
+    assert np.isfinite(result.metrics["eval_loss"])
