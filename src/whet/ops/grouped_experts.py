@@ -73,10 +73,10 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     # torch's kernel is not one that autocast knows
     mixed = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if mixed else x.dtype
-    x, weight = x.to(dtype), weight.to(dtype)
+    x, weight = x.to(dtype).contiguous(), weight.to(dtype).contiguous()
     if grouped_problem(x.device.type, dtype, weight.shape[1:]) is not None:
         return loop_linear(x, weight, ends)
-    product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+    product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return _PlainGradient.apply(product)
 
 
