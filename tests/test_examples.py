@@ -81,6 +81,7 @@ def test_the_pretraining_examples_run(tmp_path, monkeypatch):
     for name, overrides in (
         ("pretrain-nano", small),
         ("mtp-nano", small),
+        ("pretrain-nano-moe", small),
         ("pretrain-gpt2-small", [*small, *smaller, "run.precision=fp32", "run.compile=false"]),
     ):
         result = whet.train(load_config(EXAMPLES / f"{name}.yaml", overrides))

@@ -15,11 +15,17 @@ from whet.data.batches import BatchStream, make_batch
 from whet.data.plan import StepSettings
 from whet.generation.engine import generate_tokens
 from whet.hardware import choose_precision
+from whet.models.experts import mixtures
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.objectives.routing import RoutedObjective
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout, attend
+from whet.ops.grouped_experts import grouped_linear, grouped_problem, loop_linear
 from whet.ops.head import Head
 from whet.ops.softmax_rows import row_losses
 from whet.training.callbacks import Callback, StopRun
+from whet.training.routing import RouterMetrics
 from whet.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -162,22 +168,66 @@ def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory, optimizer):
 def test_nothing_in_a_step_waits_for_the_device_before_its_numbers_are_read(
     tiny_directory, monkeypatch, optimizer
 ):
-    run = trainer(tiny_directory, "bf16", "full", optimizer)
+    step_without_waiting(trainer(tiny_directory, "bf16", "full", optimizer), monkeypatch)
+
+
+def step_without_waiting(run, monkeypatch):
+    """A step in which waiting for the device is an error, up to the one read of its numbers."""
     run.step(next(run.batches))
     batches = [batch.to(CUDA) for batch in next(run.batches)]
-    original = torch.Tensor.tolist
+    original = torch.Tensor.cpu
 
     def read(tensor):
         torch.cuda.set_sync_debug_mode("default")
         return original(tensor)
 
-    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
         run.step(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def experts_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("experts") / "model"
+    whet.save(from_scratch(preset_spec("nano-moe", layers=2, vocab_size=260), seed=0), None, directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_experts_are_the_loops(dtype):
+    if (problem := grouped_problem("cuda", dtype, (64, 32))) is not None:
+        pytest.skip(problem)
+    torch.manual_seed(0)
+    x = torch.randn(100, 32, device=CUDA, dtype=dtype, requires_grad=True)
+    weight = torch.randn(5, 64, 32, device=CUDA, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([13, 13, 50, 99, 100], device=CUDA, dtype=torch.int32)  # groups of no special size
+    upstream = torch.randn(100, 64, device=CUDA, dtype=dtype)
+    found, expected = grouped_linear(x, weight, ends), loop_linear(x, weight, ends)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, (x, weight), upstream),
+        torch.autograd.grad(expected, (x, weight), upstream),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert (a.float() - b.float()).norm() <= (
+            1e-2 if dtype == torch.bfloat16 else 1e-5
+        ) * b.float().norm()
+
+
+def test_routers_are_reported_without_waiting_for_the_device(experts_directory, monkeypatch):
+    if (problem := grouped_problem("cuda", torch.bfloat16, (128, 176))) is not None:
+        pytest.skip(problem)
+    run = trainer(experts_directory, "bf16", "full")
+    run.objective = RoutedObjective(SFT(), mixtures(run.model), load_balancing=0.01, z_loss=0.01)
+    step_without_waiting(run, monkeypatch)
+    metrics = run.step(next(run.batches))
+    RouterMetrics(mixtures(run.model), [0, 1]).on_step_end(1, metrics)
+    assert sum(metrics["per_expert_share"]) == pytest.approx(1, abs=1e-4)
 
 
 def test_generation_gives_the_tokens_of_the_cpu(tiny_directory):

@@ -17,6 +17,7 @@ from whet.config.load import load_config
 from whet.config.preset import Preset
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
+from whet.models.experts import balance_biases
 from whet.models.heads import HEADS
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
@@ -118,9 +119,12 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model: the weights that train, or all where none does."""
+    """What a checkpoint holds of a model: the weights that train, or all where none does.
+
+    And the biases of experts, which their load changes.
+    """
     every: dict[str, torch.Tensor] = dict(model.named_parameters())
-    return {name: p for name, p in every.items() if p.requires_grad} or every
+    return ({name: p for name, p in every.items() if p.requires_grad} or every) | balance_biases(model)
 
 
 def read_trained(

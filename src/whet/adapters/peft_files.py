@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import adapted
-from whet.adapters.experts import expert_weights
+from whet.adapters.experts import expert_shape, fused_weights
 from whet.adapters.layer import LoRASettings, Stored
 from whet.adapters.stored import StoredAdapter, read_tensors
 from whet.adapters.targets import LINEAR
@@ -128,7 +128,11 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
     """Read what PEFT, or `write_peft`, wrote; the model says which of its weights are fused experts."""
     config = read_json(directory / CONFIG)
     _check_supported(config, directory)
-    experts = {model.hf_name(name): weight.shape[0] for name, weight in expert_weights(model).items()}
+    experts = {
+        model.hf_name(name): expert_shape(model.get_submodule(path), leaf)[0]
+        for name in fused_weights(model)
+        for path, _, leaf in [name.rpartition(".")]
+    }
     fused = {theirs: name for name, theirs in _nested(_aimed_at(config, list(experts), directory)).items()}
     layers: dict[str, dict[str, Any]] = {}
     whole, bases = {}, {}

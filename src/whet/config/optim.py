@@ -67,6 +67,10 @@ class Optim(Section):
         description="other settings for parameters by name: {regular expression: {lr_scale, weight_decay}}",
     )
 
+    router_lr_scale: float | None = Field(
+        None, gt=0, description="factor on the rate of routers: a group of those parameters, by name"
+    )
+
     @property
     def parts(self) -> list[SchedulePart]:
         """The schedule as a list, however it was given."""

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
+from whet.config.experts import Experts
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.optim import Optim, ParameterGroup
@@ -235,6 +236,7 @@ class RunConfig(Section):
     # None where the parts of a mix bring their own, and those are what is read: see `parts`
     data: Annotated[Data, WrapValidator(_data_or_none)]
     optim: Optim = Optim()
+    experts: Experts = Experts()
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run
@@ -242,13 +244,12 @@ class RunConfig(Section):
 
     @property
     def optim_groups(self) -> Optim:
-        """`optim`, with the rate of LoRA+ as its last group."""
-        if self.method.kind == "full" or self.method.lr_ratio is None:
-            return self.optim
-        groups = {
-            **self.optim.groups,
-            r"\.lora_(embedding_)?B(\.|$)": ParameterGroup(lr_scale=self.method.lr_ratio),
-        }
+        """`optim`, with the rates of routers and of LoRA+ as its last groups."""
+        groups = dict(self.optim.groups)
+        if self.optim.router_lr_scale is not None:
+            groups[r"\.mlp\.gate\."] = ParameterGroup(lr_scale=self.optim.router_lr_scale)
+        if self.method.kind != "full" and self.method.lr_ratio is not None:
+            groups[r"\.lora_(embedding_)?B(\.|$)"] = ParameterGroup(lr_scale=self.method.lr_ratio)
         return self.optim.model_copy(update={"groups": groups})
 
     def parts(self) -> dict[str, "RunConfig"]:
@@ -291,6 +292,12 @@ class RunConfig(Section):
     def _new_weights_are_trained(self) -> "RunConfig":
         if isinstance(self.model, Preset) and self.method.kind != "full":
             raise ValueError("model.preset starts from random weights: set method.kind to full")
+        return self
+
+    @model_validator(mode="after")
+    def _a_balanced_bias_can_be_saved(self) -> "RunConfig":
+        if self.experts.bias_rate and self.method.kind != "full":
+            raise ValueError("experts.bias_rate needs method.kind full: adapters cannot hold the bias")
         return self
 
     @model_validator(mode="after")

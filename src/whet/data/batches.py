@@ -32,6 +32,7 @@ class Batch:
     origins: tuple[str, ...]  # where its examples came from
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
     values: torch.Tensor | None = None  # [examples, columns]: numbers that came with each
+    real: torch.Tensor | None = None  # [B, T], bool: what is not padding; None: everything
     supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
     part: str | None = None  # of a mix: whose batch it is
     taught_ids: torch.Tensor | None = None  # [N, teachers, k]: the likeliest tokens, as teachers said before
@@ -62,6 +63,7 @@ def make_batch(
     targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
     positions = np.zeros((len(rows), width), dtype=np.int64)
     owner = np.zeros((len(rows), width), dtype=np.int64)
+    filled = np.zeros((len(rows), width), dtype=np.bool_)
     documents = []
     real = count = 0
     for index, row in enumerate(rows):
@@ -75,6 +77,7 @@ def make_batch(
             targets[index, start:end] = np.where(example.supervised[1:], ids[1:], IGNORED)
             positions[index, start:end] = np.arange(end - start)
         positions[index, end:] = np.arange(width - end)
+        filled[index, :end] = True
         padding = (width - end,) if end < width else ()
         documents.append(tuple(example.length for example in row) + padding)
         real += end
@@ -91,6 +94,7 @@ def make_batch(
         examples=torch.from_numpy(owner.flat[chosen]),
         real_tokens=real,
         origins=tuple(example.origin for row in rows for example in row),
+        real=None if filled.all() else torch.from_numpy(filled),
         values=_values([example for row in rows for example in row]),
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
         taught_ids=taught_ids,

@@ -8,12 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 from whet.models.attention import make_attention
 from whet.models.cache import KeyValueCache
-from whet.models.families import FAMILIES, config_of, is_transposed
-from whet.models.feedforward import FeedForward
+from whet.models.experts import make_feedforward
+from whet.models.families import FAMILIES, config_of, is_transposed, stored_parts
 from whet.models.language_model import LanguageModel
 from whet.models.norms import make_norm
 from whet.models.rope import Rotation, rotations, sinusoids, slopes_of
 from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
+from whet.models.weights import split_parts
 from whet.ops.attention import Layout
 from whet.ops.head import Head
 
@@ -44,7 +45,7 @@ class Block(nn.Module):
             )
         if block.feedforward is not None:
             self._around_mlp = (before_mlp, after_mlp)
-            self.mlp = FeedForward(block.feedforward, d_model=spec.d_model)
+            self.mlp = make_feedforward(block.feedforward, d_model=spec.d_model)
         for name in filter(None, (*(self._around_attention or ()), *(self._around_mlp or ()))):
             self.add_module(name, make_norm(spec.norm, spec.d_model))
 
@@ -153,6 +154,11 @@ class Decoder(LanguageModel):
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter in the shape in which Hugging Face's files hold it."""
         return tensor.T if is_transposed(FAMILIES[self.spec.family], name) else tensor
+
+    def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as Hugging Face's files hold it: the weights of experts one by one."""
+        parts = stored_parts(self.spec, name)
+        return super().in_files(name, tensor) if parts is None else split_parts(tensor, parts)
 
     @property
     def stores_transposed(self) -> bool:

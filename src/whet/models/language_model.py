@@ -54,6 +54,10 @@ class LanguageModel(nn.Module, abc.ABC):
         """A parameter in the shape in which Hugging Face's files hold it."""
         return tensor
 
+    def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as Hugging Face's files hold it: under one name, or cut into several."""
+        return {self.hf_name(name): self.as_stored(name, tensor)}
+
     @property
     def stores_transposed(self) -> bool:
         """Whether the files hold linear weights as [in, out] (PEFT's fan_in_fan_out)."""

@@ -70,9 +70,13 @@ def _load_native(
         raise ModelError(
             f"{directory}: config.json has {len(spec.blocks)} layers, and there are {stored} tensors"
         )
+    experts = max((each.experts for each in spec.mixtures), default=0)
     with torch.device("meta"):
         model = Decoder(spec, source_config=config)
-    names = {name: family.hf_name(name) for name, _ in model.named_parameters()}
+    names = {name: family.hf_name(name) for name in model.state_dict()}
+    # whole tensors of experts are what older versions of whet wrote
+    apart = [name for name in names if names[name] not in files] if experts <= stored else []
+    parts = {name: each for name in apart if (each := families.stored_parts(spec, name)) is not None}
     prefix = getattr(family, "PREFIX", "")
     if prefix and not any(name.startswith(prefix) for name in files):
         # old checkpoints of the bare model, without its head, leave the prefix out
@@ -88,7 +92,14 @@ def _load_native(
         ignored.add(head)
     transposed = {name for name in names if families.is_transposed(family, name)}
     load_parameters(
-        model, files, names=names, transposed=transposed, ignored=ignored, dtype=dtype, device=device
+        model,
+        files,
+        names=names,
+        transposed=transposed,
+        ignored=ignored,
+        dtype=dtype,
+        device=device,
+        parts=parts,
     )
     return model
 
@@ -132,7 +143,9 @@ def save_model(
 ) -> None:
     """Write a Hugging Face directory that transformers loads with equal logits."""
     ours = model.state_dict() if state is None else state
-    tensors = {model.hf_name(name): model.as_stored(name, tensor) for name, tensor in ours.items()}
+    tensors = {
+        stored: part for name, tensor in ours.items() for stored, part in model.in_files(name, tensor).items()
+    }
     # two names on one storage are one tensor: the config says that they are tied
     seen: dict[tuple[int, torch.Size], str] = {}
     unique = {

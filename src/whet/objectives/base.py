@@ -29,6 +29,9 @@ class Objective(Protocol):
     """
 
     coefficients: Mapping[str, float]
+    # It may also have `auxiliary`: terms that are not about the data, such as those on routers, and that
+    # are in no evaluation; and `per_micro_batch`: the terms that are no sums over units, and so depend on
+    # how the step was cut after all.
 
     @property
     def heads(self) -> nn.Module | None:

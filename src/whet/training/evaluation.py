@@ -32,7 +32,8 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
     for batch in batches:
         for term, weight in objective.weights(batch).items():
             totals[term] += weight
-    if not any(totals.values()):
+    auxiliary = getattr(objective, "auxiliary", ())
+    if not any(weight for term, weight in totals.items() if term not in auxiliary):
         origins = ", ".join(origin for batch in batches for origin in batch.origins)
         raise DataError(f"a batch has no supervised token (records: {origins})")
     return totals
@@ -64,6 +65,13 @@ def weighted_loss(
         parts = [share / weights[term] * result.sums[term] for term, share in shares.items() if weights[term]]
         metrics[name] = torch.stack(parts).sum().detach() if parts else torch.zeros_like(terms[0])
     return torch.stack(terms).sum(), metrics
+
+
+def read_together(*tensors: torch.Tensor) -> list[Any]:  # Any: a number, or the list of a vector's numbers
+    """Read numbers and vectors from their device, waiting for it once."""
+    flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
+    host = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).tolist() for part, tensor in zip(host, tensors, strict=True)]
 
 
 def evaluate_loss(

@@ -50,6 +50,7 @@ from whet.training.resuming import (
     refuse_taken_name,
     set_aside_later_rows,
 )
+from whet.training.routing import with_routers
 from whet.training.run_data import EvaluationSplit, RunData
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
@@ -119,6 +120,9 @@ class _Assembly:
             self.model = self._build_model()
             self.data.check(self.model)
             objective = self._build_objective()
+            routed, self.routers = with_routers(
+                objective, self.model, self.config.experts, compute=self.precision.compute
+            )
             valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
             self.description = self._describe()
             if again:
@@ -130,7 +134,7 @@ class _Assembly:
             self.run_log.keep_in(self.directory / "log.txt")
             self.trainer = trainer = Trainer(
                 self.model,
-                objective,
+                routed,
                 stream,
                 self.config,
                 [*self._own_callbacks(test), *callbacks],
@@ -227,7 +231,10 @@ class _Assembly:
 
     def _own_callbacks(self, test: EvaluationSplit | None) -> list[Callback]:
         config = self.config
-        own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
+        own: list[Callback] = [
+            *self.routers,
+            MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every),
+        ]
         own.append(_Description(self.directory, self.description))
         own.append(_FinalAtEnd(self._write_final))
         if test is not None:

@@ -36,7 +36,7 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
+from whet.training.evaluation import evaluate_loss, read_together, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
@@ -176,7 +176,7 @@ class Trainer:
             self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
         # the first read of device numbers: everything above was queued without waiting
-        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
+        skipped, norm_value, *values = read_together(skip, norm, *sums.values())
         return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
