@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from whet.config.classify import ClassifyObjective
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.preset import Preset
@@ -190,8 +191,17 @@ class Optim(Section):
 class EarlyStop(Section):
     """When to stop because nothing improves."""
 
-    metric: Literal["eval_loss", "eval_perplexity", "exact_match"] = Field(
-        "eval_loss", description="what must improve; exact_match needs eval.generate"
+    metric: Literal[
+        "eval_loss",
+        "eval_perplexity",
+        "exact_match",
+        "accuracy",
+        "balanced_accuracy",
+        "f1_macro",
+        "f1_micro",
+        "mcc",
+    ] = Field(
+        "eval_loss", description="what must improve; exact_match needs eval.generate, the rest classification"
     )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")
@@ -307,7 +317,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _evaluations_have_records(self) -> "RunConfig":
-        if self.eval.every is not None and self.data.valid is None:
+        if self.eval.every is not None and not self.holds_out:
             raise ValueError("eval.every needs data.valid")
         if self.eval.generate and self.data.valid is None and self.data.test is None:
             raise ValueError("eval.generate needs data.valid or data.test")
@@ -316,8 +326,39 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _early_stop_has_what_it_watches(self) -> "RunConfig":
         early = self.eval.early_stop
-        if early is not None and self.data.valid is None:
+        if early is not None and not self.holds_out:
             raise ValueError("eval.early_stop needs data.valid")
         if early is not None and early.metric == "exact_match" and not self.eval.generate:
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
+        everywhere = early is None or early.metric in ("eval_loss", "eval_perplexity", "exact_match")
+        if early is not None and not everywhere and not isinstance(self.objective, ClassifyObjective):
+            raise ValueError(f"eval.early_stop on {early.metric} needs objective.kind: classify")
+        return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are validation records, given or held out of the training ones."""
+        own = isinstance(self.objective, ClassifyObjective) and self.objective.valid_share > 0
+        return own or self.data.valid is not None
+
+    @model_validator(mode="after")
+    def _classification_fits(self) -> "RunConfig":
+        if not isinstance(self.objective, ClassifyObjective):
+            return self
+        if "targets" not in self.method.model_fields_set:
+            method = self.method.model_copy(update={"targets": "qv"})
+            object.__setattr__(self, "method", method)  # frozen for everyone else
+        data = self.data
+        for key, given in (
+            ("eval.generate", self.eval.generate),
+            ("data.too_long: split", data.too_long == "split"),
+        ):
+            if given:
+                raise ValueError(f"{key} does not go with objective.kind: classify")
+        if data.format not in ("auto", "classification"):
+            raise ValueError("objective.kind: classify reads data.format: classification")
+        if self.objective.oversample and data.curriculum is not None:
+            raise ValueError("objective.oversample does not go with data.curriculum")
+        if self.objective.calibrate and not self.holds_out:
+            raise ValueError("objective.calibrate needs data.valid")
         return self

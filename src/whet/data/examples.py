@@ -68,6 +68,14 @@ class StoredExamples(Sequence[Example]):
         tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
         return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record))
 
+    def only(self, places: np.ndarray) -> "StoredExamples":
+        """Some of them."""
+        records = self.records[places]
+        supervised = int(self.store.learned[records].sum())
+        return StoredExamples(
+            self.store, records, self.starts[places], self.stops[places], counts={}, supervised=supervised
+        )
+
     @property
     def sides(self) -> "StoredExamples":
         """The examples one by one, as of pairs, too."""

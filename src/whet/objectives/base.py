@@ -17,6 +17,7 @@ class Loss:
 
     sums: Mapping[str, torch.Tensor]
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    outputs: torch.Tensor | None = None  # what the objective's own `summarise` reads, a row for each example
 
 
 class Objective(Protocol):

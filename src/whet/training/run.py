@@ -211,6 +211,7 @@ class _Assembly:
             steps=self.data.steps,
             precision=self.precision,
             base_digest=self.base_digest,
+            seed=self.config.run.seed,
         )
         return builder.build(self.config.objective)
 
@@ -239,7 +240,9 @@ class _Assembly:
         """What this run is, as the files beside it."""
         self.origins = provenance(self.data.digests(), self.base_digest)
         architecture = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        held_out = self.data.held_out
         return {
+            **({} if held_out is None else {"held_out.json": json.dumps(held_out, indent=2) + "\n"}),
             "config.yaml": to_yaml(self.config),
             "arch.json": json.dumps(architecture, indent=2) + "\n",
             "provenance.json": json.dumps(self.origins, indent=2) + "\n",

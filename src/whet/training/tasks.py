@@ -12,6 +12,7 @@ import torch
 
 from whet.adapters.adapter import adapted
 from whet.adapters.load import load
+from whet.config.classify import ClassifyObjective
 from whet.config.objectives import (
     AnyObjective,
     DistillObjective,
@@ -20,6 +21,7 @@ from whet.config.objectives import (
 )
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
+from whet.data.labels import Labels
 from whet.data.plan import StepSettings
 from whet.errors import ModelError
 from whet.generation.engine import evaluating
@@ -31,6 +33,7 @@ from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
+from whet.training.classification import build_classify
 
 log = logging.getLogger("whet")
 
@@ -41,6 +44,7 @@ class Needs:
 
     pairs: bool = False
     columns: tuple[str, ...] = ()
+    labels: Labels | None = None
 
 
 def needs_of(objective: AnyObjective) -> Needs:
@@ -50,6 +54,8 @@ def needs_of(objective: AnyObjective) -> Needs:
             return Needs(pairs=True)
         case DistrustObjective():
             return Needs(columns=distrust.COLUMNS)
+        case ClassifyObjective():
+            return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
     return Needs()
 
 
@@ -65,6 +71,7 @@ class ObjectiveBuilder:
         steps: StepSettings,
         precision: Precision,
         base_digest: str,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -72,6 +79,7 @@ class ObjectiveBuilder:
         self.steps = steps
         self.precision = precision
         self.base_digest = base_digest
+        self.seed = seed
 
     def build(self, section: AnyObjective) -> Objective:
         """The objective that a config describes."""
@@ -82,6 +90,10 @@ class ObjectiveBuilder:
                 return self._distillation(section)
             case DistrustObjective():
                 return self._distrust(section)
+            case ClassifyObjective():
+                train = self.examples["train"]
+                assert isinstance(train, StoredExamples)
+                return build_classify(section, self.model, train, seed=self.seed)
         return SFT()
 
     def _preference(self, section: PreferenceObjective) -> Objective:
