@@ -21,8 +21,8 @@ FAULTS = CLASSES[1:]
 SHARES = {"safe": 20, "needs quoting": 8, "non-deterministic": 6, "not idempotent": 4, "unsafe": 2}
 MOST = 20_000  # there are more different commands than this, but not endlessly many
 
-# (with the fault, its twin without): @v and @w are variables, @f a file, @d a directory, @u a name, @h a host,
-# @n a number
+# (with the fault, its twin without): @v and @w are variables, @f a file, @d a directory, @u a name, @h a
+# host, @n a number
 _TWINS: dict[str, dict[Split, tuple[tuple[str, str], ...]]] = {
     "needs quoting": {
         "train": (

@@ -26,7 +26,10 @@ class Classify:
     """
 
     likelihood = False
-    coefficients: Mapping[str, float] = {"loss": 1.0}
+    coefficients: Mapping[str, float] = {
+        "texts": 0.0,
+        "loss": 1.0,
+    }  # the first is what metrics are a mean over
 
     def __init__(
         self,
@@ -54,9 +57,10 @@ class Classify:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Texts, or the sum of the weights of their classes."""
+        texts = float(len(batch.origins))
         if self.normalise == "samples":
-            return {"loss": float(len(batch.origins))}
-        return {"loss": float(self.class_weights[self.targets(batch)].double().sum())}
+            return {"texts": texts, "loss": texts}
+        return {"texts": texts, "loss": float(self.class_weights[self.targets(batch)].double().sum())}
 
     def features(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         """What the head reads: one state of each text."""
@@ -78,7 +82,7 @@ class Classify:
         logits, targets = self.logits(model, batch), self.targets(batch)
         each = self._marked_losses(logits, targets) if self.multi_label else self._losses(logits, targets)
         metrics = {}
-        if torch.is_grad_enabled() and self.normalise == "samples":  # evaluations count over the whole set
+        if torch.is_grad_enabled():  # evaluations count over the whole set
             metrics["accuracy"] = self._right(logits.detach(), targets).float().sum()
         return Loss({"loss": each.sum()}, metrics, outputs=logits.detach())
 

@@ -1,21 +1,29 @@
 """What a run that classifies does besides training: its classes, its head, its balance."""
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, cast
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from whet.config.classify import ClassifyObjective
-from whet.data.examples import StoredExamples
+from whet.data.batches import Batch, one_pass
+from whet.data.examples import Example, StoredExamples
+from whet.data.plan import StepSettings
 from whet.data.strata import held_out, label_values, record_hashes
 from whet.errors import DataError
+from whet.generation.engine import evaluating
+from whet.hardware import Precision
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
 
 log = logging.getLogger("whet")
 
+CALIBRATION_STEPS = 80  # of a golden-section search: far below rounding
 UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
 
 
@@ -94,3 +102,43 @@ def hold_out(
         "valid": sorted({hashes[place] for place in valid}),
     }
     return train.only(rest), train.only(valid), record
+
+
+def rows_of(
+    compute: Callable[[LanguageModel, Batch], torch.Tensor],
+    model: LanguageModel,
+    examples: Sequence[Example],
+    steps: StepSettings,
+    *,
+    precision: Precision,
+) -> np.ndarray:
+    """What `compute` gives for each example, a row each, in their order."""
+    mixed = precision.compute != precision.trained
+    found: np.ndarray | None = None
+    with evaluating(model):
+        for places, batch in one_pass(examples, steps):
+            with torch.autocast(model.device.type, dtype=precision.compute, enabled=mixed):
+                rows = compute(model, batch.to(model.device)).float().cpu().numpy()
+            if found is None:
+                found = np.zeros((len(examples), rows.shape[1]), dtype=np.float32)
+            found[places] = rows
+    assert found is not None
+    return found
+
+
+def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: bool) -> float:
+    """What logits are divided by for the likeliest labels: a golden-section search over its logarithm."""
+    wide = torch.from_numpy(logits).double()
+    targets = torch.from_numpy(labels).double() if multi_label else torch.from_numpy(labels).long()
+
+    def loss(log_temperature: float) -> float:
+        scaled = wide / math.exp(log_temperature)
+        if multi_label:
+            return F.binary_cross_entropy_with_logits(scaled, targets).item()
+        return F.cross_entropy(scaled, targets).item()
+
+    low, high, part = -3.0, 3.0, (math.sqrt(5) - 1) / 2
+    for _ in range(CALIBRATION_STEPS):
+        left, right = high - part * (high - low), low + part * (high - low)
+        low, high = (low, right) if loss(left) < loss(right) else (left, high)
+    return math.exp((low + high) / 2)
