@@ -7,7 +7,21 @@ from typing import NoReturn
 import typer
 
 from whet import __version__
-from whet.cli import chat, data, doctor, evaluate, export, generate, merge, pull, resume, tokenizer, train
+from whet.cli import (
+    advise,
+    chat,
+    classify,
+    data,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    merge,
+    pull,
+    resume,
+    tokenizer,
+    train,
+)
 from whet.errors import WhetError
 
 app = typer.Typer(
@@ -25,6 +39,8 @@ app.command("data")(data.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
+app.command("classify")(classify.command)
+app.command("advise")(advise.command)
 app.command("merge")(merge.command)
 app.command("export")(export.command)
 app.command("pull")(pull.command)

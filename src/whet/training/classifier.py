@@ -11,6 +11,7 @@ import torch
 from whet.adapters.adapter import adapted
 from whet.adapters.classifier_files import ClassifierInfo, StoredHead, head_from, is_classifier, read_head
 from whet.adapters.files import save_adapter
+from whet.adapters.layer import LoRALinear
 from whet.adapters.load import (
     CHECKPOINT_WEIGHTS,
     load_base,
@@ -107,10 +108,14 @@ class Classifier:
                 "objective": {"kind": "classify", "classes": classes, **objective},
                 "data": {"train": "the caller's own", "max_length": max_length},
                 "optim": {"schedule": "constant", **(optim or {})},
-                "run": {"steps": 1, "batch_size": 1, "seed": seed, "device": device or "auto"},
+                "run": {
+                    "steps": 1,
+                    "batch_size": 1,
+                    "seed": seed,
+                    "device": device or "auto",
+                    "precision": precision or "auto",
+                },
             }
-            if precision is not None:
-                values["run"]["precision"] = precision
             return cls._new(make_config(values, origin="Classifier.load"))
         checkpointed = (path / MANIFEST).is_file()
         target = path if checkpointed else Path(usable_directory(name_or_path))
@@ -267,7 +272,7 @@ class Classifier:
     def summary(self) -> str:
         """Model, tokenizer, adapters, head and what trains, for a person."""
         head, layers = self.objective.head.score, list(adapted(self.model))
-        ranks = sorted({layer.settings.rank for _, layer in layers if hasattr(layer, "settings")})
+        ranks = sorted({layer.settings.rank for _, layer in layers if isinstance(layer, LoRALinear)})
         vocabulary = "none" if self.tokenizer is None else f"{len(self.tokenizer):,} tokens"
         lora = f"{len(layers)} layers, rank {'/'.join(map(str, ranks))}" if layers else "none"
         kind = "any of them" if self.info.multi_label else "one of them"
