@@ -214,7 +214,7 @@ def _harmless(rng: random.Random, split: Split) -> str:
 
 
 def _filled(rng: random.Random, template: str) -> str:
+    """A template with its places filled, each kind with one choice: a guard names what it guards."""
     for mark, choices in _FILLERS.items():
-        while mark in template:
-            template = template.replace(mark, rng.choice(choices), 1)
+        template = template.replace(mark, rng.choice(choices))
     return template.replace("%dns", "@dns")
