@@ -201,7 +201,7 @@ class EarlyStop(Section):
         "f1_micro",
         "mcc",
     ] = Field(
-        "eval_loss", description="what must improve; exact_match needs eval.generate, the rest classification"
+        "eval_loss", description="what must improve; exact_match needs eval.generate, those after it classes"
     )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")
