@@ -32,7 +32,7 @@ from whet.data.batches import Batch, make_batch
 from whet.data.encode import Encoder
 from whet.data.examples import Example
 from whet.data.labels import Labels
-from whet.data.plan import DEFAULT_MICRO_BATCH_TOKENS, StepSettings, split_step
+from whet.data.plan import StepSettings, split_step
 from whet.data.render import Rendering
 from whet.data.sources import Record, Spec, checked, open_source
 from whet.errors import ConfigError, DataError, ModelError
@@ -208,7 +208,7 @@ class Classifier:
 
     def batches(self, examples: Sequence[Example]) -> list[Batch]:
         """Examples as the micro-batches of one step."""
-        settings = self._settings
+        settings = self._settings(examples)
         lengths = np.array([example.length for example in examples])
         rows = split_step(range(len(examples)), lengths, settings)
         return [make_batch([[examples[place] for place in row] for row in each]) for each in rows]
@@ -289,16 +289,18 @@ class Classifier:
 
     # --- texts as examples
 
-    @property
-    def _settings(self) -> StepSettings:
-        run, limit = self.config.run, self.info.max_length
-        tokens = run.micro_batch_tokens or min(
-            run.batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, DEFAULT_MICRO_BATCH_TOKENS
-        )
-        return StepSettings(None, None, max(tokens, limit), self.config.data.pack)
+    def _settings(self, examples: Sequence[Example]) -> StepSettings:
+        """Micro-batches as in the run, unless a text is longer than those."""
+        run = self.config.run
+        usual = StepSettings(
+            None, run.batch_tokens, run.micro_batch_tokens, self.config.data.pack
+        ).micro_tokens
+        longest = max(example.length for example in examples)
+        return StepSettings(None, None, max(usual, longest), self.config.data.pack)
 
     def _logits(self, examples: Sequence[Example]) -> np.ndarray:
-        return rows_of(self.objective.logits, self.model, examples, self._settings, precision=self.precision)
+        settings = self._settings(examples)
+        return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
 
     def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
         several = isinstance(label, list | tuple | np.ndarray)
