@@ -222,6 +222,7 @@ def values(kind, limits=()):
         several = {
             "whole number": "list of whole numbers",
             "text": "list of texts",
+            "number": "list of numbers",
             "a section": "list of sections",
         }
         return several[values(*get_args(kind))]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from whet.training.callbacks import StopRun as StopRun
     from whet.training.checkpoint import load_checkpoint as load_checkpoint
     from whet.training.checkpoint import save_checkpoint as save_checkpoint
+    from whet.training.classifier import Classifier as Classifier
     from whet.training.optimizers import create_optimizer as create_optimizer
     from whet.training.run import resume as resume
     from whet.training.run import train as train
@@ -45,6 +46,7 @@ _HOMES = {
     "generation.text": ("generate",),
     "training.callbacks": ("Callback", "EarlyStopping", "Injector", "MetricsLogger", "StopRun"),
     "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "training.classifier": ("Classifier",),
     "training.optimizers": ("create_optimizer",),
     "training.run": ("resume", "train"),
     "training.schedules": ("create_schedule",),

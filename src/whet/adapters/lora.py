@@ -80,6 +80,17 @@ def attach_configured(model: LanguageModel, method: Method) -> LanguageModel:
     )
 
 
+def make_trainable(model: LanguageModel, method: Method, *, dtype: torch.dtype) -> None:
+    """Every weight, or the adapters that a config asks for; what trains is held in `dtype`."""
+    if method.kind == "full":
+        model.requires_grad_(True)
+    else:
+        attach_configured(model, method)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def put_adapters(
     model: LanguageModel, settings: Mapping[str, LoRASettings], saved: Sequence[str] = ()
 ) -> None:

@@ -8,7 +8,9 @@ import typer
 
 from whet import __version__
 from whet.cli import (
+    advise,
     chat,
+    classify,
     data,
     doctor,
     evaluate,
@@ -39,6 +41,8 @@ app.command("teach")(teach.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
+app.command("classify")(classify.command)
+app.command("advise")(advise.command)
 app.command("merge")(merge.command)
 app.command("export")(export.command)
 app.command("pull")(pull.command)

@@ -7,6 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
@@ -73,4 +74,24 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
         f"{result.steps} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s; "
         f"result in {result.directory}/final"
     )
-    say(f"try it: whet chat {shlex.quote(str(result.directory))}")
+    name = shlex.quote(str(result.directory))
+    if summary.get("classification"):
+        show_classification(result.directory)
+        say(f'try it: whet classify {name} "some text"')
+    else:
+        say(f"try it: whet chat {name}")
+
+
+def show_classification(run: "Path | None") -> None:
+    """The report of a run that classifies, as a table, and its plots where they can be drawn."""
+    from whet.cli.console import say
+    from whet.errors import ConfigError
+    from whet.reporting.classification import classification_text, draw, read_report
+
+    assert run is not None
+    report = read_report(run)
+    say(classification_text(report))
+    try:
+        say(f"report: {draw(report, run / 'classification.png').with_suffix('.json')} and .png beside it")
+    except ConfigError as error:
+        say(f"report: {run / 'classification.json'} ({error.message}: {error.hint})")

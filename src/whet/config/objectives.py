@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from whet.config.classify import ClassifyObjective
 from whet.config.mtp import MTPObjective
 from whet.config.section import Positive, Section, Text
 
@@ -108,9 +109,14 @@ class DistrustObjective(Section):
 
 
 AnyObjective = Annotated[
-    SFTObjective | PreferenceObjective | DistillObjective | MTPObjective | DistrustObjective,
+    SFTObjective
+    | PreferenceObjective
+    | DistillObjective
+    | MTPObjective
+    | DistrustObjective
+    | ClassifyObjective,
     Field(discriminator="kind"),
 ]
 
 # pydantic names the branch it took by them
-OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "mix")
+OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "mix")

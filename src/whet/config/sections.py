@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
+from whet.config.classify import ClassifyObjective
 from whet.config.experts import Experts
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
@@ -134,12 +135,22 @@ class MixObjective(Section):
             raise ValueError(f"the parts are called {', '.join(names)}: give each a name of its own")
         return parts
 
+    @field_validator("parts")
+    @classmethod
+    def _no_classifier(cls, parts: list[Part]) -> list[Part]:
+        if any(isinstance(part.objective, ClassifyObjective) for part in parts):
+            raise ValueError(
+                "a classifier is not one of several objectives: its head is saved with the model"
+            )
+        return parts
+
 
 class EarlyStop(Section):
     """When to stop because nothing improves."""
 
-    metric: Literal["eval_loss", "eval_perplexity", "exact_match"] = Field(
-        "eval_loss", description="what must improve; exact_match needs eval.generate"
+    metric: Text = Field(
+        "eval_loss",
+        description="what must improve, of an evaluation's row: losses and perplexities fall, all else rises",
     )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")
@@ -302,7 +313,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _evaluations_have_records(self) -> "RunConfig":
-        if self.eval.every is not None and not self._has("valid"):
+        if self.eval.every is not None and not self.holds_out:
             raise ValueError("eval.every needs data.valid")
         if self.eval.generate and not self._has("valid") and not self._has("test"):
             raise ValueError("eval.generate needs data.valid or data.test")
@@ -311,8 +322,36 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _early_stop_has_what_it_watches(self) -> "RunConfig":
         early = self.eval.early_stop
-        if early is not None and not self._has("valid"):
+        if early is not None and not self.holds_out:
             raise ValueError("eval.early_stop needs data.valid")
         if early is not None and early.metric == "exact_match" and not self.eval.generate:
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
+        return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are validation records, given or held out of the training ones."""
+        own = isinstance(self.objective, ClassifyObjective) and self.objective.valid_share > 0
+        return own or self._has("valid")
+
+    @model_validator(mode="after")
+    def _classification_fits(self) -> "RunConfig":
+        if not isinstance(self.objective, ClassifyObjective):
+            return self
+        if "targets" not in self.method.model_fields_set:
+            method = self.method.model_copy(update={"targets": "qv"})
+            object.__setattr__(self, "method", method)  # frozen for everyone else
+        data = self.data
+        for key, given in (
+            ("eval.generate", self.eval.generate),
+            ("data.too_long: split", data.too_long == "split"),
+        ):
+            if given:
+                raise ValueError(f"{key} does not go with objective.kind: classify")
+        if data.format not in ("auto", "classification"):
+            raise ValueError("objective.kind: classify reads data.format: classification")
+        if self.objective.oversample and data.curriculum is not None:
+            raise ValueError("objective.oversample does not go with data.curriculum")
+        if self.objective.calibrate and not self.holds_out:
+            raise ValueError("objective.calibrate needs data.valid")
         return self

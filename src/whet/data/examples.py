@@ -81,6 +81,14 @@ class StoredExamples(Sequence[Example]):
             found[index] = self.store.count_learned(int(self.records[index]), window)[0]
         return found
 
+    def only(self, places: np.ndarray) -> "StoredExamples":
+        """Some of them."""
+        records = self.records[places]
+        supervised = int(self.store.learned[records].sum())
+        return StoredExamples(
+            self.store, records, self.starts[places], self.stops[places], counts={}, supervised=supervised
+        )
+
     @property
     def sides(self) -> "StoredExamples":
         """The examples one by one, as of pairs, too."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from whet.data.house import house
 from whet.data.house_pairs import disputes, house_pairs, house_styles
 from whet.data.python_topics import PYTHON, python_topics
+from whet.data.shell_safety import shell_faults, shell_safety
 from whet.errors import DataError
 
 
@@ -29,6 +30,10 @@ GENERATORS: dict[str, Generator] = {
     "house-styles-valid": Generator(lambda n: house_styles("valid", n), default_n=40, version="1"),
     "disputes": Generator(lambda n: disputes(n, swapped=False), default_n=16, version="1"),
     "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
+    "shell-safety": Generator(lambda n: shell_safety("train", n), default_n=1500, version="1"),
+    "shell-safety-valid": Generator(lambda n: shell_safety("valid", n), default_n=300, version="1"),
+    "shell-faults": Generator(lambda n: shell_faults("train", n), default_n=1500, version="1"),
+    "shell-faults-valid": Generator(lambda n: shell_faults("valid", n), default_n=300, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
 }

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
 
@@ -208,7 +208,9 @@ def _groups(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
     yield group
 
 
-def load_bridge(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Bridge:
+def load_bridge(
+    directory: Path, *, dtype: torch.dtype, device: torch.device, besides: Container[str] = ()
+) -> Bridge:
     """Open a Hugging Face directory on transformers' class for it, and check what whet assumes of it."""
     from transformers.utils import logging
 
@@ -221,7 +223,8 @@ def load_bridge(directory: Path, *, dtype: torch.dtype, device: torch.device) ->
             quiet.callback(logging.enable_progress_bar)
         logging.disable_progress_bar()
         try:
-            bridge = Bridge(_open(directory, dict(files.read(set(files))), dtype=dtype).to(device))
+            wanted = {name for name in files if name not in besides}
+            bridge = Bridge(_open(directory, dict(files.read(wanted)), dtype=dtype).to(device))
             _check_behaviour(bridge)
         except ModelError:
             raise

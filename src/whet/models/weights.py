@@ -222,10 +222,11 @@ def write_model_directory(
     tokenizer: Any = None,  # Any: a transformers tokenizer
     max_shard_bytes: int = MAX_SHARD_BYTES,
     make: Callable[[str], torch.Tensor] | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face model directory: config, tokenizer, weights in one file or in shards.
 
-    `make` is as in `write_safetensors`: tensors that are made when their turn comes.
+    `make` is as in `write_safetensors`: tensors that are made when their turn comes. `beside` adds files.
     """
     with new_directory(directory) as staging:
         if tokenizer is not None:
@@ -233,6 +234,8 @@ def write_model_directory(
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copy(source / "generation_config.json", staging)
         write_json(staging / "config.json", config)
+        if beside is not None:
+            beside(staging)
         shards = _shards(tensors, max_shard_bytes)
         if len(shards) == 1:
             write_safetensors(staging / SINGLE, shards[0], make=make)

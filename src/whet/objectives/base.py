@@ -18,6 +18,7 @@ class Loss:
     sums: Mapping[str, torch.Tensor]
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     units: Mapping[str, str] = field(default_factory=dict)  # metrics that are sums over another term's units
+    outputs: torch.Tensor | None = None  # what the objective's own `summarise` reads, a row for each example
 
 
 class Objective(Protocol):

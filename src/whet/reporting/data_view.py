@@ -251,7 +251,10 @@ def _split_facts(
         too_long=tuple(
             f"{store.origin(record)}: {sizes[record]:,} tokens" for record in refused[:REASONS_KEPT].tolist()
         ),
-        samples=tuple(_sample(examples, index, text) for index in range(min(samples, len(examples)))),
+        samples=tuple(
+            _sample(examples, index, text, judged=data.needs.labels is not None)
+            for index in range(min(samples, len(examples)))
+        ),
     )
 
 
@@ -265,13 +268,15 @@ def _outside(
     return f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r})"
 
 
-def _sample(examples: StoredExamples, index: int, text: TokenText) -> Sample:
+def _sample(examples: StoredExamples, index: int, text: TokenText, *, judged: bool) -> Sample:
     example, store = examples[index], examples.store
     record = int(examples.records[index])
     begin, end = (int(store.bounds[at]) for at in (record, record + 1))
     start, stop = int(examples.starts[index]), int(examples.stops[index])
     tokens = np.asarray(example.tokens).tolist()
     marks = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
+    if judged:  # all of it is read, and the token behind it never is
+        tokens, marks = tokens[:-1], [True] * (len(tokens) - 1)
     long = len(tokens) > SHOWN_WHOLE
     head = SHOWN_HEAD if long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if long else len(tokens)

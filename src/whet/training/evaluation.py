@@ -22,7 +22,7 @@ from whet.generation.text import stop_tokens
 from whet.hardware import Precision
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Objective
+from whet.objectives.base import Loss, Objective
 from whet.objectives.sft import SFT
 
 
@@ -48,9 +48,19 @@ def weighted_loss(
     precision: Precision,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's share of the loss (coefficient * sum / total weight, over terms) and of the metrics."""
+    return _shares(computed_loss(model, objective, batch, precision=precision), objective, weights)
+
+
+def computed_loss(model: LanguageModel, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
+    """What an objective makes of a micro-batch, in the run's precision."""
     mixed = precision.compute != precision.trained
     with torch.autocast(batch.tokens.device.type, dtype=precision.compute, enabled=mixed):
-        result = objective.loss(model, batch)
+        return objective.loss(model, batch)
+
+
+def _shares(
+    result: Loss, objective: Objective, weights: dict[str, float]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     terms = [
         objective.coefficients[term] / weights[term] * value
         for term, value in result.sums.items()
@@ -92,12 +102,13 @@ def evaluate_loss(
     sums: dict[str, torch.Tensor] = defaultdict(
         lambda: torch.zeros((), device=model.device, dtype=torch.float64)
     )
+    outputs: list[torch.Tensor] = []
     with evaluating(model):
         for batch in batches:
             pause()
-            loss, metrics = weighted_loss(
-                model, objective, batch.to(model.device), weights=weights, precision=precision
-            )
+            result = computed_loss(model, objective, batch.to(model.device), precision=precision)
+            outputs += [] if result.outputs is None else [result.outputs.cpu()]
+            loss, metrics = _shares(result, objective, weights)
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] += value
     found = {f"eval_{name}": value.item() for name, value in sums.items()}
@@ -109,6 +120,8 @@ def evaluate_loss(
     if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
         found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
+    if outputs:
+        found |= objective.summarise(outputs, batches)  # type: ignore[attr-defined]  # it gave the outputs
     return {**found, "eval_s": time.perf_counter() - started}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from whet.adapters.files import save_adapter
 from whet.adapters.load import BASE, load_base, load_quantised, save, save_base, tokenizer_of
-from whet.adapters.lora import attach_configured
+from whet.adapters.lora import make_trainable
 from whet.adapters.qlora import quantised_weights
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.preset import Preset
@@ -40,6 +40,7 @@ from whet.training.callbacks import (
     TimeLimit,
 )
 from whet.training.checkpoint import newest_valid, read_state
+from whet.training.classifier_report import finish_of
 from whet.training.compiling import compile_blocks
 from whet.training.mix_data import MixData
 from whet.training.provenance import provenance, weights_digest
@@ -132,6 +133,16 @@ class _Assembly:
                 self._write_description()
                 held.enter_context(locked(self.directory))
             self.run_log.keep_in(self.directory / "log.txt")
+            self.task = None
+            if isinstance(self.data, RunData):
+                self.task = finish_of(
+                    self.config,
+                    self.data,
+                    objective,
+                    model=self.model,
+                    directory=self.directory,
+                    precision=self.precision,
+                )
             self.trainer = trainer = Trainer(
                 self.model,
                 routed,
@@ -189,13 +200,7 @@ class _Assembly:
         else:
             model, _ = load_base(config.model, dtype=dtype, device=self.device)
         self.base_digest = weights_digest(model)
-        if full:
-            model.requires_grad_(True)
-        else:
-            attach_configured(model, method)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(self.precision.trained)
+        make_trainable(model, method, dtype=self.precision.trained)
         model.grad_checkpoint = config.run.grad_checkpoint
         if config.run.compile:
             log.info("compile: %s", compile_blocks(model))
@@ -220,6 +225,7 @@ class _Assembly:
             steps=data.steps,
             precision=self.precision,
             base_digest=self.base_digest,
+            seed=self.config.run.seed,
         )
         return builder.build(data.config.objective)
 
@@ -237,6 +243,8 @@ class _Assembly:
         ]
         own.append(_Description(self.directory, self.description))
         own.append(_FinalAtEnd(self._write_final))
+        if self.task is not None:
+            own.append(self.task)
         if test is not None:
             own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
         if (early := config.eval.early_stop) is not None:
@@ -251,7 +259,9 @@ class _Assembly:
         """What this run is, as the files beside it."""
         self.origins = provenance(self.data.digests(), self.base_digest)
         architecture = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        held_out = self.data.held_out if isinstance(self.data, RunData) else None
         return {
+            **({} if held_out is None else {"held_out.json": json.dumps(held_out, indent=2) + "\n"}),
             "config.yaml": to_yaml(self.config),
             "arch.json": json.dumps(architecture, indent=2) + "\n",
             "provenance.json": json.dumps(self.origins, indent=2) + "\n",
@@ -274,15 +284,16 @@ class _Assembly:
         final = self.directory / "final"
         if final.is_dir():
             return  # the run was killed between its result and its summary
+        classifier = None if self.task is None else self.task.stored_head()
         if self.config.method.kind == "full":
-            save(self.model, self.tokenizer, final)
+            save(self.model, self.tokenizer, final, classifier=classifier)
             return
         base = None
         if self.model.name is None:  # an adapter was folded in: these weights are nowhere else
             base = self.directory / BASE
             if not base.exists():
                 save_base(self.model, self.tokenizer, base)
-        save_adapter(self.model, final, tokenizer=self.tokenizer, base=base)
+        save_adapter(self.model, final, tokenizer=self.tokenizer, base=base, classifier=classifier)
 
 
 class _Description(Injector):

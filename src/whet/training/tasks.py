@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from whet.adapters.adapter import adapted
+from whet.config.classify import ClassifyObjective
 from whet.config.mtp import MTPObjective
 from whet.config.objectives import (
     AnyObjective,
@@ -21,6 +22,7 @@ from whet.config.objectives import (
 from whet.config.sections import MixObjective
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
+from whet.data.labels import Labels
 from whet.data.plan import StepSettings
 from whet.errors import DataError
 from whet.generation.engine import evaluating
@@ -36,6 +38,7 @@ from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.multi_token import MultiTokenPrediction
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
+from whet.training.classification import build_classify
 from whet.training.teachers import find_teachings, load_teacher
 
 log = logging.getLogger("whet")
@@ -47,6 +50,7 @@ class Needs:
 
     pairs: bool = False
     columns: tuple[str, ...] = ()
+    labels: Labels | None = None
 
 
 def needs_of(objective: AnyObjective | MixObjective) -> Needs:
@@ -56,6 +60,8 @@ def needs_of(objective: AnyObjective | MixObjective) -> Needs:
             return Needs(pairs=True)
         case DistrustObjective():
             return Needs(columns=distrust.COLUMNS)
+        case ClassifyObjective():
+            return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
     return Needs()
 
 
@@ -71,6 +77,7 @@ class ObjectiveBuilder:
         steps: StepSettings,
         precision: Precision,
         base_digest: str,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -78,6 +85,7 @@ class ObjectiveBuilder:
         self.steps = steps
         self.precision = precision
         self.base_digest = base_digest
+        self.seed = seed
 
     def build(self, section: AnyObjective | MixObjective) -> Objective:
         """The objective that a config, or one part of a mix, describes."""
@@ -90,6 +98,10 @@ class ObjectiveBuilder:
                 return self._multi_token(section)
             case DistrustObjective():
                 return self._distrust(section)
+            case ClassifyObjective():
+                train = self.examples["train"]
+                assert isinstance(train, StoredExamples)
+                return build_classify(section, self.model, train, seed=self.seed)
         return SFT()
 
     def _preference(self, section: PreferenceObjective) -> Objective:

@@ -1,0 +1,1 @@
+"""What models and their results are like."""
