@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from whet.config.grpo import GRPOObjective
 from whet.config.section import Section, Text
 
 
@@ -71,8 +72,9 @@ class DistrustObjective(Section):
 
 
 AnyObjective = Annotated[
-    SFTObjective | PreferenceObjective | DistillObjective | DistrustObjective, Field(discriminator="kind")
+    SFTObjective | PreferenceObjective | DistillObjective | DistrustObjective | GRPOObjective,
+    Field(discriminator="kind"),
 ]
 
 # pydantic names the branch it took by them
-OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust")
+OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust", "grpo")

@@ -190,8 +190,8 @@ class Optim(Section):
 class EarlyStop(Section):
     """When to stop because nothing improves."""
 
-    metric: Literal["eval_loss", "eval_perplexity", "exact_match"] = Field(
-        "eval_loss", description="what must improve; exact_match needs eval.generate"
+    metric: Literal["eval_loss", "eval_perplexity", "eval_reward", "exact_match"] = Field(
+        "eval_loss", description="what must improve; exact_match needs eval.generate, eval_reward grpo"
     )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")
@@ -318,6 +318,16 @@ class RunConfig(Section):
         early = self.eval.early_stop
         if early is not None and self.data.valid is None:
             raise ValueError("eval.early_stop needs data.valid")
-        if early is not None and early.metric == "exact_match" and not self.eval.generate:
+        rewarded = self.objective.kind == "grpo"  # which generates in every evaluation, and has no loss there
+        if early is not None and early.metric == "exact_match" and not (self.eval.generate or rewarded):
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
+        if (
+            early is not None
+            and rewarded != (early.metric == "eval_reward")
+            and early.metric != "exact_match"
+        ):
+            metrics = (
+                "eval_reward or exact_match" if rewarded else "eval_loss, eval_perplexity or exact_match"
+            )
+            raise ValueError(f"eval.early_stop with objective {self.objective.kind} watches {metrics}")
         return self

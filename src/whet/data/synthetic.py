@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from whet.data.house import house
 from whet.data.house_pairs import disputes, house_pairs
 from whet.data.python_topics import PYTHON, python_topics
+from whet.data.sums import sums
 from whet.errors import DataError
 
 
@@ -27,6 +28,8 @@ GENERATORS: dict[str, Generator] = {
     "house-pairs-valid": Generator(lambda n: house_pairs("valid", n), default_n=40, version="1"),
     "disputes": Generator(lambda n: disputes(n, swapped=False), default_n=16, version="1"),
     "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
+    "sums": Generator(lambda n: sums("train", n), default_n=4550, version="1"),
+    "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
 }

@@ -14,6 +14,7 @@ from whet.data.encode import Question, token_bytes
 from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
+from whet.data.prompts import Prompts, read_prompts
 from whet.data.render import text_of
 from whet.data.sources import Skipped, Source, holds_split, open_source
 from whet.data.splits import Split
@@ -59,6 +60,7 @@ class RunData:
             self.sources["hard"] = open_source(curriculum.hard, form=data.format, on_bad=data.on_bad_record)
         self.needs = needs_of(config.objective)
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
+        self.prompts: dict[str, Prompts] = {}  # instead, where the objective needs these
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""
@@ -77,6 +79,9 @@ class RunData:
         """Tokenise every source, or find that it was done before, and say what is in it."""
         self.use(tokenizer)
         for name, source in self.sources.items():
+            if self.needs.prompts:
+                self.prepare_prompts(name)
+                continue
             examples = self.prepare_source(name)
             log.info("%s: %s: %s", name, source.name, examples.summary())
             for line in complaints(examples.store.notes):
@@ -116,6 +121,16 @@ class RunData:
         else:
             self.examples[name] = cut(store, max_length=data.max_length, too_long=data.too_long)
         return self.examples[name]
+
+    def prepare_prompts(self, name: str) -> None:
+        """Read the prompts of one source, and say what is in it."""
+        source = self.sources[name]
+        self.prompts[name] = read_prompts(
+            source, self.tokenizer, skip_bad=self.config.data.on_bad_record == "skip"
+        )
+        log.info("%s: %s: %s", name, source.name, self.prompts[name].summary())
+        if self.prompts[name].skipped.count:
+            log.warning("%s: %s", name, self.prompts[name].skipped.summary())
 
     def check(self, model: LanguageModel) -> None:
         """Refuse tokens and lengths that the model does not know."""

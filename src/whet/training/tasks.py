@@ -12,6 +12,7 @@ import torch
 
 from whet.adapters.adapter import adapted
 from whet.adapters.load import load
+from whet.config.grpo import GRPOObjective
 from whet.config.objectives import (
     AnyObjective,
     DistillObjective,
@@ -29,6 +30,7 @@ from whet.objectives import distrust
 from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
+from whet.objectives.grpo import GRPO
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
 
@@ -40,6 +42,7 @@ class Needs:
     """What of a record an objective reads."""
 
     pairs: bool = False
+    prompts: bool = False  # only what comes before the answer; the record is for the rewards
     columns: tuple[str, ...] = ()
 
 
@@ -50,7 +53,18 @@ def needs_of(objective: AnyObjective) -> Needs:
             return Needs(pairs=True)
         case DistrustObjective():
             return Needs(columns=distrust.COLUMNS)
+        case GRPOObjective():
+            return Needs(prompts=True)
     return Needs()
+
+
+def online_reference(model: LanguageModel) -> LanguageModel | Literal["adapters-off"]:
+    """The untrained model, for as long as the run: itself without its adapters, or a copy."""
+    if any(True for _ in adapted(model)):
+        log.info("reference: the model with its adapters off")
+        return "adapters-off"
+    log.info("reference: a frozen copy of the model")
+    return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 class ObjectiveBuilder:
@@ -82,12 +96,21 @@ class ObjectiveBuilder:
                 return self._distillation(section)
             case DistrustObjective():
                 return self._distrust(section)
+            case GRPOObjective():
+                return GRPO(
+                    epsilon=section.epsilon,
+                    epsilon_high=section.epsilon_high,
+                    beta=section.beta,
+                    aggregation=section.aggregated_by,
+                    max_tokens=section.max_new_tokens,
+                    temperature=section.temperature,
+                )
         return SFT()
 
     def _preference(self, section: PreferenceObjective) -> Objective:
         reference: LanguageModel | Literal["adapters-off"] | None = None
         if section.kind in ("dpo", "ipo") and section.reference == "online":
-            reference = self._online_reference()
+            reference = online_reference(self.model)
         elif section.kind in ("dpo", "ipo"):
             for name, pairs in self.examples.items():
                 assert isinstance(pairs, StoredPairs)
@@ -99,13 +122,6 @@ class ObjectiveBuilder:
             label_smoothing=section.label_smoothing,
             reference=reference,
         )
-
-    def _online_reference(self) -> LanguageModel | Literal["adapters-off"]:
-        if any(True for _ in adapted(self.model)):
-            log.info("reference: the model with its adapters off")
-            return "adapters-off"
-        log.info("reference: a frozen copy of the model")
-        return copy.deepcopy(self.model).requires_grad_(False).eval()
 
     def _references(self, name: str, pairs: StoredPairs) -> np.ndarray:
         """What the untrained model makes of each answer: computed once, kept beside the tokens."""
