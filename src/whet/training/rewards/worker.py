@@ -60,17 +60,21 @@ def _write(answers: TextIO, message: Message) -> None:
     answers.flush()
 
 
+class _NoNumberError(Exception):
+    """A reward returned something else."""
+
+
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _NoNumberError) else f"{type(error).__name__}: {error}"
 
 
 def _number(value: Any) -> float:  # Any: whatever a reward returns
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"it returned {value!r}, which is no number") from None
+        raise _NoNumberError(f"it returned {value!r}, which is no number") from None
     if not math.isfinite(found):
-        raise ValueError(f"it returned {found}")
+        raise _NoNumberError(f"it returned {found}")
     return found
 
 
