@@ -309,7 +309,7 @@ def test_a_policy_that_changes_by_itself_is_an_error(tiny_directory, tmp_path, m
         ({"objective": {"group_sise": 4}}, ConfigError, "unknown key 'objective.group_sise', did you mean 'group_size'"),
         ({"data": {"train": "{tmp}/empty.jsonl"}}, DataError, "empty.jsonl holds no records"),
         ({"data": {"max_length": 12}}, DataError, "synth:sums:10#1: a prompt of 9 tokens leaves no room for .*max_new_tokens=6 in data.max_length, 12"),
-        ({"objective": {"max_new_tokens": 510}, "data": {"max_length": 2048}}, DataError, "leaves no room for .*=510 in the context of .*, 512 tokens"),
+        ({"objective": {"max_new_tokens": 510}, "data": {"max_length": 2048}}, DataError, "leaves no room for .*=510 in the model's context, 512 tokens"),
         ({"run": {"micro_batch_tokens": 12}}, DataError, "do not fit run.micro_batch_tokens=12"),
         ({"run": {"batch_size": None, "batch_tokens": 64}}, ConfigError, "counts prompts: set run.batch_size"),
         ({"method": {"dropout": 0.1}}, ConfigError, "method.dropout must be 0"),

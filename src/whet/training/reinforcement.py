@@ -48,13 +48,15 @@ class Reinforcement:
         self.config = config
         self.model = model
         self.sampler = Sampler(model, tokenizer, config.objective, pool, precision)
+        if not self.sampler.stops:
+            log.warning("the tokenizer has no token that ends an answer: every completion is truncated")
         self.prompts = {name: self._fitting(name, found) for name, found in prompts.items()}
 
     def _fitting(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         data = self.config.data
         found = fitting(
             prompts,
-            model=self.model,
+            context=self.model.max_positions,
             max_length=data.max_length,
             max_new_tokens=self.sampler.settings.max_new_tokens,
             drop=data.too_long == "drop",

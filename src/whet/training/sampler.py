@@ -83,20 +83,20 @@ def computing(model: LanguageModel, precision: Precision) -> torch.autocast:
 
 
 def fitting(
-    prompts: Sequence[Prompt], *, model: LanguageModel, max_length: int, max_new_tokens: int, drop: bool
+    prompts: Sequence[Prompt], *, context: int, max_length: int, max_new_tokens: int, drop: bool
 ) -> list[Prompt]:
     """The prompts that leave room for a completion; one that does not is an error, or left out."""
-    limit = min(max_length, model.max_positions) - max_new_tokens
+    limit = min(max_length, context) - max_new_tokens
     long = [prompt for prompt in prompts if len(prompt.tokens) > limit]
     if not long:
         return list(prompts)
     found = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
     if drop and found:
         return found
-    key = "data.max_length" if max_length < model.max_positions else f"the context of {model.name}"
+    key = "data.max_length" if max_length < context else "the model's context"
     raise DataError(
         f"{long[0].question.origin}: a prompt of {len(long[0].tokens)} tokens leaves no room for "
-        f"objective.max_new_tokens={max_new_tokens} in {key}, {min(max_length, model.max_positions)} tokens "
+        f"objective.max_new_tokens={max_new_tokens} in {key}, {min(max_length, context)} tokens "
         f"({len(long)} of {len(prompts)} prompts are too long)",
         hint="lower objective.max_new_tokens, raise data.max_length, or leave them out: data.too_long: drop",
     )
