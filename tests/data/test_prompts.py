@@ -63,5 +63,11 @@ def test_the_sums_are_right_and_their_splits_apart():
         a, b = map(int, record["prompt"].removesuffix("=").split("+"))
         assert int(record["completion"]) == a + b <= 99
     assert generate("synth:sums:3") == train[:3]
+    careless = generate("synth:sums-careless")
+    assert [record["prompt"] for record in careless] == [record["prompt"] for record in train]
+    off = [abs(int(a["completion"]) - int(b["completion"])) for a, b in zip(train, careless, strict=True)]
+    assert set(off) == {0, 10}
+    assert 0.48 < off.count(10) / len(off) < 0.52
+    assert all(0 <= int(record["completion"]) <= 99 for record in careless)
     with pytest.raises(DataError, match="only 500"):
         generate("synth:sums-valid:501")

@@ -29,6 +29,7 @@ GENERATORS: dict[str, Generator] = {
     "disputes": Generator(lambda n: disputes(n, swapped=False), default_n=16, version="1"),
     "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
     "sums": Generator(lambda n: sums("train", n), default_n=4550, version="1"),
+    "sums-careless": Generator(lambda n: sums("train", n, careless=True), default_n=4550, version="1"),
     "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),

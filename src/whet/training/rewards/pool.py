@@ -22,6 +22,7 @@ from whet.config.grpo import GRPOObjective, Reward
 from whet.errors import ConfigError, RunError
 
 _START_S = 120.0  # to import somebody's module: it may bring torch along
+_TOGETHER = 32  # calls handed to a process at once: waiting for each answer takes longer than most rewards
 _SHOWN = 1000  # characters of a completion in an error
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -36,6 +37,14 @@ class Judged:
     prompt: str
     completion: str
     record: dict[str, Any]  # Any: JSON values
+
+
+@dataclass(frozen=True)
+class Call:
+    """One reward on one completion."""
+
+    judged: Judged
+    reward: int
 
 
 class _FailedError(Exception):
@@ -62,9 +71,16 @@ class _Worker:
         if "error" in answer:
             raise _FailedError(answer["error"])
 
-    def ask(self, reward: int, judged: Judged, *, timeout_s: float) -> float:
-        """One call of one reward."""
-        self._send({"reward": reward, "arguments": [judged.prompt, judged.completion, judged.record]})
+    def send(self, calls: Sequence[Call]) -> None:
+        """Calls to be made one after the other."""
+        for call in calls:
+            judged = call.judged
+            self._send(
+                {"reward": call.reward, "arguments": [judged.prompt, judged.completion, judged.record]}
+            )
+
+    def answer(self, *, timeout_s: float) -> float:
+        """What the next of the calls came to."""
         answer = self._receive(timeout_s)
         if "error" in answer:
             raise _FailedError(answer["error"])
@@ -114,12 +130,12 @@ class RewardPool:
         self.timeout_s = settings.reward_timeout
         self.on_error = settings.on_error
         self.failures = 0  # calls that counted as on_error
-        count = settings.reward_workers or min(4, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(max_workers=count)
+        self._count = settings.reward_workers or min(4, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(max_workers=self._count)
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()  # None: one to start anew
         self._alive: set[_Worker] = set()
         self._ended = False
-        for _ in range(count):
+        for _ in range(self._count):
             self._idle.put(None)
 
     def __enter__(self) -> "RewardPool":
@@ -160,10 +176,12 @@ class RewardPool:
     def score(self, judged: Sequence[Judged]) -> list[list[float]]:
         """What each reward says of each completion, [completions][rewards]."""
         width = len(self.rewards)
-        calls = [(place, reward) for place in range(len(judged)) for reward in range(width)]
-        futures = [self._threads.submit(self._call, judged[place], reward) for place, reward in calls]
+        calls = [Call(each, reward) for each in judged for reward in range(width)]
+        size = min(_TOGETHER, -(-len(calls) // self._count))
+        pieces = [calls[start : start + size] for start in range(0, len(calls), size)]
+        futures = [self._threads.submit(self._run, piece) for piece in pieces]
         try:
-            values = [future.result() for future in futures]
+            values = [value for future in futures for value in future.result()]
         finally:
             for future in futures:
                 future.cancel()
@@ -174,33 +192,45 @@ class RewardPool:
         found, self.failures = self.failures, 0
         return found
 
-    def _call(self, judged: Judged, reward: int) -> float:
-        worker = self._idle.get()
+    def _run(self, calls: Sequence[Call]) -> list[float]:
+        """Some calls in one process; where it hangs or dies, another one goes on behind that call."""
+        worker, values = self._idle.get(), list[float]()
         try:
-            if self._ended:
-                raise _FailedError("the run has ended")
-            if worker is None:
-                worker = self._start(self.rewards)
-                worker.wait_until_ready()
-            return worker.ask(reward, judged, timeout_s=self.timeout_s)
-        except _FailedError as error:
-            return self._failed(judged, reward, str(error))
-        except (TimeoutError, EOFError) as error:
-            if worker is not None:
+            while len(values) < len(calls) and not self._ended:
+                if worker is None:
+                    worker = self._start(self.rewards)
+                    worker.wait_until_ready()
+                worker.send(calls[len(values) :])
+                try:
+                    while len(values) < len(calls):
+                        values.append(self._answer(worker, calls[len(values)]))
+                except (TimeoutError, EOFError) as error:
+                    self._end(worker)
+                    worker = None
+                    slow = isinstance(error, TimeoutError)
+                    why = f"it took more than {self.timeout_s:g} s" if slow else "it ended its process"
+                    values.append(self._failed(calls[len(values)], why))
+        except BaseException:
+            if worker is not None:  # it still has calls to make that nobody waits for
                 self._end(worker)
-            worker = None
-            slow = isinstance(error, TimeoutError)
-            why = f"it took more than {self.timeout_s:g} s" if slow else "it ended its process"
-            return self._failed(judged, reward, why)
+                worker = None
+            raise
         finally:
             self._idle.put(worker)
+        return values
 
-    def _failed(self, judged: Judged, reward: int, why: str) -> float:
+    def _answer(self, worker: _Worker, call: Call) -> float:
+        try:
+            return worker.answer(timeout_s=self.timeout_s)
+        except _FailedError as error:
+            return self._failed(call, str(error))
+
+    def _failed(self, call: Call, why: str) -> float:
         if self.on_error is not None:
             self.failures += 1
             return self.on_error
         raise RunError(
-            f"the reward {self.rewards[reward].label} failed: {why}\n"
-            f"  prompt: {judged.prompt[-_SHOWN:]!r}\n  completion: {judged.completion[:_SHOWN]!r}",
+            f"the reward {self.rewards[call.reward].label} failed: {why}\n"
+            f"  prompt: {call.judged.prompt[-_SHOWN:]!r}\n  completion: {call.judged.completion[:_SHOWN]!r}",
             hint="mend it, or set objective.on_error to the value that such a completion shall have",
         )
