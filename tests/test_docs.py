@@ -12,7 +12,7 @@ import re
 import shlex
 import types
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import pytest
 import typer
@@ -217,6 +217,8 @@ def values(kind, limits=()):
     if get_origin(kind) is dict:
         inner = values(get_args(kind)[1])
         return "sections by name" if inner == "a section" else f"{inner}, by name"
+    if kind is Any:
+        return "any value"
     names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", type(None): "`null`"}
     if get_origin(kind) is list:
         several = {

@@ -14,6 +14,7 @@ from whet.config.load import make_config
 from whet.models.encoders import byte_tokenizer
 from whet.reporting.data_problems import find_problems
 from whet.reporting.data_view import histogram, view_data
+from whet.reporting.describe_data import step_rows
 from whet.reporting.shown_tokens import TokenText, visible
 from whet.training.run_data import RunData
 
@@ -238,3 +239,19 @@ def test_a_histogram_counts_every_length_in_its_bar(sizes):
     assert len(bins) <= 21
     assert bins[0].high >= min(sizes)
     assert bins[-1].count
+
+
+def test_prompts_of_a_run_with_rewards_are_counted_and_checked(tiny_directory, tmp_path):
+    objective = {"kind": "grpo", "rewards": ["exact_match"], "max_new_tokens": 200, "group_size": 4}
+    data = {"train": "synth:sums:20", "valid": "synth:sums-valid:5", "max_length": 256}
+    config = run_config(tiny_directory, tmp_path, objective=objective, data=data)
+    view = view_data(make_config(config))
+    assert not find_problems(view)
+    assert [name for name, _ in view.prompts] == ["train", "valid"]
+    rows = dict(step_rows(view))
+    assert rows["train"].startswith("synth:sums:20: 20 prompts, length min/median/p95/max ")
+    assert rows["a step"] == "4 prompts, 4 completions to each"
+    config["data"]["max_length"] = 204
+    [problem] = find_problems(view_data(make_config(config)))
+    assert problem.stops
+    assert "leaves no room for objective.max_new_tokens=200" in problem.message

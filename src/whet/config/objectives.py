@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from whet.config.classify import ClassifyObjective
+from whet.config.grpo import GRPOObjective
 from whet.config.mtp import MTPObjective
 from whet.config.section import Positive, Section, Text
 
@@ -114,9 +115,12 @@ AnyObjective = Annotated[
     | DistillObjective
     | MTPObjective
     | DistrustObjective
-    | ClassifyObjective,
+    | ClassifyObjective
+    | GRPOObjective,
     Field(discriminator="kind"),
 ]
 
 # pydantic names the branch it took by them
-OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "mix")
+OBJECTIVE_KINDS = (
+    *("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "grpo", "mix"),
+)

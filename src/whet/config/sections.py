@@ -137,7 +137,7 @@ class MixObjective(Section):
 
     @field_validator("parts")
     @classmethod
-    def _no_classifier(cls, parts: list[Part]) -> list[Part]:
+    def _can_be_mixed(cls, parts: list[Part]) -> list[Part]:
         if any(isinstance(part.objective, ClassifyObjective) for part in parts):
             raise ValueError(
                 "a classifier is not one of several objectives: its head is saved with the model"
@@ -324,7 +324,8 @@ class RunConfig(Section):
         early = self.eval.early_stop
         if early is not None and not self.holds_out:
             raise ValueError("eval.early_stop needs data.valid")
-        if early is not None and early.metric == "exact_match" and not self.eval.generate:
+        rewarded = self.objective.kind == "grpo"  # which generates in every evaluation, and has no loss there
+        if early is not None and early.metric == "exact_match" and not (self.eval.generate or rewarded):
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
         return self
 

@@ -187,18 +187,19 @@ def step_batches(
 ) -> list[Batch]:
     """The micro-batches of a step."""
     return [
-        _batch(rows, examples, settings, token_bytes=token_bytes)
+        rows_batch(rows, examples, settings, token_bytes=token_bytes)
         for rows in split_step(step, lengths, settings)
     ]
 
 
-def _batch(
+def rows_batch(
     rows: Sequence[Sequence[int]],
     examples: Sequence[Example] | Sequence[Pair],
     settings: StepSettings,
     *,
     token_bytes: np.ndarray | None = None,
 ) -> Batch:
+    """One of the micro-batches that `split_step` cut, its examples in the order of their places."""
     chosen = [[example for index in row for example in members(examples[index])] for row in rows]
     if settings.pack:
         return make_batch(chosen, token_bytes=token_bytes)
@@ -224,7 +225,7 @@ def one_pass(
     for group in plan_epoch(lengths, one_batch, seed=0, epoch=0):
         for rows in split_step(group, lengths, one_batch):
             places = [index for row in rows for index in row]
-            yield places, _batch(rows, examples, one_batch, token_bytes=token_bytes)
+            yield places, rows_batch(rows, examples, one_batch, token_bytes=token_bytes)
 
 
 def evaluation_batches(

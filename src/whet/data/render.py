@@ -111,6 +111,31 @@ class Renderer:
         prompt = Rendering(text, [], messages is None, False, record.origin)
         return AskedRendering(prompt, asked, answer, record.fields.get("group"))
 
+    def prompt(self, record: Record) -> AskedRendering:
+        """What comes before an answer, whether the record has one (else it is empty) or not."""
+        record = record if record.shape else checked(record)
+        messages: list[Message] | None = None
+        if record.shape == "prompt":
+            asked = record.fields["prompt"]
+            if isinstance(asked, str) and self.tokenizer.chat_template:
+                asked = [{"role": "user", "content": asked}]
+            if isinstance(asked, str):
+                return AskedRendering(Rendering(asked, [], True, False, record.origin), asked, "", None)
+            messages = asked
+        elif record.shape == "messages" and record.fields["messages"][-1]["role"] != "assistant":
+            messages = record.fields["messages"]
+        if messages is not None:
+            text = self._rendered(messages, record, prompt=True)
+            asked, group = str(messages[-1].get("content", "")), record.fields.get("group")
+            return AskedRendering(Rendering(text, [], False, False, record.origin), asked, "", group)
+        found = self.question(record)
+        if found is None:
+            raise DataError(
+                f"{record.origin}: a {record.shape} record has no prompt to complete",
+                hint="it needs messages, prompt or prompt + completion",
+            )
+        return found
+
     def _conversation(self, record: Record) -> list[Message] | None:
         """The record as chat messages, or None when it is plain text."""
         if record.shape == "messages":

@@ -61,7 +61,7 @@ def shaped(fields: Fields, wanted: ShapeName | None = None) -> tuple[ShapeName, 
 
 
 def _find(fields: Fields, wanted: ShapeName) -> Shape:
-    for shape in (*SHAPES, _TEXT_AND_LABEL, _TEXT_AND_LABELS):
+    for shape in (*SHAPES, _TEXT_AND_LABEL, _TEXT_AND_LABELS, _QUESTION):
         if shape.name == wanted and shape.fits(fields):
             return shape
     needs = " or ".join(" + ".join(shape.needs) for shape in SHAPES if shape.name == wanted)
@@ -167,6 +167,10 @@ def _prompt(fields: Fields) -> Fields:
     return {"prompt": messages_of(fields, "prompt"), **tools_of(fields)}
 
 
+def _question(fields: Fields) -> Fields:
+    return {"prompt": _string(fields, "question")}
+
+
 def _from_text(read: Callable[[Fields], Fields]) -> Callable[[Fields], Fields]:
     return lambda fields: read({**fields, "input": fields["text"]})
 
@@ -188,6 +192,8 @@ SHAPES = (
 # Only where the config asks for classification: a text with a label beside it may as well be meant as text.
 _TEXT_AND_LABEL = Shape("classification", ("text", "label"), _from_text(_labelled))
 _TEXT_AND_LABELS = Shape("classification", ("text", "labels"), _from_text(_multi_labelled))
+# Only where the config asks for prompts: what answers a question may have any name.
+_QUESTION = Shape("prompt", ("question",), _question)
 
 # What other tools call the fields of the shapes above; only for hints, since a guess may be wrong.
 _ALIASES = {

@@ -9,6 +9,7 @@ from whet.data.house import house
 from whet.data.house_pairs import disputes, house_pairs, house_styles
 from whet.data.python_topics import PYTHON, python_topics
 from whet.data.shell_safety import shell_faults, shell_safety
+from whet.data.sums import sums
 from whet.errors import DataError
 
 
@@ -34,6 +35,9 @@ GENERATORS: dict[str, Generator] = {
     "shell-safety-valid": Generator(lambda n: shell_safety("valid", n), default_n=300, version="1"),
     "shell-faults": Generator(lambda n: shell_faults("train", n), default_n=1500, version="1"),
     "shell-faults-valid": Generator(lambda n: shell_faults("valid", n), default_n=300, version="1"),
+    "sums": Generator(lambda n: sums("train", n), default_n=4550, version="1"),
+    "sums-careless": Generator(lambda n: sums("train", n, careless=True), default_n=4550, version="1"),
+    "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +69,56 @@ def generate_tokens(
                 chosen, rows = chosen[kept], [rows[place] for place in alive]
             state.advance(chosen)
     return outputs
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What followed a prompt: tokens (the stop token included), and log p of each at temperature 1."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+def complete(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    stop_tokens: Collection[int],
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    watch: Watch | None = None,
+) -> list[Completion]:
+    """What follows each prompt, with log-probabilities; a row's tokens depend on its own seed alone."""
+    _check_prompts(model, prompts)
+    sampling = sampling or Sampling()
+    found = [Completion([], [], False) for _ in prompts]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds or []]
+    rows = list(range(len(prompts)))
+    with evaluating(model), _uncompiled(model):
+        state = _Rows(model, prompts)
+        for _ in range(max_tokens):
+            logits = state.logits()
+            chosen = sample(logits, sampling, [generators[row] for row in rows if generators])
+            scores = logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
+            alive = []
+            for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+                found[row].tokens.append(token)
+                found[row].logprobs.append(scores[place])
+                if token in stop_tokens:
+                    found[row] = Completion(found[row].tokens, found[row].logprobs, True)
+                elif len(prompts[row]) + len(found[row].tokens) < model.max_positions and (
+                    watch is None or watch(row, found[row].tokens)
+                ):
+                    alive.append(place)
+            if not alive or len(found[rows[alive[0]]].tokens) >= max_tokens:
+                break
+            kept = torch.tensor(alive, device=chosen.device)
+            state.keep(kept)
+            chosen, rows = chosen[kept], [rows[place] for place in alive]
+            state.advance(chosen)
+    return found
 
 
 @contextlib.contextmanager

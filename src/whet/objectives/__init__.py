@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.objectives.distillation import distillation_loss as distillation_loss
     from whet.objectives.distillation import soft_target_loss as soft_target_loss
+    from whet.objectives.grpo import GRPOConfig as GRPOConfig
+    from whet.objectives.grpo import grpo_loss as grpo_loss
     from whet.objectives.multi_token import MultiTokenPrediction as MultiTokenPrediction
     from whet.objectives.next_token import next_token_loss as next_token_loss
     from whet.objectives.preference import dpo_loss as dpo_loss
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "distillation_loss": "distillation",
     "soft_target_loss": "distillation",
+    "GRPOConfig": "grpo",
+    "grpo_loss": "grpo",
     "MultiTokenPrediction": "multi_token",
     "next_token_loss": "next_token",
     "dpo_loss": "preference",

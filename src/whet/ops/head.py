@@ -1,6 +1,6 @@
 """The output head as data: what turns hidden states into logits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,3 +18,10 @@ class Head:
         """Scale and cap already projected hidden states."""
         logits = projected if self.scale == 1.0 else projected * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def tempered(self, temperature: float) -> "Head":
+        """The head whose logits are those of this one, divided by a temperature."""
+        if temperature == 1.0:
+            return self
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return replace(self, scale=self.scale / temperature, softcap=softcap)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from whet.adapters.load import tokenizer_of
+from whet.config.grpo import GRPOObjective
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
 from whet.data.batches import check_lengths
@@ -20,7 +21,9 @@ from whet.reporting.shown_tokens import Piece, TokenText
 from whet.reporting.step_plan import StepFacts, plan_steps
 from whet.training.mix_data import MixData
 from whet.training.model_facts import ModelFacts, model_facts
+from whet.training.reinforcement import check_config
 from whet.training.run_data import SPLITS, RunData
+from whet.training.sampler import fitting
 
 SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
 SHOWN_HEAD, SHOWN_TAIL = 160, 80
@@ -113,6 +116,7 @@ class DataView:
     overlaps: tuple[Overlap, ...]
     steps: StepFacts | None
     errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
+    prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
 
 
 def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
@@ -147,6 +151,20 @@ def view_data(
     except ConfigError as error:
         model = None
         errors.append(error)
+    if data.needs.prompts:
+        return _view_prompts(config, data, tokenizer=tokenizer, model=model, errors=errors)
+    return _view_examples(config, data, tokenizer=tokenizer, model=model, errors=errors, samples=samples)
+
+
+def _view_examples(
+    config: RunConfig,
+    data: RunData,
+    *,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    model: ModelFacts | None,
+    errors: list[WhetError],
+    samples: int,
+) -> DataView:
     ends = _ends(tokenizer, model)
     scans: dict[str, Scan] = {}
     splits: list[SplitFacts] = []
@@ -164,7 +182,7 @@ def view_data(
     steps = None
     if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
         try:
-            steps = plan_steps(lenient, data)
+            steps = plan_steps(data.config, data)
         except (ConfigError, DataError) as error:
             errors.append(error)
     text = TokenText(tokenizer)
@@ -177,6 +195,43 @@ def view_data(
         steps=steps,
         errors=tuple(errors),
     )
+
+
+def _view_prompts(
+    config: RunConfig,
+    data: RunData,
+    *,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    model: ModelFacts | None,
+    errors: list[WhetError],
+) -> DataView:
+    """The prompts of a run that learns from what its model says: there are no examples to show yet."""
+    assert isinstance(config.objective, GRPOObjective)
+    data.use(tokenizer)
+    found = []
+    context = model.max_positions if model is not None and model.max_positions else config.data.max_length
+    try:
+        check_config(config)
+        for name, source in data.sources.items():
+            data.prepare_prompts(name)
+            left = fitting(
+                data.prompts[name],
+                context=context,
+                max_length=config.data.max_length,
+                max_new_tokens=config.objective.max_new_tokens,
+                drop=config.data.too_long == "drop",
+            )
+            dropped = len(data.prompts[name]) - len(left)
+            more = f", {dropped:,} too long and dropped" if dropped else ""
+            found.append((name, f"{source.name}: {data.prompts[name].summary()}{more}"))
+            if data.prompts[name].skipped.count and config.data.on_bad_record == "error":
+                raise DataError(f"data.{name}: {data.prompts[name].skipped.summary()}")
+    except (ConfigError, DataError) as error:
+        errors.append(error)
+    text = TokenText(tokenizer)
+    ends = tuple(text.name(token) for token in sorted(_ends(tokenizer, model)))
+    facts = _tokenizer_facts(tokenizer, ends)
+    return DataView(config, model, facts, (), (), None, tuple(errors), tuple(found))
 
 
 def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:

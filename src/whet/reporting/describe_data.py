@@ -1,5 +1,6 @@
 """The facts of a run's data in words: the same ones in a terminal and on a page."""
 
+from whet.config.grpo import GRPOObjective
 from whet.reporting.data_view import DataView, SplitFacts
 
 Rows = list[tuple[str, str]]
@@ -80,7 +81,15 @@ def _twins(count: int, pair: tuple[str, str]) -> str:
 
 def step_rows(view: DataView) -> Rows:
     """The plan: how many steps, how large, how well filled."""
-    plan, run = view.steps, view.config.run
+    plan, run, objective = view.steps, view.config.run, view.config.objective
+    if view.prompts and isinstance(objective, GRPOObjective):
+        count = f"{run.steps:,}" if run.steps else f"{run.epochs:,} epochs"
+        return [
+            *view.prompts,
+            ("steps", count),
+            ("a step", f"{run.batch_size:,} prompts, {objective.group_size:,} completions to each"),
+            ("a completion", f"at most {objective.max_new_tokens:,} tokens"),
+        ]
     if plan is None:
         return [("steps", "cannot be planned: see the problems")]
     wanted = f"{run.batch_tokens:,} tokens" if run.batch_tokens else f"{run.batch_size:,} examples"

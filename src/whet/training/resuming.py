@@ -29,6 +29,9 @@ MAY_CHANGE = (
     "eval.every",
     "eval.batches",
     "eval.max_new_tokens",
+    "objective.reward_timeout",
+    "objective.reward_workers",
+    "objective.samples_every",
     "checkpoint",
     "log",
 )

@@ -15,6 +15,7 @@ from whet.adapters.files import save_adapter
 from whet.adapters.load import BASE, load_base, load_quantised, save, save_base, tokenizer_of
 from whet.adapters.lora import make_trainable
 from whet.adapters.qlora import quantised_weights
+from whet.config.grpo import GRPOObjective
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
@@ -44,6 +45,7 @@ from whet.training.classifier_report import finish_of
 from whet.training.compiling import compile_blocks
 from whet.training.mix_data import MixData
 from whet.training.provenance import provenance, weights_digest
+from whet.training.reinforcement import Reinforcement, RolloutMetrics, check_config
 from whet.training.resuming import (
     is_finished,
     refuse_changes,
@@ -51,12 +53,14 @@ from whet.training.resuming import (
     refuse_taken_name,
     set_aside_later_rows,
 )
+from whet.training.rewards.pool import RewardPool
+from whet.training.rollouts import RolloutStream
 from whet.training.routing import with_routers
 from whet.training.run_data import EvaluationSplit, RunData
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.state import RunResult
-from whet.training.tasks import ObjectiveBuilder
+from whet.training.tasks import ObjectiveBuilder, online_reference
 from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
@@ -108,6 +112,9 @@ class _Assembly:
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
         self.data = MixData(config) if config.parts() else RunData(config)
+        self.reinforcement: Reinforcement | None = None
+        if isinstance(config.objective, GRPOObjective):
+            check_config(config)
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
@@ -117,13 +124,17 @@ class _Assembly:
             _seed(self.config.run.seed)
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)
-            stream = self.data.stream()
+            section = self.config.objective
+            pool = held.enter_context(RewardPool(section)) if isinstance(section, GRPOObjective) else None
+            # what is too long is found before weights are read
+            planned = self.data.stream() if pool is None else None
             self.model = self._build_model()
             self.data.check(self.model)
             objective = self._build_objective()
             routed, self.routers = with_routers(
                 objective, self.model, self.config.experts, compute=self.precision.compute
             )
+            stream = planned or self._rollouts(pool)
             valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
             self.description = self._describe()
             if again:
@@ -151,7 +162,7 @@ class _Assembly:
                 [*self._own_callbacks(test), *callbacks],
                 total_steps=self._count_steps(stream),
                 eval_batches=valid.batches if valid else (),
-                evaluators=[self._exact_match_on(valid.questions)] if valid and valid.questions else (),
+                evaluators=self._evaluators(valid),
                 directory=self.directory,
                 precision=self.precision,
             )
@@ -166,10 +177,37 @@ class _Assembly:
                 )
             return trainer.fit()
 
+    def _rollouts(self, pool: RewardPool | None) -> RolloutStream:
+        """Steps on what the model itself says."""
+        section = self.config.objective
+        assert isinstance(section, GRPOObjective)
+        assert isinstance(self.data, RunData)
+        assert pool is not None
+        self.reinforcement = Reinforcement(
+            self.config,
+            self.data.prompts,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            pool=pool,
+            precision=self.precision,
+        )
+        reference = online_reference(self.model) if section.beta else None
+        self.stream = self.reinforcement.stream(self.data.steps, reference)
+        return self.stream
+
+    def _evaluators(self, valid: EvaluationSplit | None) -> list[Callable[[], Metrics]]:
+        if valid and valid.questions:
+            return [self._exact_match_on(valid.questions)]
+        judged = self.reinforcement and self.reinforcement.evaluator("valid", self._pause)
+        return [judged] if judged else []
+
+    def _pause(self) -> None:
+        self.trainer.pause_point()
+
     def _count_steps(self, stream: object) -> int:
         run = self.config.run
         steps = run.steps or 0
-        if isinstance(stream, BatchStream) and run.epochs:
+        if isinstance(stream, BatchStream | RolloutStream) and run.epochs:
             steps = sum(stream.steps_in(epoch) for epoch in range(run.epochs))
         log.info("steps: %d of %s", steps, self.data.describe_steps())
         return steps
@@ -245,6 +283,11 @@ class _Assembly:
         own.append(_FinalAtEnd(self._write_final))
         if self.task is not None:
             own.append(self.task)
+        if self.reinforcement is not None:
+            every = self.reinforcement.sampler.settings.samples_every
+            own.append(RolloutMetrics(self.stream, self.directory / "samples.jsonl", every=every))
+            if (judged := self.reinforcement.evaluator("test", self._pause)) is not None:
+                own.append(_TestAtEnd([], judged))
         if test is not None:
             own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
         if (early := config.eval.early_stop) is not None:
@@ -338,8 +381,9 @@ class _TestAtEnd(Injector):
         """Evaluate a finished run on its test records."""
         if not result.unfinished:
             try:
-                loss = {name.removeprefix("eval_"): v for name, v in self.run.evaluate(self.batches).items()}
-                result.summary["test"] = loss | self.exact_match_on_test()
+                found = self.run.evaluate(self.batches) if self.batches else {}
+                found |= self.exact_match_on_test()
+                result.summary["test"] = {name.removeprefix("eval_"): value for name, value in found.items()}
             except EvaluationStoppedError:
                 log.warning("the test records were not evaluated to the end; whet eval does it")
 

@@ -15,6 +15,7 @@ from whet.data.encode import Question, token_bytes
 from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
+from whet.data.prompts import Prompts, read_prompts
 from whet.data.render import text_of
 from whet.data.sources import Format, Skipped, Source, holds_split, open_source
 from whet.data.splits import Split
@@ -64,6 +65,7 @@ class RunData:
             self.sources["hard"] = open_source(curriculum.hard, form=self.form, on_bad=data.on_bad_record)
         self.held_out: Mapping[str, object] | None = None  # what says which training records are validation
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
+        self.prompts: dict[str, Prompts] = {}  # instead, where the objective needs these
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""
@@ -82,6 +84,9 @@ class RunData:
         """Tokenise every source, or find that it was done before, and say what is in it."""
         self.use(tokenizer)
         for name, source in self.sources.items():
+            if self.needs.prompts:
+                self.prepare_prompts(name)
+                continue
             examples = self.prepare_source(name)
             log.info("%s: %s: %s", name, source.name, examples.summary())
             for line in complaints(examples.store.notes):
@@ -134,6 +139,16 @@ class RunData:
             unread = self.needs.labels is not None  # the last token of a text that is judged is one too many
             self.examples[name] = cut(store, max_length=data.max_length + unread, too_long=data.too_long)
         return self.examples[name]
+
+    def prepare_prompts(self, name: str) -> None:
+        """Read the prompts of one source, and say what is in it."""
+        source = self.sources[name]
+        self.prompts[name] = read_prompts(
+            source, self.tokenizer, skip_bad=self.config.data.on_bad_record == "skip"
+        )
+        log.info("%s: %s: %s", name, source.name, self.prompts[name].summary())
+        if self.prompts[name].skipped.count:
+            log.warning("%s: %s", name, self.prompts[name].skipped.summary())
 
     def check(self, model: LanguageModel) -> None:
         """Refuse tokens and lengths that the model does not know."""

@@ -12,6 +12,7 @@ import torch
 
 from whet.adapters.adapter import adapted
 from whet.config.classify import ClassifyObjective
+from whet.config.grpo import GRPOObjective
 from whet.config.mtp import MTPObjective
 from whet.config.objectives import (
     AnyObjective,
@@ -34,6 +35,7 @@ from whet.objectives import distrust
 from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
+from whet.objectives.grpo import GRPO
 from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.multi_token import MultiTokenPrediction
 from whet.objectives.preference import Preference, answer_logprobs
@@ -49,6 +51,7 @@ class Needs:
     """What of a record an objective reads."""
 
     pairs: bool = False
+    prompts: bool = False  # only what comes before the answer; the record is for the rewards
     columns: tuple[str, ...] = ()
     labels: Labels | None = None
 
@@ -62,7 +65,18 @@ def needs_of(objective: AnyObjective | MixObjective) -> Needs:
             return Needs(columns=distrust.COLUMNS)
         case ClassifyObjective():
             return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
+        case GRPOObjective():
+            return Needs(prompts=True)
     return Needs()
+
+
+def online_reference(model: LanguageModel) -> LanguageModel | Literal["adapters-off"]:
+    """The untrained model, for as long as the run: itself without its adapters, or a copy."""
+    if any(True for _ in adapted(model)):
+        log.info("reference: the model with its adapters off")
+        return "adapters-off"
+    log.info("reference: a frozen copy of the model")
+    return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 class ObjectiveBuilder:
@@ -91,23 +105,34 @@ class ObjectiveBuilder:
         """The objective that a config, or one part of a mix, describes."""
         match section:
             case PreferenceObjective():
-                return self._preference(section)
+                found = self._preference(section)
             case DistillObjective():
-                return self._distillation(section)
+                found = self._distillation(section)
             case MTPObjective():
-                return self._multi_token(section)
+                found = self._multi_token(section)
             case DistrustObjective():
-                return self._distrust(section)
+                found = self._distrust(section)
             case ClassifyObjective():
                 train = self.examples["train"]
                 assert isinstance(train, StoredExamples)
-                return build_classify(section, self.model, train, seed=self.seed)
-        return SFT()
+                found = build_classify(section, self.model, train, seed=self.seed)
+            case GRPOObjective():
+                found = GRPO(
+                    epsilon=section.epsilon,
+                    epsilon_high=section.epsilon_high,
+                    beta=section.beta,
+                    aggregation=section.aggregated_by,
+                    max_tokens=section.max_new_tokens,
+                    temperature=section.temperature,
+                )
+            case _:
+                found = SFT()
+        return found
 
     def _preference(self, section: PreferenceObjective) -> Objective:
         reference: LanguageModel | Literal["adapters-off"] | None = None
         if section.kind in ("dpo", "ipo") and section.reference == "online":
-            reference = self._online_reference()
+            reference = online_reference(self.model)
         elif section.kind in ("dpo", "ipo"):
             for name, pairs in self.examples.items():
                 assert isinstance(pairs, StoredPairs)
@@ -119,13 +144,6 @@ class ObjectiveBuilder:
             label_smoothing=section.label_smoothing,
             reference=reference,
         )
-
-    def _online_reference(self) -> LanguageModel | Literal["adapters-off"]:
-        if any(True for _ in adapted(self.model)):
-            log.info("reference: the model with its adapters off")
-            return "adapters-off"
-        log.info("reference: a frozen copy of the model")
-        return copy.deepcopy(self.model).requires_grad_(False).eval()
 
     def _references(self, name: str, pairs: StoredPairs) -> np.ndarray:
         """What the untrained model makes of each answer: computed once, kept beside the tokens."""

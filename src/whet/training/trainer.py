@@ -93,7 +93,7 @@ class Trainer:
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
         self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint)
-        self._step_began_at: dict[str, int] | None = None
+        self._step_began_at: dict[str, Any] | None = None
 
     def fit(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""
@@ -264,11 +264,11 @@ class Trainer:
 
     def _evaluate_and_tell(self) -> None:
         """Evaluate, once a step, tell the callbacks, and keep a checkpoint when it is the best so far."""
-        if not self.eval_batches or self.state.evaluated_step == self.state.step:
+        if not self._evaluates or self.state.evaluated_step == self.state.step:
             return
         started = time.perf_counter()
         try:
-            metrics = self.evaluate(self.eval_batches)
+            metrics = self.evaluate(self.eval_batches) if self.eval_batches else {}
             for evaluator in self.evaluators:
                 metrics |= evaluator()
         except EvaluationStoppedError:
@@ -278,12 +278,17 @@ class Trainer:
         self._tell("on_eval_end", self.state.step, metrics)
         self._remember(metrics)
         early = self.config.eval.early_stop
-        watched = early.metric if early is not None else "eval_loss"
+        usual = "eval_loss" if "eval_loss" in metrics else "eval_reward"
+        watched = early.metric if early is not None else usual
         best = self.state.best
         if watched in metrics and is_better(watched, metrics[watched], best["value"] if best else None):
             self.state.best = {"metric": watched, "value": metrics[watched], "step": self.state.step}
             if self.state.step or early is not None:  # nobody asks for untouched weights back otherwise
                 self.save()
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self.eval_batches or self.evaluators)
 
     def _remember(self, metrics: Metrics) -> None:
         row = {"step": self.state.step, **metrics}
@@ -336,7 +341,7 @@ class Trainer:
         finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
         if finished:
             self._evaluate_and_tell()
-            finished = not self.eval_batches or self.state.evaluated_step == self.state.step
+            finished = not self._evaluates or self.state.evaluated_step == self.state.step
         self.save()
         self._wait_for_save()
         if finished:

@@ -1,0 +1,103 @@
+"""SmolLM2 on house commands: a brief fine-tuning, then GRPO on top of it, with the time each takes.
+
+    python benchmarks/grpo_house.py [section.key=value ...]
+
+runs examples/grpo-house-sft.yaml and examples/grpo-house.yaml (overrides are for the latter; `sft:` before one
+is for the former), prints what comes of them and writes benchmarks/results/grpo-house.json.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import whet
+from whet.config.load import load_config
+from whet.config.sections import RunConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import describe_machine
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "grpo-house.json"
+ROWS = (
+    "step",
+    "reward_mean",
+    "no_signal_fraction",
+    "entropy",
+    "completion_tokens",
+    "truncated_fraction",
+    "mismatch",
+)
+SPEEDS = ("generation_tokens_per_s", "tokens_per_s", "generation_s", "reward_s", "step_s")
+
+
+class Show(whet.Callback):
+    """Progress on the terminal."""
+
+    def on_step_end(self, step, metrics):
+        if step == 1 or step % 10 == 0:
+            print(
+                step,
+                {key: round(metrics[key], 4) for key in (*ROWS[1:], *SPEEDS) if key in metrics},
+                flush=True,
+            )
+
+    def on_eval_end(self, step, metrics):
+        print(f"evaluation at {step}:", {key: round(value, 4) for key, value in metrics.items()}, flush=True)
+
+
+def timed(config: RunConfig) -> tuple[whet.RunResult, float]:
+    started = time.perf_counter()
+    result = whet.train(config, [Show()])
+    return result, time.perf_counter() - started
+
+
+def matches(result: whet.RunResult) -> list[dict[str, float]]:
+    """Exact match at each evaluation."""
+    return [
+        {"step": row["step"], "exact_match": row["exact_match"]}
+        for row in result.history
+        if "exact_match" in row
+    ]
+
+
+def main() -> None:
+    tuned_overrides = [word.removeprefix("sft:") for word in sys.argv[1:] if word.startswith("sft:")]
+    overrides = [word for word in sys.argv[1:] if not word.startswith("sft:")]
+    with tempfile.TemporaryDirectory() as scratch:
+        place = f"run.dir={scratch}"
+        tuned, tuned_s = timed(
+            load_config(ROOT / "examples" / "grpo-house-sft.yaml", [place, *tuned_overrides])
+        )
+        start = f"model={tuned.directory}"
+        result, seconds = timed(
+            load_config(ROOT / "examples" / "grpo-house.yaml", [place, start, *overrides])
+        )
+        steps = [row for row in result.history if "reward_mean" in row]
+        found = matches(result)
+        written = {
+            "what": "examples/grpo-house-sft.yaml, then examples/grpo-house.yaml",
+            "machine": describe_machine(),
+            "overrides": sys.argv[1:],
+            "fine_tuning": {"seconds": tuned_s, "evaluations": matches(tuned)},
+            "grpo": {
+                "seconds": seconds,
+                "exact_match_before": found[0]["exact_match"],
+                "exact_match_after": found[-1]["exact_match"],
+                "gain_points": 100 * (found[-1]["exact_match"] - found[0]["exact_match"]),
+                "test": result.summary.get("test"),
+                "evaluations": found,
+                "steps": [
+                    {key: row[key] for key in (*ROWS, *SPEEDS)} for row in steps[:: max(1, len(steps) // 20)]
+                ],
+            },
+        }
+    RESULT.write_text(json.dumps(written, indent=2) + "\n")
+    print(json.dumps(written["grpo"] | {"steps": len(steps)}, indent=2))
+    print(f"gained {written['grpo']['gain_points']:.1f} points in {seconds / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()

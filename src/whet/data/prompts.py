@@ -1,0 +1,62 @@
+"""Prompts to complete: what stands before the answer in any record, with the record itself for who judges."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from whet.data.encode import Encoder, Question
+from whet.data.render import Renderer
+from whet.data.sources import Skipped, Source
+from whet.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question, its answer empty where the record has none, and the fields of the record."""
+
+    question: Question
+    fields: dict[str, Any]  # Any: JSON values
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the model reads."""
+        return self.question.tokens
+
+
+class Prompts(list[Prompt]):
+    """The prompts of a source, and how many of its records were left out."""
+
+    skipped: Skipped
+
+    def summary(self) -> str:
+        """Counts and lengths, for a person."""
+        sizes = sorted(len(prompt.tokens) for prompt in self)
+        quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
+        return f"{len(self):,} prompts, length min/median/p95/max {quantiles}"
+
+
+def read_prompts(source: Source, tokenizer: Any, *, skip_bad: bool = False) -> Prompts:
+    """All prompts of a source. Any: a transformers tokenizer."""
+    skipped = Skipped()
+    found = Prompts(_prompts(source, tokenizer, skipped if skip_bad else None))
+    skipped.count += source.skipped.count
+    skipped.reasons[:0] = source.skipped.reasons
+    found.skipped = skipped
+    if not found:
+        raise DataError(f"{source.name} holds no prompt", hint=skipped.summary())
+    return found
+
+
+def _prompts(source: Source, tokenizer: Any, skipped: Skipped | None) -> Iterator[Prompt]:  # Any: as above
+    renderer, encoder = Renderer(tokenizer), Encoder(tokenizer)
+    for record in source:
+        try:
+            question = encoder.question(renderer.prompt(record))
+            if not question.tokens:
+                raise DataError(f"{record.origin}: the prompt is empty: there is nothing to go on from")
+        except DataError as error:
+            if skipped is None:
+                raise
+            skipped.add(error)
+        else:
+            yield Prompt(question, record.fields)

@@ -1,0 +1,162 @@
+"""What a run with rewards has besides the usual parts: its prompts, its rollouts, its own evaluation."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.config.grpo import GRPOObjective
+from whet.config.sections import RunConfig
+from whet.data.plan import StepSettings
+from whet.data.prompts import Prompt
+from whet.errors import ConfigError, RunError, StorageError
+from whet.generation.engine import Completion
+from whet.generation.exact_match import ExactMatch
+from whet.hardware import Precision
+from whet.models.language_model import LanguageModel
+from whet.storage import append_text
+from whet.training.callbacks import Injector, Metrics
+from whet.training.resuming import set_aside_later_rows
+from whet.training.rewards.pool import RewardPool
+from whet.training.rollouts import Reference, RolloutStream
+from whet.training.sampler import Sampler, fitting
+
+if TYPE_CHECKING:
+    from whet.training.trainer import Trainer
+
+log = logging.getLogger("whet")
+
+_SHOWN = 120  # characters of a sample in the log
+
+
+class Reinforcement:
+    """The rollouts of a run, and the evaluation of its model by the same rewards."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: Mapping[str, Sequence[Prompt]],
+        *,
+        model: LanguageModel,
+        tokenizer: Any,  # Any: a transformers tokenizer
+        pool: RewardPool,
+        precision: Precision,
+    ) -> None:
+        assert isinstance(config.objective, GRPOObjective)
+        self.config = config
+        self.model = model
+        self.sampler = Sampler(model, tokenizer, config.objective, pool, precision)
+        if not self.sampler.stops:
+            log.warning("the tokenizer has no token that ends an answer: every completion is truncated")
+        self.prompts = {name: self._fitting(name, found) for name, found in prompts.items()}
+
+    def _fitting(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+        data = self.config.data
+        found = fitting(
+            prompts,
+            context=self.model.max_positions,
+            max_length=data.max_length,
+            max_new_tokens=self.sampler.settings.max_new_tokens,
+            drop=data.too_long == "drop",
+        )
+        if len(found) < len(prompts):
+            log.warning("%s: %d prompts are too long and left out", name, len(prompts) - len(found))
+        return found
+
+    def stream(self, steps: StepSettings, reference: Reference) -> RolloutStream:
+        """The training steps."""
+        return RolloutStream(
+            self.sampler, self.prompts["train"], steps, seed=self.config.run.seed, reference=reference
+        )
+
+    def evaluator(self, name: str, pause: Callable[[], None]) -> Callable[[], Metrics] | None:
+        """Greedy answers to the prompts of a split, judged: eval_reward, its parts, exact_match."""
+        if name not in self.prompts:
+            return None
+        return lambda: evaluate_rewards(self.sampler, self.prompts[name], pause=pause)
+
+
+def evaluate_rewards(
+    sampler: Sampler, prompts: Sequence[Prompt], *, pause: Callable[[], None] = lambda: None
+) -> Metrics:
+    """The rewards of greedy completions, and how many are exactly the expected answer."""
+    completions: list[Completion] = []
+    rows = sampler.settings.generate_rows
+    for start in range(0, len(prompts), rows):
+        pause()
+        completions += sampler.complete(prompts[start : start + rows])
+    texts = [sampler.text(completion) for completion in completions]
+    scores = sampler.score(prompts, texts)
+    found: Metrics = {"eval_reward": float((scores @ sampler.reward_weights).mean())}
+    for place, reward in enumerate(sampler.settings.rewards):
+        found[f"eval_reward_{reward.label}"] = float(scores[:, place].mean())
+    found["eval_truncated_fraction"] = sum(not c.finished for c in completions) / len(completions)
+    answered = [
+        (text.strip() == prompt.question.answer.strip(), prompt.question.group)
+        for text, prompt in zip(texts, prompts, strict=True)
+        if prompt.question.answer
+    ]
+    if answered:
+        correct, groups = zip(*answered, strict=True)
+        found |= ExactMatch(list(correct), list(groups)).metrics()
+    return found
+
+
+class RolloutMetrics(Injector):
+    """Writes what is known of a step's rollout into its row, and some completions into samples.jsonl."""
+
+    def __init__(self, stream: RolloutStream, path: Path, *, every: int) -> None:
+        self.stream = stream
+        self.path = path
+        self.every = every
+
+    def on_train_begin(self, run: "Trainer") -> None:
+        """A resumed run writes the samples after its checkpoint again."""
+        with contextlib.suppress(StorageError):
+            set_aside_later_rows(self.path, step=run.state.step, evaluated_step=None)
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """Complete the row; the first step on a rollout must find the policy that sampled it."""
+        metrics |= self.stream.metrics
+        apart, tolerance = metrics.get("log_ratio", 0.0), self.stream.tolerance
+        if self.stream.shown_step == 0 and apart > tolerance:
+            raise RunError(
+                f"step {step}: the trainer's log-probabilities are {apart:.3g} away from its own of a moment "
+                f"before, and {tolerance:g} is tolerated: something is random in the model",
+                hint="turn off what drops or routes at random, or raise objective.mismatch_tolerance",
+            )
+        if step == 1 or step % self.every == 0:
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        lines = [
+            json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in self.stream.samples
+        ]
+        try:
+            append_text(self.path, "".join(lines))
+        except StorageError as error:
+            log.warning("%s; these samples are not kept", error.message)
+        for sample in self.stream.samples:
+            prompt, text = (_short(sample[key]) for key in ("prompt", "completion"))
+            log.info("step %d: reward %.3g: %s -> %s", step, sample["reward"], prompt, text)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse settings that would make another policy of the one that samples, or mean nothing here."""
+    if config.method.kind != "full" and config.method.dropout:
+        raise ConfigError(
+            "objective grpo compares log-probabilities with those of a moment before: "
+            "method.dropout must be 0"
+        )
+    if config.data.curriculum is not None:
+        raise ConfigError("objective grpo draws its prompts evenly: it has no data.curriculum")
+    if config.data.order == "mlx":
+        raise ConfigError("objective grpo has no batches of mlx-lm: set data.order to shuffle or sequential")
+    if config.run.batch_size is None:
+        raise ConfigError("objective grpo counts prompts: set run.batch_size instead of run.batch_tokens")

@@ -1,0 +1,1 @@
+"""Rewards: functions `(prompt, completion, record) -> float`, run in processes of their own."""

@@ -1,0 +1,236 @@
+"""Rewards in processes of their own: in parallel, each call with a time limit, none left behind.
+
+The processes are plain ones that read lines, not multiprocessing's: those would run the user's script again.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from whet.config.grpo import GRPOObjective, Reward
+from whet.errors import ConfigError, RunError
+
+_START_S = 120.0  # to import somebody's module: it may bring torch along
+_TOGETHER = 32  # calls handed to a process at once: waiting for each answer takes longer than most rewards
+_SHOWN = 1000  # characters of a completion in an error
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from whet.training.rewards.worker import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A completion to judge."""
+
+    prompt: str
+    completion: str
+    record: dict[str, Any]  # Any: JSON values
+
+
+@dataclass(frozen=True)
+class Call:
+    """One reward on one completion."""
+
+    judged: Judged
+    reward: int
+
+
+class _FailedError(Exception):
+    """A call that brought no number, and why."""
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        path = json.dumps([os.fspath(part) or str(Path.cwd()) for part in sys.path])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run, which finishes its step with these
+        )
+        self._rest = b""
+        self._send({"rewards": [{"function": r.function, "arguments": r.arguments} for r in rewards]})
+
+    def wait_until_ready(self) -> None:
+        """Until the rewards are imported, or cannot be."""
+        answer = self._receive(_START_S)
+        if "error" in answer:
+            raise _FailedError(answer["error"])
+
+    def send(self, calls: Sequence[Call]) -> None:
+        """Calls to be made one after the other."""
+        for call in calls:
+            judged = call.judged
+            self._send(
+                {"reward": call.reward, "arguments": [judged.prompt, judged.completion, judged.record]}
+            )
+
+    def answer(self, *, timeout_s: float) -> float:
+        """What the next of the calls came to."""
+        answer = self._receive(timeout_s)
+        if "error" in answer:
+            raise _FailedError(answer["error"])
+        return float(answer["value"])
+
+    def kill(self) -> None:
+        """End it, whatever it does; who waits for its answer finds out."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Kill it and forget it."""
+        self.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # it may still hold what was never read
+                if pipe is not None:
+                    pipe.close()
+
+    def _send(self, message: dict[str, Any]) -> None:  # Any: JSON values
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died, which `_receive` finds out
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:  # Any: JSON values
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not ready.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                new = os.read(self._process.stdout.fileno(), 2**16)
+                if not new:
+                    raise EOFError
+                self._rest += new
+        line, _, self._rest = self._rest.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)  # Any: JSON values
+        return found
+
+
+class RewardPool:
+    """The processes of a run, from `with` to its end."""
+
+    def __init__(self, settings: GRPOObjective) -> None:
+        self.rewards = settings.rewards
+        self.timeout_s = settings.reward_timeout
+        self.on_error = settings.on_error
+        self.failures = 0  # calls that counted as on_error
+        self._count = settings.reward_workers or min(4, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(max_workers=self._count)
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()  # None: one to start anew
+        self._alive: set[_Worker] = set()
+        self._ended = False
+        for _ in range(self._count):
+            self._idle.put(None)
+
+    def __enter__(self) -> "RewardPool":
+        """Try every reward by itself, so that an error names the one that is wrong."""
+        for reward in self.rewards:
+            self._try(reward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        for worker in list(self._alive):  # so that no call waits any longer
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in list(self._alive):
+            self._end(worker)
+
+    def _try(self, reward: Reward) -> None:
+        worker = self._start([reward])
+        try:
+            worker.wait_until_ready()
+        except (_FailedError, EOFError, TimeoutError) as error:
+            why = str(error) or ("its process ended" if isinstance(error, EOFError) else "it never loaded")
+            raise ConfigError(f"objective.rewards: {reward.function} cannot be used: {why}") from None
+        finally:
+            self._end(worker)
+
+    def _start(self, rewards: Sequence[Reward]) -> _Worker:
+        worker = _Worker(rewards)
+        self._alive.add(worker)
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        worker.end()
+        self._alive.discard(worker)
+
+    def score(self, judged: Sequence[Judged]) -> list[list[float]]:
+        """What each reward says of each completion, [completions][rewards]."""
+        width = len(self.rewards)
+        calls = [Call(each, reward) for each in judged for reward in range(width)]
+        size = min(_TOGETHER, -(-len(calls) // self._count))
+        pieces = [calls[start : start + size] for start in range(0, len(calls), size)]
+        futures = [self._threads.submit(self._run, piece) for piece in pieces]
+        try:
+            values = [value for future in futures for value in future.result()]
+        finally:
+            for future in futures:
+                future.cancel()
+        return [values[start : start + width] for start in range(0, len(values), width)]
+
+    def take_failures(self) -> int:
+        """Calls that counted as on_error since this was asked last."""
+        found, self.failures = self.failures, 0
+        return found
+
+    def _run(self, calls: Sequence[Call]) -> list[float]:
+        """Some calls in one process; where it hangs or dies, another one goes on behind that call."""
+        worker, values = self._idle.get(), list[float]()
+        try:
+            while len(values) < len(calls) and not self._ended:
+                if worker is None:
+                    worker = self._start(self.rewards)
+                    worker.wait_until_ready()
+                worker.send(calls[len(values) :])
+                try:
+                    while len(values) < len(calls):
+                        values.append(self._answer(worker, calls[len(values)]))
+                except (TimeoutError, EOFError) as error:
+                    self._end(worker)
+                    worker = None
+                    slow = isinstance(error, TimeoutError)
+                    why = f"it took more than {self.timeout_s:g} s" if slow else "it ended its process"
+                    values.append(self._failed(calls[len(values)], why))
+        except BaseException:
+            if worker is not None:  # it still has calls to make that nobody waits for
+                self._end(worker)
+                worker = None
+            raise
+        finally:
+            self._idle.put(worker)
+        return values
+
+    def _answer(self, worker: _Worker, call: Call) -> float:
+        try:
+            return worker.answer(timeout_s=self.timeout_s)
+        except _FailedError as error:
+            return self._failed(call, str(error))
+
+    def _failed(self, call: Call, why: str) -> float:
+        if self.on_error is not None:
+            self.failures += 1
+            return self.on_error
+        raise RunError(
+            f"the reward {self.rewards[call.reward].label} failed: {why}\n"
+            f"  prompt: {call.judged.prompt[-_SHOWN:]!r}\n  completion: {call.judged.completion[:_SHOWN]!r}",
+            hint="mend it, or set objective.on_error to the value that such a completion shall have",
+        )

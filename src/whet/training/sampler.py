@@ -1,0 +1,102 @@
+"""The model that is trained as one that answers: completions of prompts, and what they are worth."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.config.grpo import GRPOObjective
+from whet.data.prompts import Prompt
+from whet.errors import DataError
+from whet.generation.engine import Completion, complete
+from whet.generation.sampling import Sampling
+from whet.generation.text import stop_tokens
+from whet.hardware import Precision
+from whet.models.language_model import LanguageModel
+from whet.training.rewards.pool import Judged, RewardPool
+
+
+class Sampler:
+    """Completions of some prompts, and what they are worth."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Any,  # Any: a transformers tokenizer
+        settings: GRPOObjective,
+        pool: RewardPool,
+        precision: Precision,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.pool = pool
+        self.precision = precision
+        self.stops = stop_tokens(model, tokenizer)
+
+    def complete(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> Iterator[Completion]:
+        """What the model makes of each prompt, computed as in training; greedy without a sampling."""
+        rows = self.settings.generate_rows
+        for start in range(0, len(prompts), rows):
+            with computing(self.model, self.precision):
+                found = complete(
+                    self.model,
+                    [prompt.tokens for prompt in prompts[start : start + rows]],
+                    max_tokens=self.settings.max_new_tokens,
+                    stop_tokens=self.stops,
+                    sampling=sampling,
+                    seeds=None if seeds is None else seeds[start : start + rows],
+                )
+            yield from found
+
+    def text(self, completion: Completion) -> str:
+        """What a completion says."""
+        tokens = completion.tokens[:-1] if completion.finished else completion.tokens
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
+        """What each reward says of each completion, [completions, rewards], before weighting."""
+        judged = [
+            Judged(prompt.question.text, text, prompt.fields)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        return np.array(self.pool.score(judged), dtype=np.float64)
+
+    @property
+    def reward_weights(self) -> np.ndarray:
+        """[rewards]."""
+        return np.array([reward.weight for reward in self.settings.rewards])
+
+
+def computing(model: LanguageModel, precision: Precision) -> torch.autocast:
+    """The number format that the trainer computes in: a sampler in another one would be another policy."""
+    mixed = precision.compute != precision.trained
+    return torch.autocast(model.device.type, dtype=precision.compute, enabled=mixed)
+
+
+def fitting(
+    prompts: Sequence[Prompt], *, context: int, max_length: int, max_new_tokens: int, drop: bool
+) -> list[Prompt]:
+    """The prompts that leave room for a completion; one that does not is an error, or left out."""
+    limit = min(max_length, context) - max_new_tokens
+    long = [prompt for prompt in prompts if len(prompt.tokens) > limit]
+    if not long:
+        return list(prompts)
+    found = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+    if drop and found:
+        return found
+    key = "data.max_length" if max_length < context else "the model's context"
+    raise DataError(
+        f"{long[0].question.origin}: a prompt of {len(long[0].tokens)} tokens leaves no room for "
+        f"objective.max_new_tokens={max_new_tokens} in {key}, {min(max_length, context)} tokens "
+        f"({len(long)} of {len(prompts)} prompts are too long)",
+        hint="lower objective.max_new_tokens, raise data.max_length, or leave them out: data.too_long: drop",
+    )

@@ -1,0 +1,73 @@
+"""Prompts: what stands before the answer in records of every shape."""
+
+import json
+
+import pytest
+
+from whet.data.prompts import read_prompts
+from whet.data.sources import open_source
+from whet.data.synthetic import generate
+from whet.errors import DataError
+
+
+def prompts(tmp_path, tokenizer, *records, form="auto", **settings):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_prompts(open_source(str(path), form=form), tokenizer, **settings)
+
+
+def test_every_shape_gives_the_text_before_its_answer(tmp_path, tiny):
+    _, tokenizer = tiny
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    records = [
+        {"messages": [user, answer], "group": "known", "extra": [1]},
+        {"messages": [user]},
+        {"prompt": "hi", "completion": "yes"},
+        {"prompt": "hi"},
+        {"prompt": [user]},
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+    ]
+    found = prompts(tmp_path, tokenizer, *records)
+    assert {tokenizer.decode(prompt.tokens) for prompt in found} == {"<|user|>hi<|end|><|assistant|>"}
+    assert [prompt.question.answer for prompt in found] == ["yes", "", "yes", "", "", "yes"]
+    assert {prompt.question.text for prompt in found} == {"hi"}
+    assert found[0].question.group == "known"
+    assert found[0].fields["extra"] == [1]
+    tokenizer.chat_template = None
+    found = prompts(tmp_path, tokenizer, *records[2:4])
+    assert [tokenizer.decode(prompt.tokens) for prompt in found] == ["hi", "hi"]
+
+
+def test_a_question_is_a_prompt_where_the_config_asks_for_prompts(tmp_path, tiny):
+    [found] = prompts(tmp_path, tiny[1], {"question": "1+1?", "answer": "#### 2"}, form="prompt")
+    assert found.question.text == "1+1?"
+    assert found.fields["answer"] == "#### 2"
+
+
+def test_records_without_a_prompt_are_refused_or_counted(tmp_path, tiny):
+    bad, good = {"text": "only a text"}, {"prompt": "hi"}
+    with pytest.raises(DataError, match=":2: a text record has no prompt to complete"):
+        prompts(tmp_path, tiny[1], good, bad)
+    found = prompts(tmp_path, tiny[1], good, bad, skip_bad=True)
+    assert (len(found), found.skipped.count) == (1, 1)
+    with pytest.raises(DataError, match="holds no prompt"):
+        prompts(tmp_path, tiny[1], bad, skip_bad=True)
+    with pytest.raises(DataError, match="holds no records"):
+        prompts(tmp_path, tiny[1])
+
+
+def test_the_sums_are_right_and_their_splits_apart():
+    train, valid = generate("synth:sums"), generate("synth:sums-valid")
+    assert len({record["prompt"] for record in [*train, *valid]}) == 4550 + 500 == 100 * 101 // 2
+    for record in [*train, *valid]:
+        a, b = map(int, record["prompt"].removesuffix("=").split("+"))
+        assert int(record["completion"]) == a + b <= 99
+    assert generate("synth:sums:3") == train[:3]
+    careless = generate("synth:sums-careless")
+    assert [record["prompt"] for record in careless] == [record["prompt"] for record in train]
+    off = [abs(int(a["completion"]) - int(b["completion"])) for a, b in zip(train, careless, strict=True)]
+    assert set(off) == {0, 10}
+    assert 0.48 < off.count(10) / len(off) < 0.52
+    assert all(0 <= int(record["completion"]) <= 99 for record in careless)
+    with pytest.raises(DataError, match="only 500"):
+        generate("synth:sums-valid:501")
