@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
+
+from whet.ops.linear import linear
 
 
 class Quantised(Protocol):
@@ -66,7 +67,7 @@ class _Products(torch.autograd.Function):
                     low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
-                y = F.linear(flat, weight, biases[index]).addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
+                y = linear(flat, weight, biases[index]).addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype

@@ -16,6 +16,7 @@ from whet.models.rope import alibi_slopes, inverse_frequencies, rotation, sinuso
 from whet.models.spec import BlockSpec, ModelSpec, RopeSpec, YarnRopeScaling
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.linear import Linear
 
 # before and after attention, before and after the feed-forward layer, by placement
 _NORM_NAMES = {
@@ -84,9 +85,10 @@ class Decoder(LanguageModel):
         )
         self.norm = make_norm(spec.norm, spec.d_model)
         if not spec.tied_head:
-            self.lm_head = nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+            self.lm_head = Linear(spec.d_model, spec.vocab_size, bias=False)
         self.grad_checkpoint = False
         self._frequencies: dict[tuple[torch.device, RopeSpec, int], torch.Tensor] = {}
+        self._alibi: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self._source_config = dict(source_config or {})  # token ids and the like, kept for saving
 
     def hidden(
@@ -120,7 +122,7 @@ class Decoder(LanguageModel):
         x = self.embed_tokens(tokens)
         if self.spec.embedding_scale != 1.0:
             # rounded to the dtype first, as the families that scale were trained
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
         if self.spec.positions == "learned":
             x = x + self.embed_positions(positions)
         elif self.spec.positions == "sinusoidal":
@@ -150,16 +152,19 @@ class Decoder(LanguageModel):
         if self.spec.positions != "alibi":
             return {}
         counts = {attention.heads for attention in self.spec.attentions}
-        return {heads: alibi_slopes(heads).to(x.device, x.dtype) for heads in counts}
+        missing = {(x.device, x.dtype, heads) for heads in counts} - self._alibi.keys()
+        for device, dtype, heads in missing:  # kept: a CUDA graph cannot copy them from the host
+            self._alibi[device, dtype, heads] = alibi_slopes(heads).to(device, dtype)
+        return {heads: self._alibi[x.device, x.dtype, heads] for heads in counts}
 
     def head(self) -> Head:
         """The output projection."""
         weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
         return Head(weight, softcap=self.spec.logit_softcap)
 
-    def new_cache(self) -> KeyValueCache:
+    def new_cache(self, capacity: int = 0) -> KeyValueCache:
         """An empty key/value cache for this model."""
-        return KeyValueCache(len(self.layers))
+        return KeyValueCache(len(self.layers), capacity)
 
     def blocks(self) -> Iterable[nn.Module]:
         """The layers, in order."""

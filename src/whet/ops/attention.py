@@ -21,6 +21,7 @@ class Layout:
     slots: torch.Tensor | None = None  # [B, keys]; None: 0, 1, 2, ...
     mask: torch.Tensor | None = None  # [B or 1, 1, queries, keys], bool; None: plain causal or all visible
     causal: bool = True
+    queries: torch.Tensor | None = None  # [B, queries], their positions; None: those of the last slots
     # masks of sliding windows, made when a layer first asks
     _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -55,7 +56,8 @@ class Layout:
     def distances(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
         """How far back [B or 1, 1, queries, keys] each key stands from each query."""
         slots = torch.arange(keys, device=device)[None] if self.slots is None else self.slots
-        return (slots[:, keys - queries :, None] - slots[:, None, :])[:, None]
+        asking = slots[:, keys - queries :] if self.queries is None else self.queries
+        return (asking[:, :, None] - slots[:, None, :])[:, None]
 
     def windowed(self, window: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
         """This layout's mask, narrowed to the last `window` positions."""
@@ -101,6 +103,8 @@ def attend(
     if window is not None and window < total:
         mask, causal = layout.windowed(window, count, total, queries.device), False
     if slopes is None and softcap is None:
+        if count == 1 and queries.shape[1] != keys.shape[1]:
+            return _attend_grouped(queries, keys, values, mask=mask, scale=scale)
         return F.scaled_dot_product_attention(
             queries,
             keys,
@@ -115,6 +119,24 @@ def attend(
         mask = distance >= 0
     bias = None if slopes is None else -slopes[:, None, None] * distance
     return _spelled_out(queries, keys, values, mask=mask, scale=scale, softcap=softcap, bias=bias)
+
+
+def _attend_grouped(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """One query a row: heads that share keys become the queries of one head, which reads its keys once.
+
+    Kernels that take a mask know no grouped heads on CUDA, so this also keeps the fast ones in reach.
+    """
+    batch, heads, _, size = queries.shape
+    grouped = queries.reshape(batch, keys.shape[1], -1, size)
+    mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return mixed.reshape(batch, heads, 1, -1)
 
 
 def _spelled_out(
