@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
 
 import whet
 from tiny import random_examples
 from whet.errors import DataError
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
+from whet.models.bridge import Bridge
 
 
 def prompts(count=5, shared=0):
@@ -46,12 +47,13 @@ def test_greedy_tokens_equal_transformers(tiny, tiny_directory):
 
 def test_the_bridge_decodes_ragged_batches_like_its_full_forward(tmp_path):
     torch.manual_seed(0)
-    settings = MistralConfig(
+    settings = StableLmConfig(
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=None, initializer_range=0.2, pad_token_id=None,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=None,
     )  # fmt: skip
-    MistralForCausalLM(settings).save_pretrained(tmp_path)
+    StableLmForCausalLM(settings).save_pretrained(tmp_path)
     model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Bridge)
     for shared in (0, 12):
         asked = prompts(shared=shared)
         assert generate_tokens(model, asked, max_tokens=12, stop_tokens=set()) == [

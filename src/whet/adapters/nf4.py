@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.ops.linear import linear
-
 BLOCK = 64
 SCALES_BLOCK = 256
 # quantiles of a normal distribution, scaled to [-1, 1]; the paper's appendix E
@@ -138,7 +136,7 @@ class _FrozenLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: NF4Linear) -> torch.Tensor:  # Any: autograd's context
         ctx.layer, ctx.dtype = layer, x.dtype
         with torch.autocast(x.device.type, enabled=False):
-            return linear(x.to(layer.dtype), layer.weight)
+            return F.linear(x.to(layer.dtype), layer.weight)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from whet.ops.linear import linear
 
@@ -34,7 +35,8 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
         for layer, base in zip(layers, bases, strict=True)
         for tensor in (layer.weight if base is None else None, layer.bias, layer.a, layer.b)
     ]
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, tuple(la.scale for la in layers), bases, *tensors)
+    scales = tuple(layer.scale for layer in layers)
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, torch.is_grad_enabled(), *tensors)
     return outputs
 
 
@@ -50,9 +52,11 @@ class _Products(torch.autograd.Function):
         x: torch.Tensor,
         scales: tuple[float, ...],
         bases: tuple[Quantised | None, ...],
+        learning: bool,  # in here gradients are always off
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         biases = tensors[1::4]
+        multiply = F.linear if learning else linear
         a_parts, b_parts = (
             [t for t in tensors[k::4] if t is not None] for k in (2, 3)
         )  # None is never there
@@ -67,7 +71,8 @@ class _Products(torch.autograd.Function):
                     low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
-                y = linear(flat, weight, biases[index]).addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
+                y = multiply(flat, weight, biases[index])
+                y.addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
@@ -97,7 +102,7 @@ class _Products(torch.autograd.Function):
                 for grad, own, b, scale in zip(grads, low.split(ranks, 1), b_parts, ctx.scales, strict=True)
             ]
         own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
-        return grad_x, None, None, *own_grads
+        return grad_x, None, None, None, *own_grads
 
 
 def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., in] times weight [out, in] transposed, plus bias.
 
     For a few float32 rows on a CPU that need no gradient, as (W x')', which the BLAS does in half the time.
+    Not where gradients are on: the result lies transposed in memory, and dropout draws in memory's order.
     """
     if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
