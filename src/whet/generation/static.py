@@ -116,14 +116,15 @@ class StaticRows:
         self._replay()
 
     def _recorded(self) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.step()
         except RuntimeError as error:
             self.graph = False
-            log.info("generation: without CUDA graphs (%s)", str(error).splitlines()[0])
+            torch.cuda.set_stream(stream)  # a recording that failed leaves its own behind
             torch.cuda.synchronize()
+            log.info("generation: without CUDA graphs (%s)", str(error).splitlines()[0])
             return self.step
         return graph.replay
 

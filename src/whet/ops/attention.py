@@ -134,7 +134,8 @@ def _attend_grouped(
     Kernels that take a mask know no grouped heads on CUDA, so this also keeps the fast ones in reach.
     """
     batch, heads, _, size = queries.shape
-    grouped = queries.reshape(batch, keys.shape[1], -1, size)
+    # contiguous: the kernels read transposed queries at a third of the speed
+    grouped = queries.reshape(batch, keys.shape[1], -1, size).contiguous()
     mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return mixed.reshape(batch, heads, 1, -1)
 
