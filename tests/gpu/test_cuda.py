@@ -9,11 +9,14 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import random_examples, run_config
+from whet.adapters.adapter import adapted
 from whet.adapters.nf4 import dequantise, quantise
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.plan import StepSettings
-from whet.generation.engine import generate_tokens
+from whet.generation.engine import complete, generate_tokens
+from whet.generation.sampling import Sampling
+from whet.generation.static import StaticRows
 from whet.hardware import choose_precision
 from whet.models.experts import mixtures
 from whet.models.initialise import from_scratch
@@ -242,6 +245,71 @@ def test_generation_gives_the_tokens_of_the_cpu(tiny_directory):
         for device in ("cpu", "cuda")
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("adapter", [None, "lora", "dora"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_steps_give_the_tokens_of_the_cpu(tiny_directory, monkeypatch, temperature, adapter):
+    """Rows that end early, penalties and adapters included; only the first step of a shape is run as it is."""
+    ran = []
+    original = StaticRows.step
+    monkeypatch.setattr(StaticRows, "step", lambda self: (ran.append(len(self._token)), original(self)))
+    prompts = [example.tokens for example in random_examples(8, seed=1)]
+    found = []
+    for device in ("cpu", "cuda"):
+        model, _ = whet.load(tiny_directory, dtype=torch.float32, device=device)
+        if adapter:
+            whet.attach_lora(model, rank=4, variant=adapter)
+            generator = torch.Generator().manual_seed(1)
+            for _, layer in adapted(model):
+                layer.lora_B.data.copy_(torch.randn(layer.lora_B.shape, generator=generator) * 0.2)
+        sampling = Sampling(temperature, top_k=100, top_p=0.95, repetition_penalty=1.1)
+        found.append(
+            complete(
+                model,
+                prompts,
+                max_tokens=60,
+                stop_tokens=range(0, 260, 20),
+                sampling=sampling,
+                seeds=range(8),
+            )
+        )
+    assert [row.tokens for row in found[0]] == [row.tokens for row in found[1]]
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(here.logprobs), torch.tensor(there.logprobs), rtol=0, atol=1e-3
+        )
+    assert len(ran) == 2 * len(set(ran)), "for each number of rows, one step to warm up and one to record"
+
+
+def test_what_cannot_be_recorded_is_decoded_step_by_step(tiny_directory, monkeypatch, caplog):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cuda")
+    settings = {"max_tokens": 12, "stop_tokens": set()}
+    prompts = [[1, 2, 3], [4, 5]]
+    expected = generate_tokens(model, prompts, **settings)
+    original = model.hidden
+
+    def hidden(*inputs):
+        found = original(*inputs)
+        found.sum().item()  # the host waits: not allowed while a graph is recorded
+        return found
+
+    monkeypatch.setattr(model, "hidden", hidden)
+    with caplog.at_level("INFO", logger="whet"):
+        assert generate_tokens(model, prompts, **settings) == expected
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_generation_under_autocast_equals_itself_and_leaves_training_alone(tiny_directory):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cuda")
+    prompts = [example.tokens for example in random_examples(4, seed=1)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        first, again = (
+            complete(model, prompts, max_tokens=20, stop_tokens=set(), seeds=range(4)) for _ in range(2)
+        )
+    assert first == again
+    model.train()
+    model.hidden(torch.arange(5, device=CUDA)[None]).sum().backward()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

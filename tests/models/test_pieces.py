@@ -109,8 +109,11 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("steps", ["growing", "static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_decoding_with_a_cache_equals_decoding_without(name):
+def test_decoding_with_a_cache_equals_decoding_without(name, steps, request):
+    if steps == "static":
+        request.getfixturevalue("static_steps")
     blocks, settings = MODELS[name]
     decoder = model(blocks, **settings)
     tokens = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -275,11 +275,6 @@ def test_configs_that_make_no_sense(tiny_directory, tmp_path, sections, message)
         make_config(config(tiny_directory, tmp_path, **sections))
 
 
-def test_early_stopping_on_classes_needs_classes(tiny_directory, tmp_path):
-    with pytest.raises(ConfigError, match="f1_macro needs objective.kind: classify"):
-        make_config(run_config(tiny_directory, tmp_path, eval={"early_stop": {"metric": "f1_macro"}}))
-
-
 def test_adapters_go_on_q_and_v_unless_the_config_says_otherwise(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path)
     assert make_config(settings).method.targets == "qv"

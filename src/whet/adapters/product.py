@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from whet.ops.linear import linear
+
 
 class Quantised(Protocol):
     """A base layer that makes its weight when it is needed."""
@@ -33,7 +35,8 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
         for layer, base in zip(layers, bases, strict=True)
         for tensor in (layer.weight if base is None else None, layer.bias, layer.a, layer.b)
     ]
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, tuple(la.scale for la in layers), bases, *tensors)
+    scales = tuple(layer.scale for layer in layers)
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, torch.is_grad_enabled(), *tensors)
     return outputs
 
 
@@ -49,6 +52,7 @@ class _Products(torch.autograd.Function):
         x: torch.Tensor,
         scales: tuple[float, ...],
         bases: tuple[Quantised | None, ...],
+        learning: bool,  # in here gradients are always off
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         biases = tensors[1::4]
@@ -66,7 +70,8 @@ class _Products(torch.autograd.Function):
                     low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
-                y = _run(_output, flat, weight, biases[index], own, b.to(flat.dtype), scales[index])
+                output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], learning)
+                y = _run(_output, *output)
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
@@ -95,7 +100,7 @@ class _Products(torch.autograd.Function):
                 for grad, own, b, scale in zip(grads, low.split(ranks, 1), b_parts, ctx.scales, strict=True)
             ]
         own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
-        return grad_x, None, None, *own_grads
+        return grad_x, None, None, None, *own_grads
 
 
 def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:
@@ -117,9 +122,11 @@ def _output(
     low: torch.Tensor,
     b: torch.Tensor,
     scale: float,
+    learning: bool,
 ) -> torch.Tensor:
     """x W' + bias + scale * low B', the second product added in place."""
-    return F.linear(flat, weight, bias).addmm_(low, b.T, alpha=scale)
+    multiply = F.linear if learning else linear
+    return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
 
 
 def _input_gradient(

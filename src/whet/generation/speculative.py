@@ -11,7 +11,7 @@ from whet.adapters.load import CHECKPOINT_WEIGHTS, load, put_trained, read_train
 from whet.config.load import load_config
 from whet.config.mtp import MTPObjective
 from whet.errors import ModelError
-from whet.generation.engine import _check_prompts, evaluating
+from whet.generation.engine import check_prompts, evaluating
 from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
 from whet.models.mtp import PredictionHeads, block_of, new_heads
@@ -67,7 +67,7 @@ def speculate(
     The tokens are those of plain decoding: a guess counts only when it is the model's own choice. Where two
     tokens are equally likely to the last bit or so, the order in which sums are rounded may decide.
     """
-    _check_prompts(model, [prompt])
+    check_prompts(model, [prompt])
     end = min(len(prompt) + max_tokens, model.max_positions)
     known, new, guesses = list(prompt), list(prompt), list[int]()
     passes = guessed = accepted = 0

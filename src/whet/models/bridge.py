@@ -131,7 +131,7 @@ class Bridge(LanguageModel):
         scale = times / _field(config, "logits_scaling", default=1.0)
         return Head(output.weight, getattr(output, "bias", None), scale, softcap)
 
-    def new_cache(self) -> BridgeCache:
+    def new_cache(self, capacity: int = 0) -> BridgeCache:
         """An empty cache of the kinds this architecture's layers need."""
         from transformers import DynamicCache
 

@@ -17,6 +17,7 @@ from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
 from whet.models.weights import split_parts
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.linear import Linear
 
 # before and after attention, before and after the feed-forward layer, by placement
 _NORM_NAMES = {
@@ -85,9 +86,10 @@ class Decoder(LanguageModel):
         )
         self.norm = make_norm(spec.norm, spec.d_model)
         if not spec.tied_head:
-            self.lm_head = nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+            self.lm_head = Linear(spec.d_model, spec.vocab_size, bias=False)
         self.grad_checkpoint = False
         self._frequencies: dict[tuple[torch.device, RopeSpec, int], torch.Tensor] = {}
+        self._alibi: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self._source_config = dict(source_config or {})  # token ids and the like, kept for saving
 
     def hidden(
@@ -104,7 +106,7 @@ class Decoder(LanguageModel):
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         x = self._embed(tokens, positions)
         turns = rotations(self.spec.attentions, positions, dtype=x.dtype, known=self._frequencies)
-        slopes = slopes_of(self.spec, x)
+        slopes = slopes_of(self.spec, x, known=self._alibi)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer, block in zip(self.layers, self.spec.blocks, strict=True):
             turn, slope = None, None
@@ -122,7 +124,7 @@ class Decoder(LanguageModel):
         x: torch.Tensor = self.embed_tokens(tokens)
         if self.spec.embedding_scale != 1.0:
             # rounded to the dtype first, as the families that scale were trained
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
         return x
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -138,9 +140,9 @@ class Decoder(LanguageModel):
         weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
         return Head(weight, softcap=self.spec.logit_softcap)
 
-    def new_cache(self) -> KeyValueCache:
+    def new_cache(self, capacity: int = 0) -> KeyValueCache:
         """An empty key/value cache for this model."""
-        return KeyValueCache(len(self.layers))
+        return KeyValueCache(len(self.layers), capacity)
 
     def blocks(self) -> Iterable[nn.Module]:
         """The layers, in order."""

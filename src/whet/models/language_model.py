@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.linear import linear
 
 
 class LanguageModel(nn.Module, abc.ABC):
@@ -39,8 +39,8 @@ class LanguageModel(nn.Module, abc.ABC):
         """The output projection."""
 
     @abc.abstractmethod
-    def new_cache(self) -> Any:  # Any: opaque to everyone but the model, apart from `keep(rows)`
-        """An empty key/value cache."""
+    def new_cache(self, capacity: int = 0) -> Any:  # Any: opaque to others, apart from `keep(rows)`
+        """An empty key/value cache, with room for so many tokens where that can be said."""
 
     @abc.abstractmethod
     def blocks(self) -> Iterable[nn.Module]:
@@ -94,7 +94,7 @@ class LanguageModel(nn.Module, abc.ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""
         head = self.head()
-        return head.transform(F.linear(hidden, head.weight, head.bias))
+        return head.transform(linear(hidden, head.weight, head.bias))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] of tokens [B, T]."""

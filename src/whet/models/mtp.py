@@ -61,6 +61,7 @@ class PredictionHeads(nn.Module):
         self.spec = spec  # a block for each head
         self.layers = nn.ModuleList(PredictionHead(spec, layer=layer) for layer in range(len(spec.blocks)))
         self._frequencies: Frequencies = {}
+        self._alibi: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -82,7 +83,7 @@ class PredictionHeads(nn.Module):
         if attention is not None:
             turns = rotations([attention], positions, dtype=hidden.dtype, known=self._frequencies)
             turn = turns.get((attention.rope, attention.rotated))
-            slope = slopes_of(self.spec, hidden).get(attention.heads)
+            slope = slopes_of(self.spec, hidden, known=self._alibi).get(attention.heads)
         if recompute and cache is None and torch.is_grad_enabled():
             return checkpoint(head, hidden, ahead, turn, layout, None, slope, use_reentrant=False)
         return head(hidden, ahead, turn, layout, cache, slope)

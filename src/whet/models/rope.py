@@ -123,9 +123,17 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor(series(whole) + series(2 * whole)[0::2][: heads - whole])
 
 
-def slopes_of(spec: ModelSpec, x: torch.Tensor) -> dict[int, torch.Tensor]:
-    """ALiBi's slopes for each number of heads, where a model has them, for hidden states x."""
+def slopes_of(
+    spec: ModelSpec, x: torch.Tensor, *, known: dict[tuple[torch.device, torch.dtype, int], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """ALiBi's slopes for each number of heads, where a model has them, for hidden states x.
+
+    They are `known` from the first time on: a CUDA graph cannot copy them from the host.
+    """
     if spec.positions != "alibi":
         return {}
     counts = {attention.heads for attention in spec.attentions}
-    return {heads: alibi_slopes(heads).to(x.device, x.dtype) for heads in counts}
+    for heads in counts:
+        if (x.device, x.dtype, heads) not in known:
+            known[x.device, x.dtype, heads] = alibi_slopes(heads).to(x.device, x.dtype)
+    return {heads: known[x.device, x.dtype, heads] for heads in counts}
