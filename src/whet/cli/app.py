@@ -7,7 +7,22 @@ from typing import NoReturn
 import typer
 
 from whet import __version__
-from whet.cli import chat, data, doctor, evaluate, export, generate, merge, pull, resume, tokenizer, train
+from whet.cli import (
+    ablate,
+    chat,
+    data,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    ledger,
+    merge,
+    plan,
+    pull,
+    resume,
+    tokenizer,
+    train,
+)
 from whet.errors import WhetError
 
 app = typer.Typer(
@@ -27,9 +42,12 @@ app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
 app.command("merge")(merge.command)
 app.command("export")(export.command)
+app.command("plan")(plan.command)
+app.command("ablate")(ablate.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _show_version(asked: bool) -> None:

@@ -70,9 +70,19 @@ class DistrustObjective(Section):
     )
 
 
+class RegressionObjective(Section):
+    """Regression: the squared error of the quality-decision task."""
+
+    kind: Literal["regression"] = Field(description="mean squared error over rows and outputs")
+    gluing: float = Field(
+        0.0, ge=0, description="weight of the disagreement of two experts on the rows they share"
+    )
+
+
 AnyObjective = Annotated[
-    SFTObjective | PreferenceObjective | DistillObjective | DistrustObjective, Field(discriminator="kind")
+    SFTObjective | PreferenceObjective | DistillObjective | DistrustObjective | RegressionObjective,
+    Field(discriminator="kind"),
 ]
 
 # pydantic names the branch it took by them
-OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust")
+OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust", "regression")

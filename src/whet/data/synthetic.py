@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from whet.data.house import house
 from whet.data.house_pairs import disputes, house_pairs
 from whet.data.python_topics import PYTHON, python_topics
+from whet.data.quality import quality, regression
 from whet.errors import DataError
 
 
@@ -29,6 +30,10 @@ GENERATORS: dict[str, Generator] = {
     "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
+    "quality": Generator(lambda n: quality("train", n), default_n=512, version="1"),
+    "quality-valid": Generator(lambda n: quality("valid", n), default_n=128, version="1"),
+    "regression": Generator(lambda n: regression("train", n), default_n=512, version="1"),
+    "regression-valid": Generator(lambda n: regression("valid", n), default_n=128, version="1"),
 }
 
 

@@ -22,6 +22,7 @@ from whet.generation.text import stop_tokens
 from whet.hardware import Precision
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
+from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.objectives.sft import SFT
 
@@ -39,7 +40,7 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
 
 
 def weighted_loss(
-    model: LanguageModel,
+    model: Trainable,
     objective: Objective,
     batch: Batch,
     *,
@@ -59,14 +60,21 @@ def weighted_loss(
     return torch.stack(terms).sum(), {name: v.detach() / units for name, v in result.metrics.items()}
 
 
+def read_together(*tensors: torch.Tensor) -> list[Any]:  # Any: a number, or the list of a vector's numbers
+    """Read numbers and vectors from their device, waiting for it once."""
+    flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
+    host = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).tolist() for part, tensor in zip(host, tensors, strict=True)]
+
+
 def evaluate_loss(
-    model: LanguageModel,
+    model: Trainable,
     objective: Objective,
     batches: Iterable[Batch],
     *,
     precision: Precision,
     pause: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+) -> dict[str, Any]:  # Any: numbers, and lists of numbers
     """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*.
 
     `pause` is called before each batch, and may raise.
@@ -84,8 +92,8 @@ def evaluate_loss(
                 model, objective, batch.to(model.device), weights=weights, precision=precision
             )
             for name, value in {"loss": loss, **metrics}.items():
-                sums[name] += value
-    found = {f"eval_{name}": value.item() for name, value in sums.items()}
+                sums[name] = sums[name] + value
+    found: dict[str, Any] = {f"eval_{name}": value.tolist() for name, value in sums.items()}
     mean = found["eval_loss"]
     likelihood = getattr(objective, "likelihood", True)
     if likelihood:

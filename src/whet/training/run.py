@@ -17,6 +17,7 @@ from whet.adapters.lora import attach_configured
 from whet.adapters.qlora import quantised_weights
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.preset import Preset
+from whet.config.quality import Quality
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream
 from whet.data.encode import Question
@@ -25,6 +26,7 @@ from whet.generation.exact_match import exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
 from whet.models.scratch import new_model, new_tokenizer
+from whet.models.tabular import QualitySpec, TabularModel, architecture, new_quality_model
 from whet.objectives.base import Objective
 from whet.ops.attention import describe_backend
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
@@ -41,6 +43,7 @@ from whet.training.callbacks import (
 from whet.training.checkpoint import newest_valid, read_state
 from whet.training.compiling import compile_blocks
 from whet.training.provenance import provenance, weights_digest
+from whet.training.quality_run import Gluing, QualitySummary, RowData, write_final
 from whet.training.resuming import (
     is_finished,
     refuse_changes,
@@ -103,7 +106,8 @@ class _Assembly:
         self.run_log = run_log
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
-        self.data = RunData(config)
+        self.quality = isinstance(config.model, Quality)
+        self.data: Any = RowData(config) if self.quality else RunData(config)  # Any: one form, two kinds
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
@@ -162,13 +166,15 @@ class _Assembly:
 
     def _find_tokenizer(self) -> Any:  # Any: a transformers tokenizer
         model = self.config.model
+        if isinstance(model, Quality):
+            return None
         if isinstance(model, Preset):
             return new_tokenizer(model, self.data.texts(), kept_in=self.directory / "tokenizer")
         if (found := tokenizer_of(model)) is None:
             raise ModelError(f"{model} has no tokenizer, so it cannot read records")
         return found
 
-    def _build_model(self) -> LanguageModel:
+    def _build_model(self) -> Any:  # Any: the kind of model that the objective is for
         config, method = self.config, self.config.method
         full = method.kind == "full"
         dtype = self.precision.trained if full else self.precision.frozen
@@ -178,7 +184,11 @@ class _Assembly:
             self.precision.reason,
             describe_backend(self.device),
         )
-        if isinstance(config.model, Preset):
+        model: LanguageModel | TabularModel
+        if isinstance(config.model, Quality):
+            model = new_quality_model(QualitySpec.from_config(config.model), seed=config.run.seed)
+            model.to(self.device, dtype)
+        elif isinstance(config.model, Preset):
             model = new_model(config.model, self.tokenizer, seed=config.run.seed)
             model.to(self.device, dtype)
         elif method.kind == "qlora":
@@ -186,16 +196,17 @@ class _Assembly:
         else:
             model, _ = load_base(config.model, dtype=dtype, device=self.device)
         self.base_digest = weights_digest(model)
-        if full:
+        if isinstance(model, TabularModel) or full:
             model.requires_grad_(True)
         else:
             attach_configured(model, method)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(self.precision.trained)
-        model.grad_checkpoint = config.run.grad_checkpoint
-        if config.run.compile:
-            log.info("compile: %s", compile_blocks(model))
+        if isinstance(model, LanguageModel):
+            model.grad_checkpoint = config.run.grad_checkpoint
+            if config.run.compile:
+                log.info("compile: %s", compile_blocks(model))
         total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         log.info(
@@ -227,6 +238,8 @@ class _Assembly:
         own.append(_FinalAtEnd(self._write_final))
         if test is not None:
             own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
+        if self.quality:
+            own += [Gluing(), QualitySummary(self.model.spec, self.directory)]
         if (early := config.eval.early_stop) is not None:
             own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
         if config.run.max_memory is not None:
@@ -238,10 +251,12 @@ class _Assembly:
     def _describe(self) -> dict[str, str]:
         """What this run is, as the files beside it."""
         self.origins = provenance(self.data.digests(), self.base_digest)
-        architecture = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        described = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        if self.quality:
+            described = architecture(self.model.spec)
         return {
             "config.yaml": to_yaml(self.config),
-            "arch.json": json.dumps(architecture, indent=2) + "\n",
+            "arch.json": json.dumps(described, indent=2) + "\n",
             "provenance.json": json.dumps(self.origins, indent=2) + "\n",
         }
 
@@ -262,6 +277,9 @@ class _Assembly:
         final = self.directory / "final"
         if final.is_dir():
             return  # the run was killed between its result and its summary
+        if self.quality:
+            write_final(self.trainer, self.directory)
+            return
         if self.config.method.kind == "full":
             save(self.model, self.tokenizer, final)
             return

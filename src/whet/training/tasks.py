@@ -17,6 +17,7 @@ from whet.config.objectives import (
     DistillObjective,
     DistrustObjective,
     PreferenceObjective,
+    RegressionObjective,
 )
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
@@ -30,6 +31,7 @@ from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
 from whet.objectives.preference import Preference, answer_logprobs
+from whet.objectives.regression import Regression
 from whet.objectives.sft import SFT
 
 log = logging.getLogger("whet")
@@ -82,6 +84,8 @@ class ObjectiveBuilder:
                 return self._distillation(section)
             case DistrustObjective():
                 return self._distrust(section)
+            case RegressionObjective():
+                return Regression(gluing=section.gluing)
         return SFT()
 
     def _preference(self, section: PreferenceObjective) -> Objective:

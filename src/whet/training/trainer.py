@@ -16,7 +16,7 @@ from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, RunError, StorageError
 from whet.hardware import Precision, choose_precision, peak_gib
-from whet.models.language_model import LanguageModel
+from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.storage import replace_text
 from whet.training.callbacks import (
@@ -34,7 +34,7 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
+from whet.training.evaluation import evaluate_loss, read_together, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
@@ -52,7 +52,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Trainable,
         objective: Objective,
         batches: Iterable[list[Batch]],
         config: RunConfig,
@@ -172,7 +172,7 @@ class Trainer:
             self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
         # the first read of device numbers: everything above was queued without waiting
-        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
+        skipped, norm_value, *values = read_together(skip, norm, *sums.values())
         return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
