@@ -11,6 +11,7 @@ from whet.cli import (
     ablate,
     chat,
     data,
+    diagnose,
     doctor,
     evaluate,
     export,
@@ -44,6 +45,7 @@ app.command("merge")(merge.command)
 app.command("export")(export.command)
 app.command("plan")(plan.command)
 app.command("ablate")(ablate.command)
+app.command("diagnose")(diagnose.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")

@@ -88,6 +88,7 @@ class Router(nn.Linear):
     def __init__(self, padic: Padic | None = None) -> None:
         super().__init__(IN_DIM, EXPERTS)
         self.padic = padic
+        self.record: list[Routing] | None = None  # a list: what is chosen is added to it
 
     def route(self, rows: torch.Tensor) -> Routing:
         """The two best experts of each row."""
@@ -97,7 +98,10 @@ class Router(nn.Linear):
         else:
             chosen = top_by_digits(self.padic.encode(logits), tie=self.padic.tie)
             logits = _Decoded.apply(logits, self.padic)
-        return Routing(chosen, logits.softmax(-1).gather(-1, chosen))
+        routing = Routing(chosen, logits.softmax(-1).gather(-1, chosen))
+        if self.record is not None:
+            self.record.append(routing)
+        return routing
 
 
 def top_by_value(logits: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,9 @@ class Regression:
         """The summed loss, and what the router did."""
         assert isinstance(batch, RowBatch)
         decision = model.decide(batch.features)
-        error = (decision.outputs.float() - batch.outcomes).square().mean(-1)
+        outputs = decision.outputs
+        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        error = (wide - batch.outcomes).square().mean(-1)
         sums = {"loss": error.sum()}
         metrics = {} if decision.routing is None else _router_metrics(decision)
         if "gluing" in self.coefficients and decision.sections is not None:

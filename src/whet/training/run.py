@@ -97,6 +97,16 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
         return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 
+def assemble(config: RunConfig) -> tuple[Any, Objective, Stream]:
+    """The model, the objective and the steps of a run, for those who want to look at them.
+
+    Any: the kind of model that the objective is for.
+    """
+    assembly = _Assembly(config, Path(config.run.dir) / config.run.name, RunLog(log))
+    stream, objective = assembly.parts()
+    return assembly.model, objective, stream
+
+
 class _Assembly:
     """The parts of a run, built in the order in which mistakes are cheapest to find."""
 
@@ -114,13 +124,7 @@ class _Assembly:
     ) -> RunResult:
         """Build, train (`again`: a run that was begun before), and leave something people can use."""
         with contextlib.ExitStack() as held:
-            _seed(self.config.run.seed)
-            self.tokenizer = self._find_tokenizer()
-            self.data.prepare(self.tokenizer)
-            stream = self.data.stream()
-            self.model = self._build_model()
-            self.data.check(self.model)
-            objective = self._build_objective()
+            stream, objective = self.parts()
             valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
             self.description = self._describe()
             if again:
@@ -152,6 +156,16 @@ class _Assembly:
                     evaluated_step=trainer.state.evaluated_step,
                 )
             return trainer.fit()
+
+    def parts(self) -> tuple[Stream, Objective]:
+        """The steps and what is optimised in them; the model is `model`."""
+        _seed(self.config.run.seed)
+        self.tokenizer = self._find_tokenizer()
+        self.data.prepare(self.tokenizer)
+        stream: Stream = self.data.stream()
+        self.model = self._build_model()
+        self.data.check(self.model)
+        return stream, self._build_objective()
 
     def _count_steps(self, stream: Stream) -> int:
         run = self.config.run

@@ -1,0 +1,1 @@
+"""Looking into models: precision and routing."""
