@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from whet.cli.app import app
 from whet.config.load import load_config, make_config
 from whet.config.preset import Preset
+from whet.config.quality import Quality
 from whet.config.sections import Part, RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -162,6 +163,7 @@ def key_tables():
     """A table for each section of a config, from the sections themselves."""
     yield table("Top level", {"model": RunConfig.model_fields["model"]}, "The model to train.")
     yield from section_tables("model", Preset)
+    yield from section_tables("model", Quality, title="`model` (quality)")
     for name, field in RunConfig.model_fields.items():
         if name == "objective":
             for section in sections_of(field.annotation):

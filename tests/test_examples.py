@@ -12,7 +12,9 @@ import yaml
 import whet
 from tiny import run_config
 from whet.config.load import load_config
+from whet.data.ledgers import create_ledgers
 from whet.data.synthetic import generate
+from whet.models.tabular import load_quality
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -49,6 +51,18 @@ def test_the_objective_examples_run(name, tmp_path, tiny_directory):
         config["model"] = str(tiny_directory)
     config["run"] |= {"dir": str(tmp_path), "steps": 2, "device": "cpu", "precision": "fp32"}
     assert whet.train(config).steps == 2
+
+
+def test_the_quality_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    create_ledgers(tmp_path / "ledgers", 60)
+    for name in ("quality-nano", "quality-ledgers"):
+        overrides = ["run.steps=2", "run.device=cpu"]
+        if name == "quality-nano":
+            overrides += ["data.train=synth:quality:64", "data.valid=synth:quality-valid:16"]
+        result = whet.train(load_config(EXAMPLES / f"{name}.yaml", overrides))
+        assert result.steps == 2
+        assert load_quality(result.directory).spec.size == "nano"
 
 
 def write_corpus(directory):

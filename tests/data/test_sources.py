@@ -134,6 +134,10 @@ def test_a_generator_that_makes_other_records_has_another_version():
         "house-styles-valid": ("1", "0540d894f533"),
         "disputes": ("1", "82700bca3961"),
         "disputes-swapped": ("1", "812173976192"),
+        "quality": ("1", "ae61bf0cacfa"),
+        "quality-valid": ("1", "a4a0cb27ef71"),
+        "regression": ("1", "5e4c6d91615a"),
+        "regression-valid": ("1", "1002f0c230f8"),
     }
 
 

@@ -123,13 +123,13 @@ def _load_checkpointed(
         )
     config = load_config(config_file)
     check_manifest(checkpoint)
-    if isinstance(config.model, Preset):
+    if isinstance(name := config.language_model, Preset):
         tokenizer = load_tokenizer(run_of(checkpoint) / "tokenizer")
-        model = new_model(config.model, tokenizer, seed=config.run.seed)
+        model = new_model(name, tokenizer, seed=config.run.seed)
         where = choose_device(str(device or "auto"))
         model.to(where, dtype or choose_precision("auto", where).frozen)
     else:
-        model, tokenizer = load_base(config.model, dtype=dtype, device=device)
+        model, tokenizer = load_base(name, dtype=dtype, device=device)
     if config.method.kind == "full":
         model.requires_grad_(True)
     else:

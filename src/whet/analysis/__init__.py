@@ -1,1 +1,1 @@
-"""What models and their results are like."""
+"""Looking into models and their results: precision, routing, classes."""

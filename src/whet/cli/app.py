@@ -8,15 +8,19 @@ import typer
 
 from whet import __version__
 from whet.cli import (
+    ablate,
     advise,
     chat,
     classify,
     data,
+    diagnose,
     doctor,
     evaluate,
     export,
     generate,
+    ledger,
     merge,
+    plan,
     pull,
     resume,
     teach,
@@ -45,9 +49,13 @@ app.command("classify")(classify.command)
 app.command("advise")(advise.command)
 app.command("merge")(merge.command)
 app.command("export")(export.command)
+app.command("plan")(plan.command)
+app.command("ablate")(ablate.command)
+app.command("diagnose")(diagnose.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _show_version(asked: bool) -> None:

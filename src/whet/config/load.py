@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from whet.config.objectives import OBJECTIVE_KINDS
+from whet.config.quality import Quality
 from whet.config.sections import Part, RunConfig
 from whet.errors import ConfigError
 
@@ -146,7 +147,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 def _names_a_union_branch(part: int | str) -> bool:
     """Whether pydantic put a type here, which is no key that a reader wrote."""
-    return str(part) in ("str", "int", "float", "a-name", "a-preset", *OBJECTIVE_KINDS) or str(
+    return str(part) in ("str", "int", "float", "a-name", "a-preset", "a-quality", *OBJECTIVE_KINDS) or str(
         part
     ).startswith(("constrained", "list[", "function-before[", "literal["))
 
@@ -170,6 +171,8 @@ def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     for key in location:
         if key in OBJECTIVE_KINDS:  # which of several
             found = [section for section in found if key in get_args(section.model_fields["kind"].annotation)]
+        if key == "a-quality":
+            found = [Quality]
         if not found or _names_a_union_branch(key):
             continue
         # in a list or mapping of sections, the next part is an index or a user's own key: the section stays

@@ -109,6 +109,15 @@ class DistrustObjective(Section):
     )
 
 
+class RegressionObjective(Section):
+    """Regression: the squared error of the quality-decision task."""
+
+    kind: Literal["regression"] = Field(description="mean squared error over rows and outputs")
+    gluing: float = Field(
+        0.0, ge=0, description="weight of the disagreement of two experts on the rows they share"
+    )
+
+
 AnyObjective = Annotated[
     SFTObjective
     | PreferenceObjective
@@ -116,11 +125,13 @@ AnyObjective = Annotated[
     | MTPObjective
     | DistrustObjective
     | ClassifyObjective
-    | GRPOObjective,
+    | GRPOObjective
+    | RegressionObjective,
     Field(discriminator="kind"),
 ]
 
 # pydantic names the branch it took by them
 OBJECTIVE_KINDS = (
-    *("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "grpo", "mix"),
+    *("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "grpo", "regression"),
+    "mix",
 )

@@ -10,7 +10,9 @@ from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.optim import Optim, ParameterGroup
 from whet.config.preset import Preset
+from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
 from whet.config.section import Positive, Section, Text
+from whet.errors import ConfigError
 
 
 class WeightedSource(Section):
@@ -235,13 +237,24 @@ def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and
     return None if value is None else check(value)
 
 
+def _kind_of_model(value: object) -> str:
+    if is_quality(value):
+        return "a-quality"
+    return "a-preset" if isinstance(value, dict | Preset) else "a-name"
+
+
 class RunConfig(Section):
     """A whole run."""
 
     model: Annotated[
-        Annotated[Text, Tag("a-name")] | Annotated[Preset, Tag("a-preset")],
-        Discriminator(lambda value: "a-preset" if isinstance(value, dict | Preset) else "a-name"),
-    ] = Field(description="a model's name, the path of a directory or GGUF file, or {preset: NAME, ...}")
+        Annotated[Text, Tag("a-name")]
+        | Annotated[Preset, Tag("a-preset")]
+        | Annotated[Quality, Tag("a-quality")],
+        Discriminator(_kind_of_model),
+    ] = Field(
+        description="a model's name, the path of a directory or GGUF file, {preset: NAME, ...} or "
+        "{quality: SIZE, ...}"
+    )
     method: Method = Method()
     objective: Annotated[AnyObjective | MixObjective, Field(discriminator="kind")] = SFTObjective()
     # None where the parts of a mix bring their own, and those are what is read: see `parts`
@@ -252,6 +265,13 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     run: Run
     log: Log = Log()
+
+    @property
+    def language_model(self) -> str | Preset:
+        """`model`, for those who can do nothing with any other kind."""
+        if isinstance(self.model, Quality):
+            raise ConfigError("this needs a language model, and model.quality reads rows of numbers")
+        return self.model
 
     @property
     def optim_groups(self) -> Optim:
@@ -297,6 +317,21 @@ class RunConfig(Section):
                 raise ValueError("a mix is counted in steps: set run.steps instead of run.epochs")
         elif not self.data:
             raise ValueError("data is missing")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _quality_has_defaults_of_its_own(cls, values: Any) -> Any:  # Any: not yet checked
+        named = isinstance(values, dict) and is_quality(values.get("model"))
+        return with_quality_defaults(values) if named else values
+
+    @model_validator(mode="after")
+    def _model_and_objective_fit(self) -> "RunConfig":
+        if isinstance(self.model, Quality):
+            if (problem := unfit_key(dict(self))) is not None:
+                raise ValueError(f"{problem}: model.quality reads rows of numbers")
+        elif self.objective.kind == "regression":
+            raise ValueError("objective.kind regression needs rows of numbers: see model.quality")
         return self
 
     @model_validator(mode="after")

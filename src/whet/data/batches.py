@@ -132,7 +132,7 @@ class BatchStream:
         self.epoch = 0
         self.index = 0
         self._planned: tuple[int, EpochPlan] | None = None
-        self._lengths = check_lengths(examples, settings)
+        self._lengths = self._measure()
         steps = (settings.batch_size, settings.batch_tokens, settings.pack, settings.order)
         self._mark = zlib.crc32(repr((steps, seed)).encode(), zlib.crc32(self._lengths.tobytes()))
 
@@ -161,6 +161,12 @@ class BatchStream:
         self.index += 1
         if self.index == len(self._plan(self.epoch)):
             self.epoch, self.index = self.epoch + 1, 0
+        return self._cut(step)
+
+    def _measure(self) -> np.ndarray:
+        return check_lengths(self.examples, self.settings)
+
+    def _cut(self, step: Sequence[int]) -> list[Batch]:
         return step_batches(step, self.examples, self._lengths, self.settings)
 
     def _plan(self, epoch: int) -> EpochPlan:

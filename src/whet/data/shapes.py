@@ -137,11 +137,18 @@ def _is_class_number(label: Any) -> bool:  # Any: a JSON value
 
 
 def _tabular(fields: Fields) -> Fields:
-    features = fields["features"]
-    if not isinstance(features, list) or not features:
-        raise DataError(f"features must be a list of numbers, not {_short(features)}")
-    numbers = [_number(value, f"feature {place}") for place, value in enumerate(features, start=1)]
-    return {"features": numbers, "target": _number(fields["target"], "target")}
+    target = fields["target"]
+    several = isinstance(target, list)
+    return {
+        "features": _numbers(fields["features"], "feature"),
+        "target": _numbers(target, "target") if several else _number(target, "target"),
+    }
+
+
+def _numbers(values: Any, name: str) -> list[float]:  # Any: a JSON value
+    if not isinstance(values, list) or not values:
+        raise DataError(f"{name}s must be a list of numbers, not {_short(values)}")
+    return [_number(value, f"{name} {place}") for place, value in enumerate(values, start=1)]
 
 
 def _distrust(fields: Fields) -> Fields:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from whet.data.house import house
 from whet.data.house_pairs import disputes, house_pairs, house_styles
 from whet.data.python_topics import PYTHON, python_topics
+from whet.data.quality import quality, regression
 from whet.data.shell_safety import shell_faults, shell_safety
 from whet.data.sums import sums
 from whet.errors import DataError
@@ -40,6 +41,10 @@ GENERATORS: dict[str, Generator] = {
     "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
+    "quality": Generator(lambda n: quality("train", n), default_n=512, version="1"),
+    "quality-valid": Generator(lambda n: quality("valid", n), default_n=128, version="1"),
+    "regression": Generator(lambda n: regression("train", n), default_n=512, version="1"),
+    "regression-valid": Generator(lambda n: regression("valid", n), default_n=128, version="1"),
 }
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.config.classify import Pooling
-from whet.models.language_model import LanguageModel
+from whet.models.trainable import Trainable
 from whet.ops.head import Head
 
 HEADS = "heads."  # what their parameters are called by, in groups and in checkpoints
@@ -19,7 +19,7 @@ class WithHeads(nn.Module):
     The model's own parameters keep their names, so that a checkpoint can be opened without the rest.
     """
 
-    def __init__(self, model: LanguageModel, heads: nn.Module) -> None:
+    def __init__(self, model: Trainable, heads: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.heads = heads
@@ -33,7 +33,7 @@ class WithHeads(nn.Module):
 
     def head(self) -> Head:
         """The model's."""
-        return self.model.head()
+        return self.model.head()  # type: ignore[operator]  # Muon asks, of language models
 
 
 class ClassificationHead(nn.Module):

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from whet.models.trainable import Trainable
 from whet.ops.attention import Layout
 from whet.ops.head import Head
 from whet.ops.linear import linear
 
 
-class LanguageModel(nn.Module, abc.ABC):
+class LanguageModel(Trainable):
     """A causal language model as two things: hidden states, and the head that reads them."""
 
     grad_checkpoint: bool  # recompute activations in the backward pass
     source: Path | None = None  # the directory it was loaded from
-    name: str | None = None  # what it was asked for by
 
     @abc.abstractmethod
     def hidden(
@@ -76,20 +76,6 @@ class LanguageModel(nn.Module, abc.ABC):
     @abc.abstractmethod
     def max_positions(self) -> int:
         """The longest sequence the model was made for."""
-
-    @property
-    @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """SHA-256 of the architecture."""
-
-    @abc.abstractmethod
-    def describe(self) -> dict[str, Any]:  # Any: JSON values
-        """The architecture as plain JSON."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""

@@ -138,6 +138,7 @@ def view_data(
     tokenizer: Any = None,  # Any: a transformers tokenizer; None: the config's
 ) -> DataView:
     """Go through every source of a config. A bad record, file or split does not hide the others."""
+    _ = config.language_model  # others read no texts, and there is nothing to show
     lenient, errors = _openable(config)
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
@@ -147,7 +148,7 @@ def view_data(
     except (ConfigError, DataError) as error:
         return DataView(config, None, None, (), (), None, (*errors, error))
     try:
-        model = model_facts(lenient.model, tokens=len(tokenizer))
+        model = model_facts(lenient.language_model, tokens=len(tokenizer))
     except ConfigError as error:
         model = None
         errors.append(error)
@@ -253,10 +254,10 @@ def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
 
 
 def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
-    if isinstance(config.model, Preset):
-        return new_tokenizer(config.model, data.texts())
-    if (found := tokenizer_of(config.model)) is None:
-        raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
+    if isinstance(model := config.language_model, Preset):
+        return new_tokenizer(model, data.texts())
+    if (found := tokenizer_of(model)) is None:
+        raise ModelError(f"{model} has no tokenizer, so it cannot read records")
     return found
 
 

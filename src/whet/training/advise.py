@@ -56,15 +56,15 @@ def advise(config: RunConfig) -> list[Advice]:
 
 
 def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
-    if isinstance(config.model, Preset):
-        return new_tokenizer(config.model, data.texts(), kept_in=None)
-    if (found := tokenizer_of(config.model)) is None:
+    if isinstance(config.language_model, Preset):
+        return new_tokenizer(config.language_model, data.texts(), kept_in=None)
+    if (found := tokenizer_of(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
     return found
 
 
 def _parameters(config: RunConfig, data: RunData) -> int | None:
-    return model_facts(config.model, tokens=len(data.tokenizer)).parameters
+    return model_facts(config.language_model, tokens=len(data.tokenizer)).parameters
 
 
 def _learning_rate(config: RunConfig, parameters: int | None) -> Iterator[Advice]:
@@ -78,7 +78,7 @@ def _learning_rate(config: RunConfig, parameters: int | None) -> Iterator[Advice
     what = (
         f"{'every weight' if full else 'adapters'} of a model of {parameters / 1e6:,.0f} million parameters"
     )
-    if isinstance(config.model, Preset):
+    if isinstance(config.language_model, Preset):
         yield Advice(key, "info", f"{lr:g}: a model from scratch takes more than the rates known here")
     elif lr > 10 * usual:
         yield Advice(key, "error", f"{lr:g} will most likely destroy {what}", f"{usual:g} or less")

@@ -21,7 +21,6 @@ from whet.errors import ConfigError
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.models.weights import read_json
-from whet.objectives.base import Objective
 from whet.objectives.classify import Classify
 from whet.storage import replace_text
 from whet.training.callbacks import Injector
@@ -191,18 +190,3 @@ class ClassificationEnd(Injector):
         replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
         scores = ("accuracy", "balanced_accuracy", "f1_macro", "mcc", "ece")
         result.summary["classification"] = {name: found[name] for name in scores if name in found}
-
-
-def finish_of(
-    config: RunConfig,
-    data: RunData,
-    objective: Objective,
-    *,
-    model: LanguageModel,
-    directory: Path,
-    precision: Precision,
-) -> ClassificationEnd | None:
-    """What a run that classifies does at its end; None for all others."""
-    if not isinstance(objective, Classify):
-        return None
-    return ClassificationEnd(config, data, objective, model=model, directory=directory, precision=precision)

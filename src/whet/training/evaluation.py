@@ -22,6 +22,7 @@ from whet.generation.text import stop_tokens
 from whet.hardware import Precision
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
+from whet.models.trainable import Trainable
 from whet.objectives.base import Loss, Objective
 from whet.objectives.sft import SFT
 
@@ -40,7 +41,7 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
 
 
 def weighted_loss(
-    model: LanguageModel,
+    model: Trainable,
     objective: Objective,
     batch: Batch,
     *,
@@ -51,7 +52,7 @@ def weighted_loss(
     return _shares(computed_loss(model, objective, batch, precision=precision), objective, weights)
 
 
-def computed_loss(model: LanguageModel, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
+def computed_loss(model: Trainable, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
     """What an objective makes of a micro-batch, in the run's precision."""
     mixed = precision.compute != precision.trained
     with torch.autocast(batch.tokens.device.type, dtype=precision.compute, enabled=mixed):
@@ -85,13 +86,13 @@ def read_together(*tensors: torch.Tensor) -> list[Any]:  # Any: a number, or the
 
 
 def evaluate_loss(
-    model: LanguageModel,
+    model: Trainable,
     objective: Objective,
     batches: Iterable[Batch],
     *,
     precision: Precision,
     pause: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+) -> dict[str, Any]:  # Any: numbers, and lists of numbers
     """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*.
 
     `pause` is called before each batch, and may raise.
@@ -110,8 +111,8 @@ def evaluate_loss(
             outputs += [] if result.outputs is None else [result.outputs.cpu()]
             loss, metrics = _shares(result, objective, weights)
             for name, value in {"loss": loss, **metrics}.items():
-                sums[name] += value
-    found = {f"eval_{name}": value.item() for name, value in sums.items()}
+                sums[name] = sums[name] + value
+    found: dict[str, Any] = {f"eval_{name}": value.tolist() for name, value in sums.items()}
     likelihood = getattr(objective, "likelihood", True)
     mean = found[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
     if likelihood:

@@ -41,7 +41,7 @@ def teach(config: RunConfig) -> None:
             hint="set objective: {kind: distill, teacher: NAME, offline: {top_k: 64}}",
         )
     tokenizer = _tokenizer(config)
-    facts = model_facts(config.model, tokens=len(tokenizer))
+    facts = model_facts(config.language_model, tokens=len(tokenizer))
     device = choose_device(config.run.device)
     dtype = choose_precision(config.run.precision, device).frozen
     for part in parts.values():
@@ -64,10 +64,10 @@ def teach(config: RunConfig) -> None:
 
 def _tokenizer(config: RunConfig) -> Any:  # Any: a transformers tokenizer
     """The one that the run will have."""
-    if isinstance(config.model, Preset):
+    if isinstance(config.language_model, Preset):
         texts = (MixData(config) if config.parts() else RunData(config)).texts()
-        return new_tokenizer(config.model, texts)
-    if (found := tokenizer_of(config.model)) is None:
+        return new_tokenizer(config.language_model, texts)
+    if (found := tokenizer_of(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
     return found
 

@@ -18,7 +18,7 @@ from whet.data.batches import Batch
 from whet.errors import CheckpointError, RunError, StorageError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
-from whet.models.language_model import LanguageModel
+from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.storage import replace_text
 from whet.training.callbacks import (
@@ -54,7 +54,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Trainable,
         objective: Objective,
         batches: Iterable[list[Batch]],
         config: RunConfig,
