@@ -4,16 +4,15 @@ Trains examples/mtp-nano.yaml (or an override of it), opens its checkpoint with 
 validation text both ways. The tokens must be equal; how many guesses are right, and what that is worth in time, is
 what is measured.
 
-    python -m benchmarks.speculative [NAME] [section.key=value ...]
+    python -m benchmarks.speculative DIRECTORY NAME [section.key=value ...]
 
-writes benchmarks/results/speculative-NAME.json (NAME: nano).
+keeps the run in DIRECTORY and writes benchmarks/results/speculative-NAME.json.
 """
 
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from whet.generation.engine import generate_tokens
 from whet.generation.speculative import load_with_heads, speculate
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 16, 32, 128, 3
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 32, 128, 3
 
 
 def timed(function):
@@ -73,14 +72,29 @@ def measure(model, heads, prompts):
     }
 
 
+def trained(directory, overrides):
+    """The run of the example in this directory: begun, gone on with if it was stopped, or found there."""
+    config = load_config(ROOT / "examples" / "mtp-nano.yaml", [*overrides, f"run.dir={directory}"])
+    run = Path(directory) / config.run.name
+    if (run / "final").is_dir():
+        return run
+    result = whet.resume(run) if run.exists() else whet.train(config)
+    if result.unfinished:
+        sys.exit(f"stopped at step {result.steps}: the same command goes on")
+    return run
+
+
+def summary_of(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return rows[-1]["summary"]
+
+
 def main():
-    name, *overrides = sys.argv[1:] or ["nano"]
-    with tempfile.TemporaryDirectory() as directory:
-        config = load_config(ROOT / "examples" / "mtp-nano.yaml", [*overrides, f"run.dir={directory}"])
-        seconds, run = timed(lambda: whet.train(config))
-        checkpoint = max((run.directory / "checkpoints").glob("step-*"))
-        model, heads, tokenizer = load_with_heads(checkpoint, dtype=torch.float32)
-        figures = measure(model, heads, prompts_from(tokenizer))
+    directory, name, *overrides = sys.argv[1:]
+    run = trained(directory, overrides)
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    model, heads, tokenizer = load_with_heads(checkpoint, dtype=torch.float32)
+    figures, final = measure(model, heads, prompts_from(tokenizer)), summary_of(run)["final"]
     result = {
         "what": f"greedy, {PROMPTS} texts one at a time, {PROMPT_TOKENS} tokens each continued by {NEW_TOKENS}; "
         f"times are the best of {ROUNDS}",
@@ -89,11 +103,7 @@ def main():
         "heads": len(heads),
         "parameters": sum(p.numel() for p in model.parameters()),
         "head_parameters": sum(p.numel() for p in heads.parameters()),
-        "train_s": round(seconds, 1),
-        **{
-            key: round(run.metrics[key], 4)
-            for key in ("eval_main_loss", "eval_mtp_loss", "eval_bits_per_byte")
-        },
+        **{key: round(final[key], 4) for key in ("eval_main_loss", "eval_mtp_loss", "eval_bits_per_byte")},
         **figures,
         "threads": torch.get_num_threads(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
