@@ -45,9 +45,8 @@ class ClassWork(TextWork):
 
     data: RunData
 
-    def build(self, held: contextlib.ExitStack) -> None:
-        """As on texts; the end has more to do."""
-        super().build(held)
+    def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
+        """The one that writes the report, too; it looks at the untrained model now."""
         assert isinstance(self.task, Classify)
         self.end = ClassificationEnd(
             self.config,
@@ -57,9 +56,6 @@ class ClassWork(TextWork):
             directory=self.directory,
             precision=self.precision,
         )
-
-    def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
-        """The one that writes the report, too."""
         return [*super().callbacks(pause), self.end]
 
     def files(self) -> dict[str, str]:
