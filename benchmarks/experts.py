@@ -19,7 +19,7 @@ from whet.models.spec import ExpertsSpec, FeedForwardSpec
 from whet.ops import grouped_experts
 
 SIZES = {  # tokens, d_model, width of an expert
-    "cpu": [(4096, 256, 256), (4096, 512, 512), (8192, 256, 256)],
+    "cpu": [(4096, 256, 256), (4096, 512, 256), (8192, 256, 256)],
     "cuda": [(4096, 1024, 1024), (16384, 1024, 1024), (16384, 2048, 1024)],
 }
 
@@ -50,7 +50,7 @@ def _wait(device):
         torch.cuda.synchronize(device)
 
 
-def compare(tokens, d_model, width, *, device, dtype, repeats=7):
+def compare(tokens, d_model, width, *, device, dtype, repeats=5):
     """Median seconds of each layer; the layers take turns, so that a busy machine slows all of them."""
     torch.manual_seed(0)
     made = {name: layer.to(device, dtype) for name, layer in layers(d_model, width).items()}

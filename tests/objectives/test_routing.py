@@ -217,3 +217,19 @@ def test_a_forward_in_bf16_gives_finite_numbers(directory):
     batches = [make_batch([[e] for e in random_examples(5)])]
     exact = stepped(directory, batches, load_balancing=0.1, z_loss=0.1)[0]
     assert trainer.step(batches)["loss"] == pytest.approx(exact["loss"], rel=0.05)
+
+
+def test_an_objective_that_runs_the_model_twice_has_the_same_terms(directory):
+    class Twice(SFT):
+        def loss(self, model, batch):
+            model.hidden(batch.tokens, batch.positions, batch.layout())
+            return super().loss(model, batch)
+
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    model.requires_grad_(True)
+    batch = make_batch([[e] for e in random_examples(5)])
+    found = []
+    for inner in (SFT(), Twice()):
+        objective = RoutedObjective(inner, mixtures(model), load_balancing=1.0, z_loss=1.0)
+        found.append({name: value.item() for name, value in objective.loss(model, batch).sums.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

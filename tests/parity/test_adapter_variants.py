@@ -419,3 +419,17 @@ def test_ranks_that_the_grouped_product_does_not_take_are_filled_with_zeros(tmp_
     with torch.no_grad():
         before = model(tokens())
         close(whet.merge(model)(tokens()), before)
+
+
+def test_ranks_and_alphas_of_experts_and_routers_by_pattern_are_pefts(tmp_path):
+    patterns = {
+        "rank_pattern": {"gate.weight": 2, "experts.down_proj": 3},
+        "alpha_pattern": {"gate.weight": 9.0},
+    }
+    base = write_experts(tmp_path / "base", "olmoe")
+    model = shake(whet.attach_lora(load(base), rank=4, targets=["routers", "experts"], **patterns))
+    whet.save_adapter(model, tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(load_theirs(base), tmp_path / "ours")
+    with torch.no_grad():
+        close(loaded(input_ids=tokens()).logits, model(tokens()))
+        assert torch.equal(load(tmp_path / "ours")(tokens()), model(tokens()))

@@ -91,7 +91,9 @@ class RoutedObjective:
         real = None if batch.real is None else batch.real.flatten()
         balance = load_balancing_loss(routings, scoring=self.scoring, real=real) * batch.real_tokens
         squares = [(router_z_losses(each) * _weights(each, real)).sum() for each in routings]
-        terms = {LOAD_BALANCING: balance, Z_LOSS: torch.stack(squares).mean()}
+        # by the tokens of the batch, also where the objective ran the model on them more than once
+        runs = sum(len(each.logits) for each in routings) / len(routings) / batch.tokens.numel()
+        terms = {LOAD_BALANCING: balance, Z_LOSS: torch.stack(squares).mean() / runs}
         with torch.no_grad():
             rows = [
                 _statistics(routing, self.scoring, real, z=z, balance=balance)
