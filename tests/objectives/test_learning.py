@@ -1,26 +1,11 @@
 """What the objectives are for: preferences change what is said, and a teacher is worth more than its text."""
 
 import pytest
-import torch
 
 import whet
+from styles import style_shares
 from tiny import run_config, write_tiny_model
-from whet.data.house import house
 from whet.data.synthetic import generate
-from whet.generation.engine import generate_tokens
-from whet.generation.text import encode_prompt, stop_tokens
-
-
-def spoken_share(directory, *, count=40, max_tokens=12):
-    """Of unseen commands: the share answered with a sentence, and with JSON, greedily."""
-    model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
-    prompts = [encode_prompt(tokenizer, record["messages"][0]["content"]) for record in house("valid", count)]
-    stops = stop_tokens(model, tokenizer)
-    said = [
-        tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        for tokens in generate_tokens(model, prompts, max_tokens=max_tokens, stop_tokens=stops)
-    ]
-    return tuple(sum(text.startswith(start) for text in said) / count for start in ("Done:", "{"))
 
 
 def test_preferences_flip_the_style_of_what_is_generated(tmp_path):
@@ -36,7 +21,7 @@ def test_preferences_flip_the_style_of_what_is_generated(tmp_path):
             run={"name": "both", "steps": 60, **size},
         )
     )  # fmt: skip
-    spoken, json = spoken_share(start.directory)
+    spoken, json = style_shares(start.directory)
     assert json >= 0.9
     preferred = whet.train(
         run_config(
@@ -49,7 +34,7 @@ def test_preferences_flip_the_style_of_what_is_generated(tmp_path):
         )
     )  # fmt: skip
     assert preferred.metrics["eval_reward_accuracy"] >= 0.95
-    after, json_after = spoken_share(preferred.directory)
+    after, json_after = style_shares(preferred.directory)
     print(f"spoken {spoken:.0%}, JSON {json:.0%}; after DPO {after:.0%} and {json_after:.0%}")
     assert after >= 0.9
 

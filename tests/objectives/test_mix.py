@@ -154,6 +154,21 @@ def test_a_mix_learns_both_reports_each_and_resumes_bit_for_bit(tiny_directory, 
     assert one == other
 
 
+def test_answers_are_generated_tested_and_watched_for_all_parts(tiny_directory, tmp_path):
+    parts = copy.deepcopy([SFT_PART, DPO_PART])
+    parts[0]["data"]["test"] = "synth:house-test:3"
+    evaluation = {
+        "every": 2, "generate": True, "max_new_tokens": 4,
+        "early_stop": {"metric": "eval_loss", "patience": 9},
+    }  # fmt: skip
+    config = mix_config(tiny_directory, tmp_path, parts, eval=evaluation)
+    result = whet.train(config)
+    assert result.metrics["exact_match"] == 0
+    assert result.best["metric"] == "eval_loss"
+    assert result.summary["test"]["sft.loss"] > 0
+    assert "dpo.loss" not in result.summary["test"]
+
+
 class Headed(SFT):
     def __init__(self):
         self.heads = nn.ModuleDict({"score": nn.Linear(32, 1)})
