@@ -40,7 +40,7 @@ def test_the_demo_runs_twice_and_says_how_to_go_on(tiny_directory, tmp_path, mon
         assert (tmp_path / "runs" / directory / "final" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["dpo-house", "distrust", "distill-nano", "mix-sft-dpo"])
+@pytest.mark.parametrize("name", ["house-styles", "dpo-house", "distrust", "distill-nano", "mix-sft-dpo"])
 def test_the_objective_examples_run(name, tmp_path, tiny_directory):
     """On a tiny model, two steps each."""
     config = load_config(EXAMPLES / f"{name}.yaml").model_dump(mode="json", by_alias=True)

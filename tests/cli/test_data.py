@@ -415,6 +415,8 @@ def test_of_a_mix_every_part_is_shown(cli, config, tmp_path):
     code, out, _ = cli("train", path, "--dry-run")
     assert code == 0
     assert out.index("part sft") < out.index("part dpo")
+    code, out, _ = cli("train", path)
+    assert code == 0, out
     (tmp_path / "pairs.jsonl").write_text(json.dumps({**pair, "rejected": "Done."}) + "\n")
     code, out, _ = cli("train", path, "--dry-run")
     assert code == 2

@@ -154,6 +154,21 @@ def test_a_mix_learns_both_reports_each_and_resumes_bit_for_bit(tiny_directory, 
     assert one == other
 
 
+def test_answers_are_generated_tested_and_watched_for_all_parts(tiny_directory, tmp_path):
+    parts = copy.deepcopy([SFT_PART, DPO_PART])
+    parts[0]["data"]["test"] = "synth:house-test:3"
+    evaluation = {
+        "every": 2, "generate": True, "max_new_tokens": 4,
+        "early_stop": {"metric": "eval_loss", "patience": 9},
+    }  # fmt: skip
+    config = mix_config(tiny_directory, tmp_path, parts, eval=evaluation)
+    result = whet.train(config)
+    assert result.metrics["exact_match"] == 0
+    assert result.best["metric"] == "eval_loss"
+    assert result.summary["test"]["sft.loss"] > 0
+    assert "dpo.loss" not in result.summary["test"]
+
+
 class Headed(SFT):
     def __init__(self):
         self.heads = nn.ModuleDict({"score": nn.Linear(32, 1)})
@@ -253,3 +268,21 @@ def test_a_config_comes_back_from_its_yaml_and_parts_can_be_overridden(tiny_dire
     assert changed.parts()["sft"].data.max_length == 99
     with pytest.raises(ConfigError, match="7 is no place in a list of 2"):
         load_config(path, ["objective.parts.7.weight=1"])
+
+
+def test_a_tokenizer_is_made_from_the_records_of_all_parts(tiny_directory, tmp_path):
+    from whet.reporting.data_view import view_parts
+
+    (tmp_path / "a.txt").write_text("aaaa bbbb aaaa bbbb")
+    (tmp_path / "z.txt").write_text("zzzz yyyy zzzz yyyy")
+    parts = [
+        {"name": name, "objective": {"kind": "sft"}, "data": {"train": str(tmp_path / f"{name}.txt")}}
+        for name in ("a", "z")
+    ]
+    config = mix_config(tiny_directory, tmp_path, parts, method={"kind": "full"}, run={"steps": 1})
+    config["model"] = {"preset": "nano", "tokenizer": "chars", "d_model": 32, "layers": 1}
+    shown = view_parts(make_config(config))
+    trained = whet.train(config)
+    sizes = {len(whet.load(trained.directory)[1]), *(view.tokenizer.size for view in shown.values())}
+    assert len(sizes) == 1
+    assert not any(view.errors for view in shown.values())

@@ -66,9 +66,10 @@ class Renderer:
                 hint="it needs prompt, chosen and rejected",
             )
         prompt, chosen, rejected = (record.fields[name] for name in ("prompt", "chosen", "rejected"))
-        if chosen == rejected:
+        both = self._answer(prompt, chosen, record), self._answer(prompt, rejected, record)
+        if both[0].text == both[1].text:  # a template may strip what told them apart
             raise DataError(f"{record.origin}: chosen and rejected are the same")
-        return self._answer(prompt, chosen, record), self._answer(prompt, rejected, record)
+        return both
 
     def judged(self, record: Record) -> Rendering:
         """The text of a record that is classified: as it is, with what the tokenizer puts around any text."""

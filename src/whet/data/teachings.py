@@ -30,7 +30,7 @@ class Teaching:
 
     def __getitem__(self, index: int) -> Taught:
         rows = self._rows[self._ends[index - 1] if index else 0 : self._ends[index]]
-        return Taught(rows["ids"].astype(np.int64), np.array(rows["logprobs"]))
+        return Taught(rows["ids"].astype(np.int32), np.array(rows["logprobs"]))
 
 
 def row_type(top_k: int) -> np.dtype[np.void]:

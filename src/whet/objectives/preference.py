@@ -127,7 +127,8 @@ class Preference:
         if self.reference is None:
             if batch.values is None:
                 raise ConfigError(
-                    "this objective needs a reference: its log-probabilities, a model, or adapters"
+                    f"{self.kind} needs a reference for {batch.origins[0]}: its log-probabilities, a model, "
+                    "or adapters"
                 )
             return batch.values[:, 0]
         with torch.no_grad(), _reference_of(model, self.reference) as reference:

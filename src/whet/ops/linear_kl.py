@@ -72,7 +72,7 @@ def linear_topk_kl(
     def compare(
         logits: torch.Tensor, span: slice, want_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        chosen, said = ids[span], logprobs[span].to(logits.dtype)
+        chosen, said = ids[span].long(), logprobs[span].to(logits.dtype)
         classes = logits.gather(1, chosen)
         if whole:
             said = said[:, :-1]
