@@ -72,6 +72,16 @@ def test_every_parameter_that_trains_moves_and_is_kept(tiny_directory, tmp_path,
     assert torch.equal(kept["score.bias"], last["heads.score.bias"])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_the_head_stays_float32_in_other_precisions(tiny_directory, tmp_path, precision):
+    result = whet.train(config(tiny_directory, tmp_path, run={"precision": precision}, eval={"every": 2}))
+    kept = weights_at(result.directory, 4)
+    assert kept["heads.score.weight"].dtype == torch.float32
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert 0 < report["log_loss"] < 10
+    assert whet.Classifier.load(result.directory).precision.compute == torch.bfloat16
+
+
 def test_a_bridge_model_classifies(tmp_path):
     from transformers import FalconConfig, FalconForCausalLM
 
