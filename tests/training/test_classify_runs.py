@@ -328,9 +328,18 @@ def test_a_classifier_is_not_opened_as_a_language_model(tiny_directory, tmp_path
 def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
     result = whet.train(config(tiny_directory, tmp_path))
     info = result.directory / "final" / "classifier.json"
-    info.write_text(info.read_text().replace('"red",', ""))
-    with pytest.raises(ModelError, match="is not a head of 2 classes"):
-        whet.Classifier.load(result.directory)
+    whole = json.loads(info.read_text())
+    for changed, message in (
+        ({"classes": CLASSES[1:]}, "is not a head of 2 classes"),
+        ({"classes": "red"}, "classes cannot be 'red'"),
+        ({"pooling": "max"}, "pooling cannot be 'max'"),
+        ({"max_length": 0}, "max_length cannot be '0'"),
+        ({"odd": 1}, "cannot be understood"),
+    ):
+        info.write_text(json.dumps({**whole, **changed}))
+        with pytest.raises(ModelError, match=message):
+            whet.Classifier.load(result.directory / "final")
+    info.write_text(json.dumps(whole))
     (result.directory / "final" / "classifier.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match="cannot be read"):
         whet.Classifier.load(result.directory)
