@@ -72,6 +72,16 @@ def test_every_parameter_that_trains_moves_and_is_kept(tiny_directory, tmp_path,
     assert torch.equal(kept["score.bias"], last["heads.score.bias"])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_the_head_stays_float32_in_other_precisions(tiny_directory, tmp_path, precision):
+    result = whet.train(config(tiny_directory, tmp_path, run={"precision": precision}, eval={"every": 2}))
+    kept = weights_at(result.directory, 4)
+    assert kept["heads.score.weight"].dtype == torch.float32
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert 0 < report["log_loss"] < 10
+    assert whet.Classifier.load(result.directory).precision.compute == torch.bfloat16
+
+
 def test_a_bridge_model_classifies(tmp_path):
     from transformers import FalconConfig, FalconForCausalLM
 
@@ -313,9 +323,18 @@ def test_a_classifier_is_not_opened_as_a_language_model(tiny_directory, tmp_path
 def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
     result = whet.train(config(tiny_directory, tmp_path))
     info = result.directory / "final" / "classifier.json"
-    info.write_text(info.read_text().replace('"red",', ""))
-    with pytest.raises(ModelError, match="is not a head of 2 classes"):
-        whet.Classifier.load(result.directory)
+    whole = json.loads(info.read_text())
+    for changed, message in (
+        ({"classes": CLASSES[1:]}, "is not a head of 2 classes"),
+        ({"classes": "red"}, "classes cannot be 'red'"),
+        ({"pooling": "max"}, "pooling cannot be 'max'"),
+        ({"max_length": 0}, "max_length cannot be '0'"),
+        ({"odd": 1}, "cannot be understood"),
+    ):
+        info.write_text(json.dumps({**whole, **changed}))
+        with pytest.raises(ModelError, match=message):
+            whet.Classifier.load(result.directory / "final")
+    info.write_text(json.dumps(whole))
     (result.directory / "final" / "classifier.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match="cannot be read"):
         whet.Classifier.load(result.directory)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -116,16 +116,29 @@ def is_classifier(directory: str | Path) -> bool:
 
 def read_head(directory: Path) -> StoredHead:
     """The head in a classifier's directory."""
-    fields = read_json(directory / INFO)
-    try:
-        info = ClassifierInfo(**fields)
-    except TypeError as error:
-        raise ModelError(f"{directory / INFO} cannot be understood: {error}") from error
+    info = _info_from(read_json(directory / INFO), directory / INFO)
     try:
         tensors = load_file(directory / HEAD)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{directory / HEAD} cannot be read: {error}") from error
     return StoredHead(head_from(tensors, info, directory / HEAD), info)
+
+
+def _info_from(fields: dict[str, Any], path: Path) -> ClassifierInfo:  # Any: JSON values, checked here
+    try:
+        info = ClassifierInfo(**fields)
+    except TypeError as error:
+        raise ModelError(f"{path} cannot be understood: {error}") from error
+    good = {
+        "classes": isinstance(info.classes, list) and all(isinstance(name, str) for name in info.classes),
+        "multi_label": isinstance(info.multi_label, bool),
+        "pooling": info.pooling in get_args(Pooling),
+        "bias": isinstance(info.bias, bool),
+        "max_length": type(info.max_length) is int and info.max_length > 0,
+    }
+    if wrong := [name for name, holds in good.items() if not holds]:
+        raise ModelError(f"{path}: {wrong[0]} cannot be {str(fields[wrong[0]])[:40]!r}")
+    return info
 
 
 def head_from(tensors: dict[str, torch.Tensor], info: ClassifierInfo, path: Path) -> ClassificationHead:

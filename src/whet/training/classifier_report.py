@@ -17,7 +17,7 @@ from whet.config.classify import ClassifyObjective
 from whet.config.sections import RunConfig
 from whet.data.examples import StoredExamples
 from whet.data.strata import label_values
-from whet.errors import ConfigError
+from whet.errors import ConfigError, StorageError
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.models.weights import read_json
@@ -27,7 +27,6 @@ from whet.training.callbacks import Injector
 from whet.training.classification import fitted_temperature, rows_of
 from whet.training.run_data import RunData
 from whet.training.state import RunResult
-from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
@@ -157,10 +156,6 @@ class ClassificationEnd(Injector):
         log.info("calibrated: temperature %.3f, on %d validation records", temperature, len(valid))
         self.calibration = {"temperature": temperature}
 
-    def on_train_begin(self, run: Trainer) -> None:
-        """Remember who is asked to stop."""
-        self.run = run
-
     def on_train_end(self, result: RunResult) -> None:
         """Write the report of a finished run, on its test records or else its validation ones."""
         if result.unfinished or self.split is None:
@@ -187,6 +182,10 @@ class ClassificationEnd(Injector):
         found |= {"split": self.split, "calibration": self.calibration}
         if self.probe is not None:
             found["baselines"]["linear probe"] = self.probe
-        replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
+        try:
+            replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
+        except StorageError as error:  # final/ is there; whet eval makes the report again
+            log.warning(error.message)
+            return
         scores = ("accuracy", "balanced_accuracy", "f1_macro", "mcc", "ece")
         result.summary["classification"] = {name: found[name] for name in scores if name in found}
