@@ -73,7 +73,8 @@ class _Products(torch.autograd.Function):
                 start += a.shape[0]
                 y = multiply(flat, weight, biases[index])
                 y.addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
-                outputs.append(y.view(*x.shape[:-1], -1))
+                # contiguous: classes of transformers take views that a transposed product does not allow
+                outputs.append(y.contiguous().view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
         return tuple(outputs)
