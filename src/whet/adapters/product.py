@@ -37,7 +37,8 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
     ]
     scales = tuple(layer.scale for layer in layers)
     outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, torch.is_grad_enabled(), *tensors)
-    return outputs
+    # classes of transformers take views that a product transposed in memory does not allow
+    return tuple(output.contiguous() for output in outputs)
 
 
 class _Products(torch.autograd.Function):
@@ -73,8 +74,7 @@ class _Products(torch.autograd.Function):
                 start += a.shape[0]
                 y = multiply(flat, weight, biases[index])
                 y.addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
-                # contiguous: classes of transformers take views that a transposed product does not allow
-                outputs.append(y.contiguous().view(*x.shape[:-1], -1))
+                outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
         return tuple(outputs)
