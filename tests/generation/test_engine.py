@@ -117,6 +117,8 @@ def test_the_context_is_never_exceeded(tmp_path):
 def test_bad_prompts_are_refused(tiny):
     with pytest.raises(DataError, match="empty prompt"):
         generate_tokens(tiny[0], [[1], []], max_tokens=5, stop_tokens=set())
+    with pytest.raises(DataError, match="token -1 is outside"):
+        generate_tokens(tiny[0], [[1, -1]], max_tokens=5, stop_tokens=set())
     with pytest.raises(DataError, match="token 300 is outside the model's vocabulary of 260"):
         generate_tokens(tiny[0], [[300]], max_tokens=5, stop_tokens=set())
 

@@ -37,7 +37,8 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
     ]
     scales = tuple(layer.scale for layer in layers)
     outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, torch.is_grad_enabled(), *tensors)
-    return outputs
+    # classes of transformers take views that a product transposed in memory does not allow
+    return tuple(output.contiguous() for output in outputs)
 
 
 class _Products(torch.autograd.Function):

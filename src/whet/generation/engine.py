@@ -212,5 +212,6 @@ def check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> Non
             raise DataError(
                 f"a prompt of {len(prompt)} tokens leaves no room in the {model.max_positions} of the model"
             )
-        if max(prompt) >= model.vocab_size:
-            raise DataError(f"token {max(prompt)} is outside the model's vocabulary of {model.vocab_size}")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < model.vocab_size:
+                raise DataError(f"token {token} is outside the model's vocabulary of {model.vocab_size}")
