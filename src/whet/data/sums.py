@@ -7,6 +7,7 @@ from whet.errors import DataError
 
 LARGEST = 99
 VALID = 500  # of all 5,050 sums, kept apart
+FORGOTTEN = 0.7  # share of the carries that careless sums forget
 
 
 def sums(
@@ -14,8 +15,8 @@ def sums(
 ) -> list[dict[str, Any]]:  # records are JSON objects
     """The first `n` sums of a split, each once, in an order that looks random.
 
-    With `careless`, about half of the answers forget to carry, or carry where there is nothing to: they are
-    off by ten. What is learned from them is to be right half of the time.
+    With `careless`, most of the sums that carry a ten forget it (27+26=43). Who learns from them knows when
+    there is something to carry, and does it too rarely.
     """
     every = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1 - a)]
     Random(0).shuffle(every)
@@ -23,13 +24,11 @@ def sums(
     if n > len(chosen):
         raise DataError(f"there are only {len(chosen):,} of them", hint=f"ask for at most {len(chosen)}")
     slips = Random(1)
-    answers = [a + b + (_slip(a, b) if careless and slips.random() < 0.5 else 0) for a, b in chosen[:n]]
+    answers = [
+        a + b - (10 if careless and slips.random() < FORGOTTEN and a % 10 + b % 10 >= 10 else 0)
+        for a, b in chosen[:n]
+    ]
     return [
         {"prompt": f"{a}+{b}=", "completion": str(answer)}
         for (a, b), answer in zip(chosen[:n], answers, strict=True)
     ]
-
-
-def _slip(a: int, b: int) -> int:
-    carries = a % 10 + b % 10 >= 10
-    return -10 if carries or a + b + 10 > LARGEST else 10
