@@ -233,3 +233,38 @@ def test_an_objective_that_runs_the_model_twice_has_the_same_terms(directory):
         objective = RoutedObjective(inner, mixtures(model), load_balancing=1.0, z_loss=1.0)
         found.append({name: value.item() for name, value in objective.loss(model, batch).sums.items()})
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def lean_to_one_expert(gate, inputs, logits):
+    """Once: as if the first expert's row had learned the mean of the hidden states."""
+    if not hasattr(gate, "leant"):
+        mean = inputs[0].detach().mean(0)
+        gate.weight.data[0] = 8 * mean / mean.norm() ** 2
+        gate.leant = True
+    return torch.nn.functional.linear(inputs[0], gate.weight)
+
+
+def test_load_balancing_spreads_what_the_routers_left_alone_do_not(directory):
+    """Routers that prefer one expert, and nothing else to train: only the loss brings the others back."""
+    found = {}
+    for weight in (0.0, 20.0):
+        model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+        model.requires_grad_(False)
+        batch = make_batch([random_examples(12)])
+        for layer in mixtures(model):
+            layer.gate.requires_grad_(True)
+            layer.gate.register_forward_hook(lean_to_one_expert, prepend=True)
+        objective = RoutedObjective(SFT(), mixtures(model), load_balancing=weight)
+        made = make_config(
+            {**settings(directory).model_dump(by_alias=True), "optim": {"lr": 5e-2, "schedule": "constant"}}
+        )
+        trainer = Trainer(model, objective, [], made)
+        reader = RouterMetrics(mixtures(model), range(LAYERS))
+        violations = []
+        for step in range(40):
+            metrics = trainer.step([batch])
+            reader.on_step_end(step + 1, metrics)
+            violations.append(sum(metrics["router_max_violation"]) / LAYERS)
+        found[weight] = violations[0], violations[-1]
+    assert found[0.0][0] == found[20.0][0] > 0.7
+    assert found[20.0][1] < 0.5 * found[0.0][1], found

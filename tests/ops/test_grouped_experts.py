@@ -112,9 +112,14 @@ def test_sorting_is_stable_and_runs_on_no_tokens_of_some_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "d_model", "width"), [(4096, 256, 256), (8192, 256, 256)])
+@pytest.mark.parametrize(("tokens", "d_model", "width"), [(4096, 256, 256), (8192, 256, 128)])
 def test_time_grows_with_the_experts_a_token_meets_and_not_with_all(tokens, d_model, width):
     from benchmarks.experts import compare
 
-    found = compare(tokens, d_model, width, device=torch.device("cpu"), dtype=torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two that wait for one another measure what else the machine does
+    try:
+        found = compare(tokens, d_model, width, device=torch.device("cpu"), dtype=torch.float32)
+    finally:
+        torch.set_num_threads(threads)
     assert found["32_over_4"] <= 1.5, found
