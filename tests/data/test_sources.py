@@ -132,6 +132,10 @@ def test_a_generator_that_makes_other_records_has_another_version():
         "house-pairs-valid": ("1", "6f657dc18216"),
         "disputes": ("1", "82700bca3961"),
         "disputes-swapped": ("1", "812173976192"),
+        "shell-safety": ("2", "90ed5e4ddbfc"),
+        "shell-safety-valid": ("2", "72c454a3eac7"),
+        "shell-faults": ("2", "2a00663c5394"),
+        "shell-faults-valid": ("2", "a59b65f1d99e"),
     }
 
 
