@@ -1,5 +1,6 @@
 """The end of a run that classifies: its head calibrated and saved, and a report of what it can do."""
 
+import contextlib
 import json
 import logging
 import time
@@ -27,6 +28,7 @@ from whet.training.callbacks import Injector
 from whet.training.classification import fitted_temperature, rows_of
 from whet.training.run_data import RunData
 from whet.training.state import RunResult
+from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
@@ -119,8 +121,14 @@ class ClassificationEnd(Injector):
             matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
             found = {name: float(value) for name, value in confusion_metrics(matrix).items()}
         log.info("linear probe of the untrained model: macro F1 %.3f", found["f1_macro"])
-        replace_text(path, json.dumps(found, indent=2) + "\n")
         return found
+
+    def on_train_begin(self, run: Trainer) -> None:
+        """Keep what the probe found: a resumed run has other weights by then."""
+        path = self.directory / PROBE
+        if self.probe is not None and not path.is_file():
+            with contextlib.suppress(StorageError):  # then a resumed run measures it again
+                replace_text(path, json.dumps(self.probe, indent=2) + "\n")
 
     def _examples(self, split: str) -> StoredExamples:
         found = self.data.examples[split]
