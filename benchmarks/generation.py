@@ -3,7 +3,8 @@
 Greedy tokens a second of whet and of transformers' `generate` on SmolLM2-135M-Instruct, in one process, one after the
 other in turn, medians; prompts of different lengths, no row ends early. On a CPU in float32, 16 rows of 64 new tokens;
 with `--device cuda` in bfloat16, also 64 rows of 256, and transformers with a static cache (which it compiles) beside
-its default (`generation-cuda.json`); on a CPU also the time of a step's linear layers for several numbers of rows. Setting up whet's CUDA graphs is in its time; transformers' compilation is not in its.
+its default (`generation-cuda.json`). Setting up whet's CUDA graphs is in its time; transformers' compilation is not in
+its. On a CPU also the time of a step's linear layers, for several numbers of rows.
 """
 
 import argparse
