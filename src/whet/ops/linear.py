@@ -11,7 +11,7 @@ _FEW_ROWS = 48
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias.
 
-    For a few float32 rows on a CPU that need no gradient, as (W x')', which the BLAS spreads over cores better.
+    For a few float32 rows on a CPU that need no gradient, as (W x')', which cores share better.
     Not where gradients are on: the result lies transposed in memory, and dropout draws in memory's order.
     """
     if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32:
