@@ -3,7 +3,8 @@
 Greedy tokens a second of whet and of transformers' `generate` on SmolLM2-135M-Instruct, in one process, one after the
 other in turn, medians; prompts of different lengths, no row ends early. On a CPU in float32, 16 rows of 64 new tokens;
 with `--device cuda` in bfloat16, also 64 rows of 256, and transformers with a static cache (which it compiles) beside
-its default (`generation-cuda.json`). Setting up whet's CUDA graphs is in its time; transformers' compilation is not in its.
+its default (`generation-cuda.json`). Setting up whet's CUDA graphs is in its time; transformers' compilation is not in
+its. On a CPU also the time of a step's linear layers, for several numbers of rows.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import whet
@@ -21,6 +23,7 @@ from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling
 from whet.generation.text import encode_prompt
 from whet.models.hub import resolve
+from whet.ops.linear import linear
 
 MODEL = "smollm2-135m-instruct"
 WORDS = "river stone lamp cloud knife paper bread glass train forest ocean winter music garden bridge mirror".split()
@@ -98,6 +101,22 @@ def compare(ours, reference, tokenizer, *, rows, new_tokens, rounds, static):
     }
 
 
+def products(rows):
+    """Milliseconds for the linear layers of one decoding step: torch's x W', and whet's (W x')' below 49 rows."""
+    shapes = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)] * 30
+    weights = [torch.randn(shape) for shape in [*shapes, (49152, 576)]]
+    inputs = {size: torch.randn(rows, 1, size) for size in (576, 1536)}
+    seconds = {"torch": [], "whet": []}
+    with torch.no_grad():
+        for _ in range(9):
+            for name, multiply in (("torch", F.linear), ("whet", linear)):
+                started = time.perf_counter()
+                for weight in weights:
+                    multiply(inputs[weight.shape[1]], weight)
+                seconds[name].append(time.perf_counter() - started)
+    return {name: round(1000 * statistics.median(times), 1) for name, times in seconds.items()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
@@ -126,6 +145,8 @@ def main():
             for rows, new_tokens in ((16, 64), (64, 256))[: 2 if cuda else 1]
         ],
     }
+    if not cuda:
+        results["linear_layers_ms"] = {f"{rows}_rows": products(rows) for rows in (4, 16, 48, 64)}
     name = "generation-cuda.json" if cuda else "generation.json"
     (Path(__file__).parent / "results" / name).write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
