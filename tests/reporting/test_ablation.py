@@ -19,7 +19,9 @@ def test_the_p_value_is_students():
     @settings(deadline=None)
     @given(st.floats(-60, 60), st.integers(1, 60))
     def check(t, freedom):
-        assert t_test_p(t, freedom) == pytest.approx(2 * stats.t.sf(abs(t), freedom), abs=1e-9)  # scipy is no better
+        assert t_test_p(t, freedom) == pytest.approx(
+            2 * stats.t.sf(abs(t), freedom), abs=1e-9
+        )  # scipy is no better
 
     check()
 
