@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -251,7 +252,7 @@ def test_ledgers_train_and_their_valid_rows_are_others(tmp_path):
     result = whet.train(config(tmp_path, data=data))
     assert math.isfinite(result.metrics["eval_loss"])
     said = (result.directory / "log.txt").read_text()
-    train, valid = (int(line.split()[-2]) for line in said.splitlines() if line.endswith(" rows"))
+    train, valid = (int(found) for found in re.findall(r"(?:train|valid): .*: (\d+) rows$", said, flags=re.M))
     assert train + valid == 180
     assert valid < 40
 
