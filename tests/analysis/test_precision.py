@@ -14,6 +14,7 @@ from whet.data.batches import make_batch
 from whet.data.rows import read_rows
 from whet.data.sources import open_source
 from whet.models.tabular import QualitySpec, new_quality_model
+from whet.objectives.base import Loss
 from whet.objectives.regression import Regression
 from whet.objectives.sft import SFT
 from whet.training.diagnosis import examine
@@ -77,6 +78,34 @@ def test_the_reference_is_the_plain_gradient_in_fp64_of_texts(tiny, adapters):
     for row in found.results[0].rows:
         # norms and the rotation are computed in fp32 at least, not wider
         assert row.reference == pytest.approx(expected[row.name], rel=1e-4)
+
+
+class Guess:
+    """An objective with a head of its own: the mean square of what it makes of the hidden states."""
+
+    def __init__(self):
+        self.coefficients = {"loss": 1.0}
+        self.heads = torch.nn.Linear(32, 3)
+
+    def weights(self, batch):
+        return {"loss": float(batch.supervised)}
+
+    def loss(self, model, batch):
+        hidden = model.hidden(batch.tokens)
+        return Loss({"loss": self.heads(hidden).square().sum()})
+
+
+def test_what_an_objective_trains_beside_the_model_is_compared_too(tiny):
+    model, objective, batch = tiny[0], Guess(), text_batch()
+    found = examine(model, objective, batch)
+    wide, head = copy.deepcopy(model).double(), copy.deepcopy(objective.heads).double()
+    (head(wide.hidden(batch.tokens)).square().sum() / batch.supervised).backward()
+    rows_found = {row.name: row for row in found.results[0].rows}
+    assert rows_found["heads.weight"].reference == pytest.approx(float(head.weight.grad.norm()), rel=1e-4)
+    slope = float(wide.layers[0].mlp.up_proj.weight.grad.norm())
+    assert rows_found["layers.0.mlp.up_proj.weight"].reference == pytest.approx(slope, rel=1e-4)
+    assert found.verdict == "fine"
+    assert objective.heads.weight.grad is None
 
 
 def test_every_path_starts_from_the_gradient_of_the_reference():

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from tiny import run_config
-from whet.models import tabular
+from whet.training import diagnosis
 
 
 @pytest.fixture
@@ -36,16 +36,20 @@ def test_a_healthy_model_is_fine_and_strict_agrees(cli, quality):
     assert len(found["routing"]) == 16
 
 
-def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch):
-    original = tabular.new_quality_model
+def change_model(monkeypatch, change):
+    """Let a command look at another model than the one it built."""
+    original = diagnosis.examine
 
-    def overflowing(spec, *, seed):
-        model = original(spec, seed=seed)
+    def examine(model, objective, batch):
         with torch.no_grad():
-            model.experts[1][0].weight.mul_(1e6)
-        return model
+            change(model)
+        return original(model, objective, batch)
 
-    monkeypatch.setattr("whet.training.run.new_quality_model", overflowing)
+    monkeypatch.setattr(diagnosis, "examine", examine)
+
+
+def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch):
+    change_model(monkeypatch, lambda model: model.experts[1][0].weight.mul_(1e6))
     code, out, _ = cli("diagnose", quality)
     assert code == 0
     assert "verdict: major" in out
@@ -57,16 +61,12 @@ def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch)
 
 
 def test_a_divergent_row_is_marked(cli, quality, monkeypatch):
-    original = tabular.new_quality_model
+    def tie(model):
+        noise = torch.randn(96, generator=torch.Generator().manual_seed(0))
+        model.router.bias.copy_(torch.tensor([-5.0, 0.0, 0.0, 5.0]))
+        model.router.weight[2] = model.router.weight[1] + 1e-4 * noise
 
-    def tied(spec, *, seed):
-        model = original(spec, seed=seed)
-        with torch.no_grad():
-            model.router.bias.copy_(torch.tensor([-5.0, 0.0, 0.0, 5.0]))
-            model.router.weight[2] = model.router.weight[1] + 1e-4 * torch.randn(96)
-        return model
-
-    monkeypatch.setattr("whet.training.run.new_quality_model", tied)
+    change_model(monkeypatch, tie)
     _, out, _ = cli("diagnose", quality, "run.batch_size=128")
     assert "[ROUTING DIVERGENT]" in out
     assert "... and 108 more" in out

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.config.quality import Quality
@@ -111,6 +111,7 @@ def test_another_model_is_refused(tmp_path):
         restore_tkp1(model, read_tkp1(tmp_path / "golden"))
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(golden()) - 1))
 def test_a_file_cut_anywhere_is_one_clear_error(tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "cut.tkp1"
@@ -119,6 +120,7 @@ def test_a_file_cut_anywhere_is_one_clear_error(tmp_path_factory, length):
         read_tkp1(path)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_flipped_byte_is_read_or_refused_and_never_crashes(tmp_path_factory, data):
     damaged = bytearray(golden())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from whet.data.ledgers import create_ledgers
 from whet.data.plan import StepSettings
 from whet.data.rows import read_rows, row_batches
 from whet.data.sources import open_source
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, RunError
 from whet.models.tabular import QualitySpec, architecture, load_quality, new_quality_model
 from whet.models.tkp1 import read_tkp1, restore_tkp1
 from whet.objectives.regression import Regression
@@ -64,7 +65,7 @@ def test_a_config_may_say_no_more_than_the_size():
         ({"model": {"quality": "huge"}}, "model.quality: .*nano"),
         ({"model": {"quality": "nano", "arms": "dense"}}, "unknown key 'model.arms', did you mean 'arm'"),
         ({"model": {"quality": "nano", "tie_digits": 7}}, "tie_digits=7 is more than digits=6"),
-        ({"model": {"quality": "nano", "base": 90, "digits": 4}}, "at most 2\\*\\*24 codes"),
+        ({"model": {"quality": "nano", "base": 90, "digits": 4}}, "at most 2\\*\\*20 codes"),
         ({"method": {"kind": "lora"}}, "method.kind must be full"),
         ({"objective": {"kind": "sft"}}, "objective.kind must be regression"),
         ({"eval": {"generate": True}}, "eval.generate needs a language model"),
@@ -72,6 +73,7 @@ def test_a_config_may_say_no_more_than_the_size():
         ({"run": {"steps": 0}}, "run.steps"),
         ({"run": {"batch_size": 0}}, "run.batch_size"),
         ({"data": {"format": "text"}}, "data.format must be tabular"),
+        ({"data": {"max_length": 512}}, "data.max_length is about texts"),
     ],
 )
 def test_what_does_not_fit_is_refused(sections, message, tmp_path):
@@ -190,6 +192,24 @@ def test_a_finished_run_leaves_what_it_promises(arm, optimizer, tmp_path):
     assert (said["last_router_entropy"] == "nan") == (arm == "dense")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
+def test_every_precision_trains_and_its_model_comes_back(precision, tmp_path):
+    result = whet.train(config(tmp_path, run={"precision": precision, "steps": 2}))
+    assert math.isfinite(result.metrics["eval_loss"])
+    dtype = torch.bfloat16 if precision == "bf16-pure" else torch.float32
+    assert load_quality(result.directory).router.weight.dtype == dtype
+
+
+def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"features": [3e38] * 96, "target": [0.0] * 20}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RunError, match="step 1: loss"):
+        whet.train(config(tmp_path, data={"train": str(path), "valid": None}, run={"batch_size": 1}))
+    found = json.loads((tmp_path / "q" / "nonfinite-step-000001.json").read_text())
+    assert found["micro_batches"] == [{"records": [f"{path}:1"], "tokens": [[0]]}]
+
+
 class StopAt(Callback):
     def __init__(self, step):
         self.step = step
@@ -232,7 +252,7 @@ def test_ledgers_train_and_their_valid_rows_are_others(tmp_path):
     result = whet.train(config(tmp_path, data=data))
     assert math.isfinite(result.metrics["eval_loss"])
     said = (result.directory / "log.txt").read_text()
-    train, valid = (int(line.split()[-2]) for line in said.splitlines() if line.endswith(" rows"))
+    train, valid = (int(found) for found in re.findall(r"(?:train|valid): .*: (\d+) rows$", said, flags=re.M))
     assert train + valid == 180
     assert valid < 40
 

@@ -19,7 +19,7 @@ from torch import nn
 from whet.analysis.rounding import in_format, mapped, rounded, tensors_of
 from whet.data.batches import Batch
 
-Loss = Callable[[Any, Batch], torch.Tensor]  # Any: the kind of model that the objective is for
+Loss = Callable[[Any, Batch], torch.Tensor]  # Any: the kind of model it is for; it may have `heads` to train
 Readout = Callable[[Any, Any], torch.Tensor]  # Any: a model and what came out of it at the cut
 Verdict = Literal["fine", "moderate", "major"]
 
@@ -168,6 +168,31 @@ class _Call:
         return [leaf.grad for leaf in self.leaves]
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A model and a loss of their own: what a path does to them, no other sees."""
+
+    model: nn.Module
+    loss: Loss
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss, dtype: torch.dtype) -> "_Copy":
+        copied = cls(*copy.deepcopy((model, loss)))
+        for module in copied.modules().values():
+            module.to(dtype)
+        return copied
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The model, and what the loss trains beside it, by what their parameters' names begin with."""
+        heads = getattr(self.loss, "heads", None)
+        return {"": self.model} if heads is None else {"": self.model, "heads.": heads}
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for prefix, module in self.modules().items():
+            for name, parameter in module.named_parameters():
+                yield prefix + name, parameter
+
+
 class Examination:
     """One model, one batch, one loss."""
 
@@ -196,8 +221,11 @@ class Examination:
     def _reference(self) -> tuple[_Pass, torch.dtype]:
         if self.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # a layer, or a teacher, that mixes it with fp32
-                return self._run(copy.deepcopy(self.model).double(), torch.float64), torch.float64
-        return self._run(copy.deepcopy(self.model).float(), torch.float32), torch.float32
+                return self._run(self._copy(torch.float64), torch.float64), torch.float64
+        return self._run(self._copy(torch.float32), torch.float32), torch.float32
+
+    def _copy(self, dtype: torch.dtype) -> _Copy:
+        return _Copy.of(self.model, self.loss, dtype)
 
     def _compare(self, path: Path, reference: _Pass) -> PathResult:
         found, scale = self._on(path, reference), 1.0
@@ -219,33 +247,36 @@ class Examination:
         return PathResult(path, rows, largest, found.choices, divergent, scale)
 
     def _on(self, path: Path, reference: _Pass, *, scale: float = 1.0) -> _Pass:
-        model = copy.deepcopy(self.model).float()
+        subject = self._copy(torch.float32)
         with contextlib.ExitStack() as context:
             if path.simulated:
-                context.enter_context(rounded(model, path.dtype))
+                for module in subject.modules().values():
+                    context.enter_context(rounded(module, path.dtype))
             elif path.tf32:
                 context.enter_context(_tf32())
             elif path.dtype != torch.float32:
-                for parameter in model.parameters():
+                for _, parameter in subject.parameters():
                     if not parameter.requires_grad:  # a frozen base is kept in the format itself
                         parameter.data = parameter.data.to(path.dtype)
                 context.enter_context(torch.autocast(self.device.type, dtype=path.dtype))
-            return self._run(model, path.dtype if path.simulated else None, like=reference, scale=scale)
+            return self._run(subject, path.dtype if path.simulated else None, like=reference, scale=scale)
 
     def _run(
         self,
-        model: nn.Module,
+        subject: _Copy,
         dtype: torch.dtype | None,
         *,
         like: _Pass | None = None,
         scale: float = 1.0,
     ) -> _Pass:
         """Forward and backward: without `like` from the loss, else from its gradient at the cut."""
-        model.train(False)
+        model = subject.model
+        for module in subject.modules().values():
+            module.train(False)
         batch = in_format(self.batch, dtype, rounding=like is not None)
         calls: list[_Call] = []
         with _recorded(model) as records, _cut(model, self.cut, calls, like):
-            loss = self.loss(model, batch)
+            loss = subject.loss(model, batch)
             (loss * scale).backward()
         for place, call in enumerate(calls):
             upstream = (like.calls[place] if like is not None else call).upstream()
@@ -257,7 +288,7 @@ class Examination:
             torch.autograd.backward(list(gradients), list(gradients.values()))
         found = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad / scale).double().cpu()
-            for name, p in model.named_parameters()
+            for name, p in subject.parameters()
             if p.requires_grad
         }
         with torch.no_grad():

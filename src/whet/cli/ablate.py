@@ -29,7 +29,15 @@ def command(
         raise ConfigError(f"--arms: {what}", hint=f"two or more of {', '.join(get_args(Arm))}")
     settings = load_config(config, overrides or ())
     set_up_logging()
-    found = ablate(settings, arms=named, seeds=seeds, callbacks=lambda: [RunProgress(notes())])
+    progress = RunProgress(notes())
+    try:
+        found = ablate(settings, arms=named, seeds=seeds, callbacks=lambda: [progress])
+    except KeyboardInterrupt as interrupted:
+        progress.close()
+        notes().print(str(interrupted) or "interrupted", highlight=False)
+        raise typer.Exit(130) from interrupted
+    finally:
+        progress.close()
     if found is None:
         notes().print("stopped; the same command goes on", highlight=False)
         raise typer.Exit(3)

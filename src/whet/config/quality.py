@@ -12,7 +12,7 @@ Arm = Literal["softmax", "sheaf-padic", "dense"]
 
 STEPS: dict[str, int] = {"nano": 20, "tiny": 50, "medium": 100, "full": 100}
 ROUTER = r"^router\."  # the router's parameters, by name
-_LARGEST_CODE = 2**24  # whole numbers up to here are exact in fp32
+_LARGEST_CODE = 2**20  # more would not come back from fp32 as they went in
 
 
 class Quality(Section):
@@ -25,7 +25,7 @@ class Quality(Section):
     base: int = Field(
         5, ge=2, le=97, description="sheaf-padic: the base p in which router logits are written"
     )
-    digits: int = Field(6, gt=0, le=24, description="sheaf-padic: how many digits they have")
+    digits: int = Field(6, gt=0, le=20, description="sheaf-padic: how many digits they have")
     tie_digits: Positive = Field(
         4, description="sheaf-padic: experts whose logits agree in this many leading digits are tied"
     )
@@ -36,7 +36,7 @@ class Quality(Section):
         if self.tie_digits > self.digits:
             raise ValueError(f"tie_digits={self.tie_digits} is more than digits={self.digits}")
         if self.base**self.digits > _LARGEST_CODE:
-            raise ValueError(f"{self.digits} digits in base {self.base} are too many: at most 2**24 codes")
+            raise ValueError(f"{self.digits} digits in base {self.base} are too many: at most 2**20 codes")
         return self
 
 
@@ -87,5 +87,10 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
         "data.format must be tabular": values["data"].format not in ("auto", "tabular"),
         "run.compile needs a language model": values["run"].compile,
         "run.grad_checkpoint needs a language model": values["run"].grad_checkpoint,
+    }
+    of_texts = ("max_length", "too_long", "pack", "supervise")
+    data, fields = values["data"], type(values["data"]).model_fields
+    wrong |= {
+        f"data.{key} is about texts": getattr(data, key) != fields[key].get_default() for key in of_texts
     }
     return next((message for message, is_wrong in wrong.items() if is_wrong), None)

@@ -146,6 +146,7 @@ class TabularModel(Trainable):
 
     def decide(self, rows: torch.Tensor) -> Decision:
         """Outputs, and how they came about. Every expert reads every row: that costs no wait for a count."""
+        rows = rows.to(next(self.parameters()).dtype)
         if self.spec.arm == "dense":
             return Decision(self.dense(rows))
         routing = self.router.route(rows)

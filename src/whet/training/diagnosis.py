@@ -1,9 +1,10 @@
 """`whet diagnose`: the first batch of a run on every number format that the device has."""
 
-import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from whet.analysis.precision import Diagnosis, Examination
 from whet.config.sections import RunConfig
@@ -13,8 +14,6 @@ from whet.models.tabular import TabularModel
 from whet.objectives.base import Objective
 from whet.training.evaluation import total_weights
 from whet.training.run import assembled
-
-log = logging.getLogger("whet")
 
 MOST_LOGITS = 2**25  # of a language model: those of its first positions
 
@@ -34,18 +33,29 @@ def diagnose(config: RunConfig) -> Diagnosis:
 
 def examine(model: Any, objective: Objective, batch: Batch) -> Diagnosis:  # Any: as the objective wants it
     """One batch of an objective on a model whose weights are fp32."""
-    if getattr(objective, "heads", None) is not None:
-        log.info("diagnose: what the objective trains beside the model is left out")
-    weights = total_weights(objective, [batch])
-
-    def loss(model: Any, batch: Batch) -> torch.Tensor:  # Any: as above
-        sums = objective.loss(model, batch).sums
-        terms = [objective.coefficients[t] / weights[t] * value for t, value in sums.items() if weights[t]]
-        return torch.stack(terms).sum()
-
+    loss = _MeanLoss(objective, total_weights(objective, [batch]))
     tabular = isinstance(model, TabularModel)
     readout = _outputs if tabular else _logits
     return Examination(model, batch, loss, cut="decide" if tabular else "hidden", readout=readout).diagnose()
+
+
+@dataclass(frozen=True)
+class _MeanLoss:
+    """An objective's loss as the trainer computes it: an object, so that it is copied with the objective."""
+
+    objective: Objective
+    weights: dict[str, float]
+
+    @property
+    def heads(self) -> nn.Module | None:
+        """What the objective trains beside the model."""
+        return getattr(self.objective, "heads", None)
+
+    def __call__(self, model: Any, batch: Batch) -> torch.Tensor:  # Any: as above
+        sums, weights = self.objective.loss(model, batch).sums, self.weights
+        return torch.stack(
+            [self.objective.coefficients[t] / weights[t] * value for t, value in sums.items() if weights[t]]
+        ).sum()
 
 
 def _outputs(_: Any, outputs: torch.Tensor) -> torch.Tensor:  # Any: a model
