@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 import torch
 
-from whet.config.sections import Checkpoint, Optim
+from whet.config.optim import Optim
+from whet.config.sections import Checkpoint
 from whet.models import families
 from whet.models.decoder import Decoder
 from whet.training.checkpoint import checkpoint_path, contents_of

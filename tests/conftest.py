@@ -40,6 +40,20 @@ def tiny(tiny_directory):
     return whet.load(tiny_directory, dtype=torch.float32, device="cpu")
 
 
+@pytest.fixture
+def static_steps(monkeypatch):
+    """Generation by the fixed-shape steps that CUDA graphs record, here run as they are."""
+    from whet.generation import engine
+    from whet.generation.rows import Rows
+    from whet.generation.static import StaticRows
+
+    def start(model, prompts, picker, *, max_tokens):
+        rows = Rows(model, prompts, new_tokens=max_tokens)
+        return StaticRows(rows, picker, max_tokens=max_tokens, graph=False)
+
+    monkeypatch.setattr(engine, "start_decoding", start)
+
+
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """SmolLM2-135M-Instruct from whet's cache, where `make test` puts it before the tests start."""

@@ -21,7 +21,8 @@ from pydantic import BaseModel
 from whet.cli.app import app
 from whet.config.load import load_config, make_config
 from whet.config.preset import Preset
-from whet.config.sections import RunConfig
+from whet.config.quality import Quality
+from whet.config.sections import Part, RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
@@ -162,18 +163,28 @@ def key_tables():
     """A table for each section of a config, from the sections themselves."""
     yield table("Top level", {"model": RunConfig.model_fields["model"]}, "The model to train.")
     yield from section_tables("model", Preset)
+    yield from section_tables("model", Quality, title="`model` (quality)")
     for name, field in RunConfig.model_fields.items():
         if name == "objective":
-            for section in get_args(field.annotation):
+            for section in sections_of(field.annotation):
                 kinds = ", ".join(get_args(section.model_fields["kind"].annotation))
                 yield from section_tables(name, section, title=f"`{name}` ({kinds})")
         elif name != "model":
             yield from section_tables(name, field.annotation)
 
 
+def sections_of(kind):
+    """The sections of a union, which may hold another one."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for inner in get_args(kind) for section in sections_of(inner)]
+
+
 def section_tables(name, section, title=None):
     keys = {f"{name}.{field.alias or key}": field for key, field in section.model_fields.items()}
     yield table(title or f"`{name}`", keys, section.__doc__)
+    if section is Part:  # what it has is described where a run has it
+        return
     for key, field in keys.items():
         for kind in get_args(field.annotation):
             inner = (get_args(kind) or (kind,))[-1]  # what a list holds
@@ -202,7 +213,7 @@ def values(kind, limits=()):
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) in (types.UnionType, Union):
-        return " or ".join(values(inner, limits) for inner in get_args(kind))
+        return " or ".join(dict.fromkeys(values(inner, limits) for inner in get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "a section"
     if get_origin(kind) is dict:
@@ -215,6 +226,7 @@ def values(kind, limits=()):
         several = {
             "whole number": "list of whole numbers",
             "text": "list of texts",
+            "number": "list of numbers",
             "a section": "list of sections",
         }
         return several[values(*get_args(kind))]

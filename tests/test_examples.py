@@ -12,7 +12,9 @@ import yaml
 import whet
 from tiny import run_config
 from whet.config.load import load_config
+from whet.data.ledgers import create_ledgers
 from whet.data.synthetic import generate
+from whet.models.tabular import load_quality
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -38,7 +40,7 @@ def test_the_demo_runs_twice_and_says_how_to_go_on(tiny_directory, tmp_path, mon
         assert (tmp_path / "runs" / directory / "final" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["dpo-house", "distrust", "distill-nano"])
+@pytest.mark.parametrize("name", ["house-styles", "dpo-house", "distrust", "distill-nano", "mix-sft-dpo"])
 def test_the_objective_examples_run(name, tmp_path, tiny_directory):
     """On a tiny model, two steps each."""
     config = load_config(EXAMPLES / f"{name}.yaml").model_dump(mode="json", by_alias=True)
@@ -49,6 +51,18 @@ def test_the_objective_examples_run(name, tmp_path, tiny_directory):
         config["model"] = str(tiny_directory)
     config["run"] |= {"dir": str(tmp_path), "steps": 2, "device": "cpu", "precision": "fp32"}
     assert whet.train(config).steps == 2
+
+
+def test_the_quality_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    create_ledgers(tmp_path / "ledgers", 60)
+    for name in ("quality-nano", "quality-ledgers"):
+        overrides = ["run.steps=2", "run.device=cpu"]
+        if name == "quality-nano":
+            overrides += ["data.train=synth:quality:64", "data.valid=synth:quality-valid:16"]
+        result = whet.train(load_config(EXAMPLES / f"{name}.yaml", overrides))
+        assert result.steps == 2
+        assert load_quality(result.directory).spec.size == "nano"
 
 
 def write_corpus(directory):
@@ -80,6 +94,8 @@ def test_the_pretraining_examples_run(tmp_path, monkeypatch):
     ]
     for name, overrides in (
         ("pretrain-nano", small),
+        ("mtp-nano", small),
+        ("pretrain-nano-moe", small),
         ("pretrain-gpt2-small", [*small, *smaller, "run.precision=fp32", "run.compile=false"]),
     ):
         result = whet.train(load_config(EXAMPLES / f"{name}.yaml", overrides))

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from whet.adapters.merging import AdapterSet as AdapterSet
     from whet.adapters.model_merging import merge_models as merge_models
     from whet.errors import WhetError as WhetError
+    from whet.generation.beam import beam_search as beam_search
+    from whet.generation.engine import Completion as Completion
+    from whet.generation.engine import complete as complete
+    from whet.generation.sampling import Sampling as Sampling
+    from whet.generation.selection import best_of_n as best_of_n
+    from whet.generation.selection import majority_vote as majority_vote
     from whet.generation.text import generate as generate
     from whet.training.callbacks import Callback as Callback
     from whet.training.callbacks import EarlyStopping as EarlyStopping
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from whet.training.callbacks import StopRun as StopRun
     from whet.training.checkpoint import load_checkpoint as load_checkpoint
     from whet.training.checkpoint import save_checkpoint as save_checkpoint
+    from whet.training.classifier import Classifier as Classifier
     from whet.training.optimizers import create_optimizer as create_optimizer
     from whet.training.run import resume as resume
     from whet.training.run import train as train
@@ -42,9 +49,14 @@ _HOMES = {
     "adapters.merging": ("AdapterSet",),
     "adapters.model_merging": ("merge_models",),
     "errors": ("WhetError",),
+    "generation.beam": ("beam_search",),
+    "generation.engine": ("Completion", "complete"),
+    "generation.sampling": ("Sampling",),
+    "generation.selection": ("best_of_n", "majority_vote"),
     "generation.text": ("generate",),
     "training.callbacks": ("Callback", "EarlyStopping", "Injector", "MetricsLogger", "StopRun"),
     "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "training.classifier": ("Classifier",),
     "training.optimizers": ("create_optimizer",),
     "training.run": ("resume", "train"),
     "training.schedules": ("create_schedule",),

@@ -81,9 +81,18 @@ def replace_text(path: Path, text: str) -> None:
 
 def replace_bytes(path: Path, content: bytes) -> None:
     """The same for any file."""
+    replace_chunks(path, [content])
+
+
+def replace_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """The same for a file that is too large to be held in memory."""
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
     with _naming(path):
-        write_chunks(staging, [content])
+        try:
+            write_chunks(staging, chunks)
+        except BaseException:
+            staging.unlink(missing_ok=True)
+            raise
         _rename(staging, path)
         _fsync_directory(path.parent)
 

@@ -20,6 +20,8 @@ from whet.adapters.lora import adapted
 from whet.adapters.model_merging import merge_models
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.models import merging
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
 
 
 def write_variant(source, target, *, seed, dtype=torch.float32):
@@ -137,6 +139,26 @@ def test_adapters_of_one_base_are_merged_as_its_updates(tiny_directory, tmp_path
             exact = expected.float().bfloat16()
             assert (found[name] == exact).float().mean() > 0.99
     assert whet.load(tmp_path / "out")[0] is not None
+
+
+def test_adapters_of_experts_and_routers_are_merged_into_the_tensors_of_each_expert(tmp_path, tiny_directory):
+    base = from_scratch(preset_spec("nano-moe", layers=1, vocab_size=260), seed=0)
+    whet.save(base, AutoTokenizer.from_pretrained(tiny_directory), tmp_path / "base")
+    found = []
+    for seed in (1, 2):
+        model, _ = whet.load(tmp_path / "base", dtype=torch.float32, device="cpu")
+        whet.attach_lora(model, rank=2, targets=["experts", "routers"])
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in adapter_tensors(model).values():
+            tensor.data = 0.2 * torch.randn(tensor.shape, generator=generator)
+        whet.save_adapter(model, tmp_path / f"a{seed}")
+        found.append(whet.merge(model).state_dict())
+    merge_models([tmp_path / "a1", tmp_path / "a2"], tmp_path / "out", method="average")
+    merged, _ = whet.load(tmp_path / "out", dtype=torch.float32, device="cpu")
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(tensor, (found[0][name] + found[1][name]) / 2, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(merged.layers[0].mlp.experts.down_proj, base.layers[0].mlp.experts.down_proj)
+    assert not torch.equal(merged.layers[0].mlp.gate.weight, base.layers[0].mlp.gate.weight)
 
 
 def adapter_updates(base, adapter):

@@ -224,6 +224,20 @@ def test_sampling_options_are_seeded_and_checked(cli, trained):
     code, _, err = cli("generate", trained, "hi", "--top-p", 3)
     assert code == 2
     assert "top_p 3.0 is not in (0, 1]" in err
+    code, _, err = cli("generate", trained, "hi", "--repetition-penalty", -1)
+    assert code == 2
+    assert "repetition_penalty -1.0 is not positive" in err
+
+
+def test_stop_strings_and_penalties_reach_the_generator(cli, trained):
+    model, tokenizer = whet.load(trained)
+    settings = {"max_tokens": 30, "repetition_penalty": 1.3}
+    free = whet.generate(model, tokenizer, "hello", **settings)
+    arguments = ("--max-tokens", 30, "--repetition-penalty", 1.3, "--stop", free[9:11], "--stop", "@@@")
+    expected = whet.generate(model, tokenizer, "hello", stop=[free[9:11], "@@@"], **settings)
+    assert len(expected) < len(free)
+    assert cli("generate", trained, "hello", *arguments)[1] == expected + "\n"
+    assert cli("chat", trained, *arguments, stdin="hello\nq\n")[1] == expected + "\n"
 
 
 def test_chat_answers_line_by_line_and_remembers(cli, trained):

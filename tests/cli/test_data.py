@@ -389,3 +389,35 @@ def test_a_tokenizer_alone_is_not_enough(cli, config, tmp_path):
     assert code == 2
     assert "config.json" in err
     assert Path(tmp_path / "bare").is_dir()
+
+
+def test_of_a_mix_every_part_is_shown(cli, config, tmp_path):
+    pair = {"prompt": "dim it", "chosen": "Done.", "rejected": "No."}
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(json.dumps({**pair, "prompt": f"dim it {n}"}) + "\n" for n in range(8))
+    )
+    path = config()
+    values = yaml.safe_load(path.read_text())
+    learned, pairs = values.pop("data"), {"train": str(tmp_path / "pairs.jsonl"), "max_length": 256}
+    values["objective"] = {
+        "kind": "mix",
+        "parts": [
+            {"objective": {"kind": "sft"}, "data": learned},
+            {"objective": {"kind": "dpo"}, "data": pairs, "batch_size": 2},
+        ],
+    }
+    path.write_text(yaml.safe_dump(values))
+    code, out, _ = cli("data", path, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert out.index("part sft") < out.index("⟦answer 0") < out.index("part dpo") < out.index("⟦Done.")
+    assert "part sft" in (tmp_path / "page-sft.html").read_text()
+    assert "part dpo" in (tmp_path / "page-dpo.html").read_text()
+    code, out, _ = cli("train", path, "--dry-run")
+    assert code == 0
+    assert out.index("part sft") < out.index("part dpo")
+    code, out, _ = cli("train", path)
+    assert code == 0, out
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({**pair, "rejected": "Done."}) + "\n")
+    code, out, _ = cli("train", path, "--dry-run")
+    assert code == 2
+    assert "pairs.jsonl:1: chosen and rejected are the same" in out

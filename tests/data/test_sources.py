@@ -130,8 +130,14 @@ def test_a_generator_that_makes_other_records_has_another_version():
         "house-test": ("1", "038f0841ec6f"),
         "house-pairs": ("1", "9aea9c58eb2d"),
         "house-pairs-valid": ("1", "6f657dc18216"),
+        "house-styles": ("1", "3ae210d50aa1"),
+        "house-styles-valid": ("1", "0540d894f533"),
         "disputes": ("1", "82700bca3961"),
         "disputes-swapped": ("1", "812173976192"),
+        "quality": ("1", "ae61bf0cacfa"),
+        "quality-valid": ("1", "a4a0cb27ef71"),
+        "regression": ("1", "5e4c6d91615a"),
+        "regression-valid": ("1", "1002f0c230f8"),
     }
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
 
 import whet
 from tiny import random_examples
-from whet.errors import ConfigError, DataError
-from whet.generation.engine import generate_tokens
-from whet.generation.sampling import Sampling, row_generators, sample
+from whet.errors import DataError
+from whet.generation.engine import complete, generate_tokens
+from whet.generation.sampling import Sampling
+from whet.models.bridge import Bridge
 
 
 def prompts(count=5, shared=0):
@@ -46,12 +47,13 @@ def test_greedy_tokens_equal_transformers(tiny, tiny_directory):
 
 def test_the_bridge_decodes_ragged_batches_like_its_full_forward(tmp_path):
     torch.manual_seed(0)
-    settings = MistralConfig(
+    settings = StableLmConfig(
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=None, initializer_range=0.2, pad_token_id=None,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=None,
     )  # fmt: skip
-    MistralForCausalLM(settings).save_pretrained(tmp_path)
+    StableLmForCausalLM(settings).save_pretrained(tmp_path)
     model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Bridge)
     for shared in (0, 12):
         asked = prompts(shared=shared)
         assert generate_tokens(model, asked, max_tokens=12, stop_tokens=set()) == [
@@ -115,41 +117,83 @@ def test_the_context_is_never_exceeded(tmp_path):
 def test_bad_prompts_are_refused(tiny):
     with pytest.raises(DataError, match="empty prompt"):
         generate_tokens(tiny[0], [[1], []], max_tokens=5, stop_tokens=set())
+    with pytest.raises(DataError, match="token -1 is outside"):
+        generate_tokens(tiny[0], [[1, -1]], max_tokens=5, stop_tokens=set())
     with pytest.raises(DataError, match="token 300 is outside the model's vocabulary of 260"):
         generate_tokens(tiny[0], [[300]], max_tokens=5, stop_tokens=set())
 
 
-def distribution(logits, sampling, draws=20_000):
-    rows = torch.tensor([logits]).expand(draws, -1)
-    generators = row_generators(1, seed=0) * draws
-    return torch.bincount(sample(rows, sampling, generators), minlength=len(logits)) / draws
+def test_logprobs_are_those_of_a_full_forward_and_the_stop_token_has_one(tiny):
+    model, _ = tiny
+    asked = prompts()
+    free = generate_tokens(model, asked, max_tokens=20, stop_tokens=set())
+    stop = free[0][7]
+    settings = {"max_tokens": 20, "stop_tokens": {stop}}
+    warm = Sampling(temperature=1.3, top_k=30, top_p=0.9, repetition_penalty=1.2)
+    for sampling in (None, warm):
+        found = complete(model, asked, sampling=sampling, seeds=range(5), **settings)
+        for prompt, row in zip(asked, found, strict=True):
+            assert row.finished == (row.tokens[-1] == stop)
+            assert stop not in row.tokens[:-1]
+            with torch.no_grad():
+                logits = model.double()(torch.tensor([prompt + row.tokens]))[0, len(prompt) - 1 : -1]
+            model.float()
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(row.logprobs).double(), expected, rtol=0, atol=2e-4)
+    assert any(row.finished for row in complete(model, asked, **settings))
 
 
-def test_draws_follow_the_filtered_distribution():
-    logits = [2.0, 1.0, 0.0, -1.0]
-    p = torch.tensor(logits).softmax(-1)
-    torch.testing.assert_close(distribution(logits, Sampling(temperature=1.0)), p, rtol=0, atol=0.015)
-    torch.testing.assert_close(
-        distribution(logits, Sampling(temperature=2.0)),
-        (torch.tensor(logits) / 2).softmax(-1),
-        rtol=0,
-        atol=0.015,
+def test_a_row_ended_by_the_watcher_is_finished_and_one_ended_by_length_is_not(tiny):
+    model, _ = tiny
+    found = complete(
+        model,
+        prompts(),
+        max_tokens=5,
+        stop_tokens=set(),
+        watch=lambda row, tokens: row != 2 or len(tokens) < 5,
     )
-    for sampling, kept in (
-        (Sampling(1.0, top_k=2), 2),
-        (Sampling(1.0, top_p=0.8), 2),  # 0.64 is not enough, 0.64 + 0.24 is
-        (Sampling(1.0, top_p=0.6), 1),
-        (Sampling(1.0, min_p=0.1), 3),  # 0.644 * 0.1 = 0.064: the last one has 0.032
-    ):
-        expected = torch.where(torch.arange(4) < kept, p, 0.0)
-        torch.testing.assert_close(
-            distribution(logits, sampling), expected / expected.sum(), rtol=0, atol=0.015
-        )
+    assert [row.finished for row in found] == [False, False, True, False, False]
+    assert all(len(row.tokens) == len(row.logprobs) == 5 for row in found)
 
 
-@pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 2}, {"top_k": -1}, {"min_p": 2}]
-)
-def test_bad_sampling_settings_are_refused(bad):
-    with pytest.raises(ConfigError):
-        Sampling(**bad)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_do_not_depend_on_their_neighbours_or_on_the_batch(tiny, temperature):
+    """In float64, where two best candidates are never within rounding of one another."""
+    model = tiny[0].double()
+    asked = prompts(9)
+    settings = {
+        "max_tokens": 16,
+        "stop_tokens": {7},
+        "sampling": Sampling(temperature, repetition_penalty=1.1),
+    }
+    alone = [complete(model, [prompt], seeds=[row], **settings)[0] for row, prompt in enumerate(asked)]
+    for rows in ([0, 1, 2], [4, 3], list(range(9)), list(range(8, -1, -1)), [5, 5, 5, 6]):
+        found = complete(model, [asked[row] for row in rows], seeds=rows, **settings)
+        assert [row.tokens for row in found] == [alone[row].tokens for row in rows]
+
+
+def test_equal_prompts_with_different_seeds_differ_and_are_read_once(tiny, monkeypatch):
+    model, _ = tiny
+    read = []
+    original = model.hidden
+    monkeypatch.setattr(
+        model,
+        "hidden",
+        lambda tokens, *rest: (read.append(tuple(tokens.shape)), original(tokens, *rest))[1],
+    )
+    found = complete(
+        model,
+        [list(range(10))] * 4,
+        max_tokens=3,
+        stop_tokens=set(),
+        sampling=Sampling(temperature=2.0),
+        seeds=[1, 2, 3, 1],
+    )
+    assert found[0] == found[3]
+    assert len({tuple(row.tokens) for row in found}) == 3
+    assert read == [(1, 10), (4, 1), (4, 1)]
+
+
+def test_wrong_numbers_of_seeds_are_refused(tiny):
+    with pytest.raises(DataError, match="2 seeds for 3 prompts"):
+        complete(tiny[0], [[1]] * 3, max_tokens=2, stop_tokens=set(), seeds=[1, 2])

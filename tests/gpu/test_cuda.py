@@ -4,18 +4,31 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import whet
 from tiny import random_examples, run_config
+from whet.adapters.adapter import adapted
 from whet.adapters.nf4 import dequantise, quantise
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.plan import StepSettings
-from whet.generation.engine import generate_tokens
+from whet.generation.engine import complete, generate_tokens
+from whet.generation.sampling import Sampling
+from whet.generation.static import StaticRows
 from whet.hardware import choose_precision
+from whet.models.experts import mixtures
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.objectives.routing import RoutedObjective
 from whet.objectives.sft import SFT
+from whet.ops.attention import Layout, attend
+from whet.ops.grouped_experts import grouped_linear, grouped_problem, loop_linear
+from whet.ops.head import Head
+from whet.ops.softmax_rows import row_losses
 from whet.training.callbacks import Callback, StopRun
+from whet.training.routing import RouterMetrics
 from whet.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -42,6 +55,56 @@ def test_packed_equals_solo(tiny_directory, dtype, tolerance):
                     packed[row, start : start + example.length], solo[0], rtol=0, atol=tolerance
                 )
                 start += example.length
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_packed_attention_is_that_of_each_document(window, dtype, tolerance):
+    torch.manual_seed(0)
+    documents = ((7, 30, 1, 26), (64,))
+    q, k, v = (
+        torch.randn(2, heads, 64, 16, device=CUDA, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
+    layout = Layout.packed(documents, device=CUDA)
+    found = attend(q, k, v, layout, window=window)
+    upstream = torch.randn_like(found)
+    grads = torch.autograd.grad(found, (q, k, v), upstream)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    place = torch.arange(64, device=CUDA)
+    seen = (place[:, None] >= place) & (place[:, None] - place < (window or 64))
+    own = [
+        torch.repeat_interleave(torch.arange(len(row), device=CUDA), torch.tensor(row, device=CUDA))
+        for row in documents
+    ]
+    mask = torch.stack([seen & (row[:, None] == row) for row in own])[:, None]
+    keys, values = (t.repeat_interleave(2, dim=1) for t in wide[1:])
+    scores = (wide[0] @ keys.mT / 4).masked_fill(~mask, -torch.inf)
+    expected = scores.softmax(-1) @ values
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    for one, other in zip(grads, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("biased", "scale", "softcap"), [(False, 1.0, None), (True, 0.5, 3.0)])
+@pytest.mark.parametrize("columns", [100, 8192, 20_001])
+def test_the_kernel_of_the_loss_equals_the_formula(dtype, weighted, biased, scale, softcap, columns):
+    torch.manual_seed(0)
+    projected = 3 * torch.randn(17, columns, device=CUDA, dtype=dtype)
+    targets = torch.randint(0, columns, (17,), device=CUDA)
+    row_weight = torch.rand(17, device=CUDA) if weighted else None
+    bias = torch.randn(columns, device=CUDA, dtype=dtype) if biased else None
+    head = Head(projected, bias, scale, softcap)
+    wide = projected.double().requires_grad_()
+    logits = head.transform(wide if bias is None else wide + bias.double())
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    (grad,) = torch.autograd.grad((expected * (1 if row_weight is None else row_weight.double())).sum(), wide)
+    losses, found = row_losses(projected, targets, head, row_weight=row_weight)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-6
+    )
 
 
 def trainer(tiny_directory, precision, method="lora", optimizer="adamw"):
@@ -108,22 +171,66 @@ def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory, optimizer):
 def test_nothing_in_a_step_waits_for_the_device_before_its_numbers_are_read(
     tiny_directory, monkeypatch, optimizer
 ):
-    run = trainer(tiny_directory, "bf16", "full", optimizer)
+    step_without_waiting(trainer(tiny_directory, "bf16", "full", optimizer), monkeypatch)
+
+
+def step_without_waiting(run, monkeypatch):
+    """A step in which waiting for the device is an error, up to the one read of its numbers."""
     run.step(next(run.batches))
     batches = [batch.to(CUDA) for batch in next(run.batches)]
-    original = torch.Tensor.tolist
+    original = torch.Tensor.cpu
 
     def read(tensor):
         torch.cuda.set_sync_debug_mode("default")
         return original(tensor)
 
-    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
         run.step(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def experts_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("experts") / "model"
+    whet.save(from_scratch(preset_spec("nano-moe", layers=2, vocab_size=260), seed=0), None, directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_experts_are_the_loops(dtype):
+    if (problem := grouped_problem("cuda", dtype, (64, 32))) is not None:
+        pytest.skip(problem)
+    torch.manual_seed(0)
+    x = torch.randn(100, 32, device=CUDA, dtype=dtype, requires_grad=True)
+    weight = torch.randn(5, 64, 32, device=CUDA, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([13, 13, 50, 99, 100], device=CUDA, dtype=torch.int32)  # groups of no special size
+    upstream = torch.randn(100, 64, device=CUDA, dtype=dtype)
+    found, expected = grouped_linear(x, weight, ends), loop_linear(x, weight, ends)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, (x, weight), upstream),
+        torch.autograd.grad(expected, (x, weight), upstream),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert (a.float() - b.float()).norm() <= (
+            1e-2 if dtype == torch.bfloat16 else 1e-5
+        ) * b.float().norm()
+
+
+def test_routers_are_reported_without_waiting_for_the_device(experts_directory, monkeypatch):
+    if (problem := grouped_problem("cuda", torch.bfloat16, (128, 176))) is not None:
+        pytest.skip(problem)
+    run = trainer(experts_directory, "bf16", "full")
+    run.objective = RoutedObjective(SFT(), mixtures(run.model), load_balancing=0.01, z_loss=0.01)
+    step_without_waiting(run, monkeypatch)
+    metrics = run.step(next(run.batches))
+    RouterMetrics(mixtures(run.model), [0, 1]).on_step_end(1, metrics)
+    assert sum(metrics["per_expert_share"]) == pytest.approx(1, abs=1e-4)
 
 
 def test_generation_gives_the_tokens_of_the_cpu(tiny_directory):
@@ -138,6 +245,71 @@ def test_generation_gives_the_tokens_of_the_cpu(tiny_directory):
         for device in ("cpu", "cuda")
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("adapter", [None, "lora", "dora"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_steps_give_the_tokens_of_the_cpu(tiny_directory, monkeypatch, temperature, adapter):
+    """Rows that end early, penalties and adapters included; only the first step of a shape is run as it is."""
+    ran = []
+    original = StaticRows.step
+    monkeypatch.setattr(StaticRows, "step", lambda self: (ran.append(len(self._token)), original(self)))
+    prompts = [example.tokens for example in random_examples(8, seed=1)]
+    found = []
+    for device in ("cpu", "cuda"):
+        model, _ = whet.load(tiny_directory, dtype=torch.float32, device=device)
+        if adapter:
+            whet.attach_lora(model, rank=4, variant=adapter)
+            generator = torch.Generator().manual_seed(1)
+            for _, layer in adapted(model):
+                layer.lora_B.data.copy_(torch.randn(layer.lora_B.shape, generator=generator) * 0.2)
+        sampling = Sampling(temperature, top_k=100, top_p=0.95, repetition_penalty=1.1)
+        found.append(
+            complete(
+                model,
+                prompts,
+                max_tokens=60,
+                stop_tokens=range(0, 260, 20),
+                sampling=sampling,
+                seeds=range(8),
+            )
+        )
+    assert [row.tokens for row in found[0]] == [row.tokens for row in found[1]]
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(here.logprobs), torch.tensor(there.logprobs), rtol=0, atol=1e-3
+        )
+    assert len(ran) == 2 * len(set(ran)), "for each number of rows, one step to warm up and one to record"
+
+
+def test_what_cannot_be_recorded_is_decoded_step_by_step(tiny_directory, monkeypatch, caplog):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cuda")
+    settings = {"max_tokens": 12, "stop_tokens": set()}
+    prompts = [[1, 2, 3], [4, 5]]
+    expected = generate_tokens(model, prompts, **settings)
+    original = model.hidden
+
+    def hidden(*inputs):
+        found = original(*inputs)
+        found.sum().item()  # the host waits: not allowed while a graph is recorded
+        return found
+
+    monkeypatch.setattr(model, "hidden", hidden)
+    with caplog.at_level("INFO", logger="whet"):
+        assert generate_tokens(model, prompts, **settings) == expected
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_generation_under_autocast_equals_itself_and_leaves_training_alone(tiny_directory):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cuda")
+    prompts = [example.tokens for example in random_examples(4, seed=1)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        first, again = (
+            complete(model, prompts, max_tokens=20, stop_tokens=set(), seeds=range(4)) for _ in range(2)
+        )
+    assert first == again
+    model.train()
+    model.hidden(torch.arange(5, device=CUDA)[None]).sum().backward()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -15,6 +15,7 @@ from whet.models.rope import alibi_slopes, inverse_frequencies, rotate, rotation
 from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     LatentAttentionSpec,
     LinearRopeScaling,
@@ -72,6 +73,18 @@ def model(blocks, **settings):
     return decoder
 
 
+EXPERTS = {
+    "experts": {},
+    "experts-of-one": {"top_k": 1, "renormalise": False},
+    "experts-odd": {"width": 9, "activation": "gelu_tanh"},
+    "experts-sigmoid-shared": {"scoring": "sigmoid", "shared": 2, "scale": 2.5, "balance_bias": True},
+}
+
+
+def mixture(name):
+    return ExpertsSpec(**{"experts": 5, "top_k": 2, "width": 16, **EXPERTS[name]})
+
+
 def hybrid(*names, placement="pre", feedforward="swiglu"):
     mlp = FeedForwardSpec(width=40, **FEEDFORWARDS[feedforward])
     return [BlockSpec(attention(name), mlp, placement) for name in names]
@@ -90,13 +103,17 @@ MODELS = {
     "no-attention": ([*hybrid("grouped"), BlockSpec(None, FeedForwardSpec(8))], {"positions": "learned"}),
     "no-norm": (hybrid("grouped", placement="sandwich"), {"norm": NormSpec("none")}),
     "alibi-heads": ([*hybrid("no-rope"), BlockSpec(attention("no-rope", heads=2), None)], {"positions": "alibi"}),
+    **{name: ([BlockSpec(attention("grouped"), mixture(name)), *hybrid("window")], {}) for name in EXPERTS},
     "latent-hybrid": (hybrid("latent", "window", "latent-queries"), {}),
     "mixed": (hybrid("window", "no-rope", "capped", "whole-norm-fused"), {"norm": NormSpec(offset=True), "logit_softcap": 3.0, "embedding_scale": 2.0}),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("steps", ["growing", "static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_decoding_with_a_cache_equals_decoding_without(name):
+def test_decoding_with_a_cache_equals_decoding_without(name, steps, request):
+    if steps == "static":
+        request.getfixturevalue("static_steps")
     blocks, settings = MODELS[name]
     decoder = model(blocks, **settings)
     tokens = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -8,6 +8,7 @@ import torch
 
 import whet
 from whet.errors import ModelError
+from whet.models.costs import parameter_counts
 from whet.models.decoder import Decoder
 from whet.models.initialise import from_scratch
 from whet.models.presets import ATTENTIONS, FEEDFORWARDS, LETTERS, POSITIONS, PRESETS, preset_spec
@@ -16,6 +17,7 @@ from whet.models.spec import LatentAttentionSpec
 SIZES = {
     "nano": 935_040,
     "micro": 10_059_840,
+    "nano-moe": 2_561_152,  # of which a token meets 939,136
     "gpt2-small": 124_439_808,  # OpenAI's
     "llama-135m": 134_515_008,  # SmolLM2-135M
     "llama-360m": 361_821_120,  # SmolLM2-360M
@@ -29,6 +31,12 @@ def test_every_preset_has_the_parameters_it_promises():
         with torch.device("meta"):
             decoder = Decoder(preset_spec(name))
         assert sum(parameter.numel() for parameter in decoder.parameters()) == size, name
+
+
+def test_a_token_of_nano_moe_meets_as_much_as_one_of_nano():
+    active = sum(parameter_counts(preset_spec("nano-moe"), active=True).values())
+    routers = 4 * 8 * 128
+    assert active == SIZES["nano"] + routers == 939_136
 
 
 def test_a_pattern_repeats_over_the_layers():
@@ -60,8 +68,21 @@ VARIANTS = {
     "sandwich": {"placement": "sandwich"},
     "parts-missing": {"pattern": "af"},
     "no-norm": {"norm": "none"},
+    "experts": {"experts": 4, "top_k": 3},
+    "experts-shared": {"experts": 4, "shared_experts": 1},
+    "experts-sigmoid-bias": {"experts": 4, "router": "sigmoid", "balance_bias": True},
 }
-OURS_ALONE = ("latent", "alibi", "sinusoidal-relu2", "post", "sandwich", "parts-missing", "no-norm")
+OURS_ALONE = (
+    "latent",
+    "alibi",
+    "sinusoidal-relu2",
+    "post",
+    "sandwich",
+    "parts-missing",
+    "no-norm",
+    "experts-shared",
+    "experts-sigmoid-bias",
+)
 SMALL = {"d_model": 32, "layers": 2, "heads": 4, "width": 48, "vocab_size": 60, "max_positions": 64}
 
 
@@ -126,6 +147,10 @@ def test_first_weights_follow_the_stated_rule_and_the_seed():
         ("nano", {"heads": 5}, "d_model=128 is not a multiple of heads=5"),
         ("nano", {"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ("nano", {"pattern": "w"}, "attention over a window needs a window"),
+        ("nano", {"balance_bias": True}, "balance_bias is about experts, and there are none"),
+        ("nano-moe", {"top_k": 9}, "top_k=9 is more than there are experts (8)"),
+        ("nano-moe", {"feedforward": "gelu"}, "experts have a gate and no bias"),
+        ("nano-moe", {"router": "tanh"}, "unknown scoring of experts 'tanh'"),
         ("nano", {"layers": 0}, "layers=0: it must be positive"),
     ],
 )  # fmt: skip

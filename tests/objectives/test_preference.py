@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -223,6 +224,47 @@ def test_records_that_are_no_preferences_are_named(tiny_directory, tmp_path, rec
         whet.train(config)
 
 
+def test_answers_that_a_template_makes_the_same_are_named(tiny_directory, tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(tiny_directory, tmp_path / "trims")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "trims")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | trim")
+    tokenizer.save_pretrained(tmp_path / "trims")
+    records = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": " b"},
+    ]
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = preference_config(
+        tmp_path / "trims",
+        tmp_path,
+        {"kind": "dpo"},
+        data={"train": str(tmp_path / "bad.jsonl"), "valid": None},
+    )
+    with pytest.raises(DataError, match="bad.jsonl:2: chosen and rejected are the same"):
+        whet.train(config)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"kind": "dpo", "beta": 0}, "objective.beta: Input should be greater than 0"),
+        ({"kind": "dpo", "label_smoothing": 0.5}, "objective.label_smoothing: Input should be less than 0.5"),
+        ({"kind": "simpo", "gamma": -1}, "objective.gamma: Input should be greater than or equal to 0"),
+        ({"kind": "distill", "teacher": "t", "alpha": 1.5}, "objective.alpha: .* less than or equal to 1"),
+        ({"kind": "distill", "teacher": "t", "temperature": 0}, "objective.temperature: .* greater than 0"),
+        (
+            {"kind": "distill", "teacher": [{"model": "t", "weight": -1}]},
+            "objective.teacher.0.weight: Input should be greater than 0",
+        ),
+    ],
+)
+def test_weights_out_of_range_are_named(tiny_directory, tmp_path, objective, message):
+    with pytest.raises(ConfigError, match=message):
+        whet.train(preference_config(tiny_directory, tmp_path, objective))
+
+
 def test_too_long_pairs(tiny, tmp_path):
     sizes = sorted({len(side.tokens) for index in range(6) for side in pairs(tiny, tmp_path)[index]})
     cut = pairs(tiny, tmp_path, max_length=sizes[-1] - 3)
@@ -239,5 +281,5 @@ def test_too_long_pairs(tiny, tmp_path):
 
 def test_a_missing_reference_is_an_error(tiny, tmp_path):
     found = pairs(tiny, tmp_path, 2)
-    with pytest.raises(ConfigError, match="needs a reference"):
+    with pytest.raises(ConfigError, match="dpo needs a reference for synth:house-pairs:2#1"):
         Preference("dpo", beta=0.1).loss(tiny[0], make_batch([[*found[0], *found[1]]]))

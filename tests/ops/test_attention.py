@@ -139,3 +139,32 @@ def test_every_combination_of_masks_equals_a_dense_boolean_one(kind, window, ext
     expected = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
     found = attend(q, k, v, layout, window=window, softcap=softcap, slopes=slopes)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_one_query_with_shared_keys_equals_the_formula(masked, window):
+    """Ragged rows in a cache whose newest slot is not its last one, as static decoding has it."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, 6, 1, 8, generator=generator, dtype=torch.float64)
+    keys, values = torch.randn(2, 3, 2, 9, 8, generator=generator, dtype=torch.float64)
+    slots = torch.arange(9).expand(3, -1)
+    visible = torch.ones(3, 9, dtype=torch.bool)
+    if masked:
+        visible[1, :3] = False  # left padding
+        visible[:, 7:] = False  # not yet written
+    newest = torch.full((3, 1), 6 if masked else 8)
+    layout = Layout(
+        visible=visible,
+        slots=slots,
+        mask=visible[:, None, None, :] if masked else None,
+        causal=False,
+        queries=newest,
+    )
+    found = attend(queries, keys, values, layout, window=window)
+    for row in range(3):
+        for head in range(6):
+            scores = keys[row, head // 3] @ queries[row, head, 0] / 8**0.5
+            seen = visible[row] & (newest[row] - slots[row] < (window or 99))
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(0)
+            torch.testing.assert_close(found[row, head, 0], weights @ values[row, head // 3])

@@ -5,7 +5,7 @@ import torch
 
 from whet.ops import linear_cross_entropy
 from whet.ops.head import Head
-from whet.ops.linear_kl import linear_kl
+from whet.ops.linear_kl import linear_kl, linear_topk_kl, top_logprobs
 from whet.ops.token_logprobs import token_logprobs
 
 HEADS = {
@@ -40,7 +40,7 @@ def gradients(loss, hidden, head):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "_MAX_CHUNK", 5)
+    monkeypatch.setitem(linear_cross_entropy._MOST, "cpu", (5, 2**26))
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -87,6 +87,59 @@ def test_divergences_equal_their_formulas(head_kind, kind, temperature):
     (found * 2).backward()
     assert teacher_hidden.grad is None, "no gradient ever reaches the teacher"
     assert teacher.weight.grad is None
+
+
+def coarse(logits, ids, temperature):
+    """log p of some tokens and of all others together, then softened, as logits of k + 1 classes."""
+    logs = logits.log_softmax(-1)
+    chosen = torch.zeros_like(logs, dtype=torch.bool).scatter(1, ids, True)
+    rest = (logs.exp() * ~chosen).sum(-1, keepdim=True).log()
+    return torch.cat((logs.gather(1, ids), rest), 1) / temperature
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("head_kind", HEADS)
+def test_divergences_from_the_likeliest_tokens_equal_their_formulas(head_kind, kind, temperature):
+    student, teacher = make_head(head_kind), make_head("capped", size=6, seed=1)
+    hidden = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    teacher_hidden = torch.randn(13, 6, dtype=torch.float64)
+    ids, logprobs = top_logprobs(teacher_hidden, teacher, top_k=5)
+    said = logits_of(teacher_hidden, teacher).detach()
+    torch.testing.assert_close(ids.sort().values, said.topk(5).indices.sort().values)
+    torch.testing.assert_close(logprobs, coarse(said, ids, 1.0))
+    found = linear_topk_kl(hidden, student, ids, logprobs, temperature=temperature, divergence=kind)
+    classes = coarse(logits_of(hidden, student), ids, temperature)
+    expected = divergence(classes, logprobs / temperature, kind, 1.0)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        gradients(found * 3, hidden, student), gradients(expected * 3, hidden, student), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_all_tokens_are_the_whole_divergence_and_fewer_a_lower_bound(kind):
+    student, teacher = make_head("bias"), make_head("capped", size=6, seed=1)
+    hidden, states = torch.randn(13, 8, dtype=torch.float64), torch.randn(13, 6, dtype=torch.float64)
+    for temperature in (1.0, 4.0):
+        found = linear_topk_kl(
+            hidden,
+            student,
+            *top_logprobs(states, teacher, top_k=37),
+            temperature=temperature,
+            divergence=kind,
+        )
+        whole = linear_kl(hidden, student, states, teacher, temperature=temperature, divergence=kind)
+        torch.testing.assert_close(found, whole)
+    bounds = [
+        linear_topk_kl(hidden, student, *top_logprobs(states, teacher, top_k=k), divergence=kind).item()
+        for k in (1, 4, 16, 36, 37)
+    ]
+    assert bounds == sorted(bounds)  # a finer view tells more apart: the data processing inequality
+    assert bounds[0] < 0.9 * bounds[-1]
+    same = top_logprobs(hidden, student, top_k=4)
+    assert linear_topk_kl(hidden, student, *same, temperature=3.0, divergence=kind).item() < 1e-12
 
 
 def test_without_gradients_nothing_is_kept():

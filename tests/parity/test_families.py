@@ -21,6 +21,7 @@ from whet.models.load import save_model
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 
 LOGIT_TOLERANCE = 2e-4
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 VOCAB = 97
 
 SIZES = {
@@ -47,6 +48,7 @@ GPT2 = {
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 # row: (transformers' family, the config's differences from SIZES)
@@ -88,6 +90,14 @@ ROWS = {
     "smollm3-windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 1, 0]}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 6, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window-tied": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True, "head_dim": 12}),
+    "mixtral-odd-width": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 27}),
+    "qwen3moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3moe-some-dense": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [2], "decoder_sparse_step": 2, "head_dim": 20}),
+    "qwen3moe-window-bias": ("Qwen3Moe", {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "eos_token_id": 2}),
+    "olmoe-renormalised": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True, "eos_token_id": 2}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-relu-wide": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 48, "tie_word_embeddings": False}),
 }  # fmt: skip
@@ -101,6 +111,7 @@ def reference(directory, row):
     config = getattr(transformers, f"{family}Config")(**sizes)
     # scores that are capped are right only in the eager implementation
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # a loop: the grouped one cannot do every width
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
     with torch.no_grad():
@@ -155,7 +166,7 @@ def test_a_saved_model_loads_in_transformers_and_in_whet(tmp_path, row):
     save_model(model, None, tmp_path / "ours", max_shard_bytes=20_000)
     assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
     again, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+        tmp_path / "ours", output_loading_info=True, dtype=torch.float32, **EAGER
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -216,9 +227,7 @@ def test_adapters_equal_pefts_and_load_there(tmp_path, family):
     for tensor in adapter_tensors(model).values():
         tensor.data = torch.randn(tensor.shape, generator=generator) * 0.2
     whet.save_adapter(model, tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", attn_implementation="eager", dtype=torch.float32
-    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, **EAGER)
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(
@@ -226,9 +235,7 @@ def test_adapters_equal_pefts_and_load_there(tmp_path, family):
         )
         assert not torch.allclose(model(tokens()), ours(tmp_path / "base")(tokens()), atol=1e-2)
 
-    fresh = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", attn_implementation="eager", dtype=torch.float32
-    )
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, **EAGER)
     settings = LoraConfig(
         r=2,
         target_modules="all-linear",

@@ -75,7 +75,10 @@ def test_saved_and_loaded_by_transformers_it_computes_the_same(smollm2, tokens, 
         torch.testing.assert_close(again(tokens).logits, smollm2[0](tokens), rtol=0, atol=2e-4)
 
 
-def test_greedy_answers_equal_transformers_with_and_without_neighbours(smollm2, reference):
+@pytest.mark.parametrize("steps", ["growing", "static"])
+def test_greedy_answers_equal_transformers_with_and_without_neighbours(smollm2, reference, steps, request):
+    if steps == "static":
+        request.getfixturevalue("static_steps")
     model, tokenizer = smollm2
     asked = ["What is the capital of France?", "Name three colours.", "Say hi."]
     prompts = [encode_prompt(tokenizer, text) for text in asked]

@@ -315,7 +315,6 @@ def test_a_policy_that_changes_by_itself_is_an_error(tiny_directory, tmp_path, m
         ({"run": {"batch_size": None, "batch_tokens": 64}}, ConfigError, "counts prompts: set run.batch_size"),
         ({"method": {"dropout": 0.1}}, ConfigError, "method.dropout must be 0"),
         ({"data": {"curriculum": {"kind": "length"}}}, ConfigError, "no data.curriculum"),
-        ({"data": {"valid": "synth:sums-valid:2"}, "eval": {"early_stop": {}}}, ConfigError, "watches eval_reward or exact_match"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_one_message(tiny_directory, tmp_path, sections, error, message):

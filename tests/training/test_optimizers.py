@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from whet.config.sections import Optim
+from whet.config.optim import Optim
 from whet.errors import ConfigError
 from whet.training.adafactor import Adafactor
 from whet.training.checkpoint import load_checkpoint, save_checkpoint

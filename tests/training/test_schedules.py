@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from whet.config.sections import Optim
+from whet.config.optim import Optim
 from whet.errors import ConfigError
 from whet.training.schedules import create_schedule
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from whet.adapters.classifier_files import StoredHead
 from whet.adapters.mlx_files import WEIGHTS as MLX_WEIGHTS
 from whet.adapters.mlx_files import read_mlx, write_mlx
 from whet.adapters.nf4 import BLOCK, NF4Linear
@@ -33,22 +34,27 @@ def save_adapter(
     *,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     base: Path | None = None,
+    classifier: StoredHead | None = None,
 ) -> None:
     """Write the adapter as a directory that PEFT, or mlx-lm, loads.
 
     It names what the model was loaded from as its base, or `base`: a directory with the weights as they were
-    trained on, quantised or not.
+    trained on, quantised or not. The head of a classifier goes with it.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown adapter layout {layout!r}", hint=f"known: {', '.join(LAYOUTS)}")
     stored = collect(model)
     if base is not None:
         stored = replace(stored, origin=str(base.absolute()))
+    if classifier is not None:
+        stored = replace(stored, whole=stored.whole | classifier.tensors(model))
     quantised = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
     with new_directory(Path(directory)) as staging:
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         LAYOUTS[layout](staging, model, stored)
+        if classifier is not None:
+            classifier.write(staging)
         if quantised:
             write_json(staging / QUANTISED, NF4_BASE)
 

@@ -9,14 +9,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from whet.adapters.adapter import adapted
+from whet.adapters.classifier_files import SCORE, StoredHead, is_classifier
 from whet.adapters.files import CONFIG, NF4_BASE, QUANTISED, load_adapter
 from whet.adapters.lora import attach_configured, merge
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.qlora import quantise_base
+from whet.config.classify import ClassifyObjective
 from whet.config.load import load_config
 from whet.config.preset import Preset
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
+from whet.models.experts import balance_biases
+from whet.models.heads import HEADS
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
@@ -35,11 +39,34 @@ def load(
     device: str | torch.device | None = None,
 ) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer, or None where the directory has none
     """A model and its tokenizer: by name, or from a model, GGUF file, adapter, finished run or checkpoint."""
+    refuse_classifier(name_or_path)
+    return load_body(name_or_path, dtype=dtype, device=device)
+
+
+def refuse_classifier(name_or_path: str | Path) -> None:
+    """A classifier has no next token: its model was trained for its head."""
+    path = Path(name_or_path)
+    config = run_of(path) / "config.yaml"
+    checkpointed = (path / MANIFEST).is_file() and config.is_file()
+    if checkpointed and not isinstance(load_config(config).objective, ClassifyObjective):
+        return
+    if checkpointed or is_classifier(usable_directory(name_or_path)):
+        raise ModelError(
+            f"{name_or_path} is a classifier, not a language model",
+            hint=f'whet classify {name_or_path} "some text", or whet.Classifier.load',
+        )
+
+
+def load_body(
+    name_or_path: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
+) -> tuple[LanguageModel, Any]:  # Any: as in `load`
+    """The same, and of a classifier the model under its head."""
     if (Path(name_or_path) / MANIFEST).is_file():
         return _load_checkpointed(Path(name_or_path), dtype=dtype, device=device)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is None:
-        return load_model(target, dtype=dtype, device=device), tokenizer_of(target)
+        besides = {SCORE} if is_classifier(target) else ()
+        return load_model(target, dtype=dtype, device=device, besides=besides), tokenizer_of(target)
     assert isinstance(target, Path)
     if not (target / QUANTISED).is_file():
         model, _ = load_base(base, dtype=dtype, device=device)
@@ -96,18 +123,18 @@ def _load_checkpointed(
         )
     config = load_config(config_file)
     check_manifest(checkpoint)
-    if isinstance(config.model, Preset):
+    if isinstance(name := config.language_model, Preset):
         tokenizer = load_tokenizer(run_of(checkpoint) / "tokenizer")
-        model = new_model(config.model, tokenizer, seed=config.run.seed)
+        model = new_model(name, tokenizer, seed=config.run.seed)
         where = choose_device(str(device or "auto"))
         model.to(where, dtype or choose_precision("auto", where).frozen)
     else:
-        model, tokenizer = load_base(config.model, dtype=dtype, device=device)
+        model, tokenizer = load_base(name, dtype=dtype, device=device)
     if config.method.kind == "full":
         model.requires_grad_(True)
     else:
         attach_configured(model, config.method)
-    put_trained(model, read_trained(model, checkpoint / CHECKPOINT_WEIGHTS))
+    put_trained(model, read_trained(model, checkpoint / CHECKPOINT_WEIGHTS, besides=HEADS))
     return model.eval(), tokenizer
 
 
@@ -117,18 +144,25 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model: the weights that train, or all where none does."""
+    """What a checkpoint holds of a model: the weights that train, or all where none does.
+
+    And the biases of experts, which their load changes.
+    """
     every: dict[str, torch.Tensor] = dict(model.named_parameters())
-    return {name: p for name, p in every.items() if p.requires_grad} or every
+    return ({name: p for name, p in every.items() if p.requires_grad} or every) | balance_biases(model)
 
 
-def read_trained(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, which must be exactly those this model trains."""
+def read_trained(
+    model: torch.nn.Module, path: Path, *, besides: str | None = None
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, which must be exactly those this model trains, and any whose names begin so."""
     try:
         found: dict[str, torch.Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     expected = trained_parameters(model)
+    if besides is not None:
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(besides)}
     odd = sorted(found.keys() ^ expected.keys())
     odd += [name for name in found.keys() & expected.keys() if found[name].shape != expected[name].shape]
     if odd:
@@ -170,12 +204,27 @@ def usable_directory(name_or_path: str | Path) -> str | Path:
 
 
 def save(
-    model: LanguageModel, tokenizer: Any, directory: str | Path
-) -> None:  # Any: a transformers tokenizer
-    """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is."""
+    model: LanguageModel,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    directory: str | Path,
+    *,
+    classifier: StoredHead | None = None,
+) -> None:
+    """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is.
+
+    The head of a classifier goes with it.
+    """
     plain = {name: module.merged() for name, module in adapted(model)}
     plain |= {name: layer.merged() for name, layer in _quantised(model) if not name.endswith(".base")}
-    save_model(model, tokenizer, directory, state=_state(model, plain))
+    save_model(
+        model,
+        tokenizer,
+        directory,
+        state=_state(model, plain),
+        more=None if classifier is None else classifier.tensors(model),
+        config=None if classifier is None else classifier.config(model, tokenizer),
+        beside=None if classifier is None else classifier.write,
+    )
 
 
 def save_base(

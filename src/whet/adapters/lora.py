@@ -8,7 +8,7 @@ from torch import nn
 from whet.adapters.adapter import Adapter, adapted, adapters_off, replace_module
 from whet.adapters.dora import DoRALinear
 from whet.adapters.embedding import LoRAEmbedding
-from whet.adapters.experts import LoRAExperts, expert_shape, expert_weights
+from whet.adapters.experts import LoRAExperts, expert_shape, fused_weights
 from whet.adapters.layer import LoRALinear, LoRASettings
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.pissa import PiSSALinear
@@ -80,6 +80,17 @@ def attach_configured(model: LanguageModel, method: Method) -> LanguageModel:
     )
 
 
+def make_trainable(model: LanguageModel, method: Method, *, dtype: torch.dtype) -> None:
+    """Every weight, or the adapters that a config asks for; what trains is held in `dtype`."""
+    if method.kind == "full":
+        model.requires_grad_(True)
+    else:
+        attach_configured(model, method)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def put_adapters(
     model: LanguageModel, settings: Mapping[str, LoRASettings], saved: Sequence[str] = ()
 ) -> None:
@@ -88,7 +99,7 @@ def put_adapters(
         raise ConfigError(
             f"{both[0]} cannot have an adapter and be trained whole: drop it from one of the two"
         )
-    fused = expert_weights(model)
+    fused = fused_weights(model)
     made: dict[str, Adapter] = {
         name: _adapter(model, name, each) for name, each in settings.items() if name not in fused
     }
@@ -120,7 +131,7 @@ def _adapter(model: LanguageModel, name: str, settings: LoRASettings) -> Adapter
 
 def _shape(model: LanguageModel, name: str) -> tuple[int, int]:
     """Inputs and outputs of a layer."""
-    if name in expert_weights(model):
+    if name in fused_weights(model):
         path, _, leaf = name.rpartition(".")
         return expert_shape(model.get_submodule(path), leaf)[1:]
     module = model.get_submodule(name)

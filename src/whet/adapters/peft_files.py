@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import adapted
-from whet.adapters.experts import expert_weights
+from whet.adapters.classifier_files import SCORE, is_classifier
+from whet.adapters.experts import expert_shape, fused_weights
 from whet.adapters.layer import LoRASettings, Stored
 from whet.adapters.stored import StoredAdapter, read_tensors
 from whet.adapters.targets import LINEAR
@@ -76,7 +77,7 @@ def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> 
     layers = {name for name, layer in stored.layers.items() if not layer.experts}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if SCORE in stored.whole else "CAUSAL_LM",
         "base_model_name_or_path": stored.origin,
         "r": usual.rank,
         "lora_alpha": usual.alpha,
@@ -128,7 +129,11 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
     """Read what PEFT, or `write_peft`, wrote; the model says which of its weights are fused experts."""
     config = read_json(directory / CONFIG)
     _check_supported(config, directory)
-    experts = {model.hf_name(name): weight.shape[0] for name, weight in expert_weights(model).items()}
+    experts = {
+        model.hf_name(name): expert_shape(model.get_submodule(path), leaf)[0]
+        for name in fused_weights(model)
+        for path, _, leaf in [name.rpartition(".")]
+    }
     fused = {theirs: name for name, theirs in _nested(_aimed_at(config, list(experts), directory)).items()}
     layers: dict[str, dict[str, Any]] = {}
     whole, bases = {}, {}
@@ -139,6 +144,8 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
             path = name.removesuffix(f".{part}")
             layer = layers.setdefault(fused.get(path, path), {})
             layer |= {_PARTS[part]: tensor, "embedding": part.startswith("lora_embedding")}
+        elif name == SCORE and is_classifier(directory):
+            continue  # whet reads its own copy
         elif name.endswith(".base_layer.weight"):  # PEFT stores an embedding with its adapter
             bases[name.replace(".base_layer.", ".")] = tensor
         else:
@@ -149,6 +156,8 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
     if odd:
         raise ModelError(f"{directory / WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}")
     for module in config.get("modules_to_save") or ():
+        if module == SCORE.partition(".")[0] and is_classifier(directory):
+            continue
         if not any(f"{module}." in name for name in whole):
             raise ModelError(f"{directory / WEIGHTS} does not hold {module}, which {CONFIG} says it does")
     try:

@@ -1,10 +1,12 @@
 """The hot path of adapters: base products and low-rank updates of layers that read one input."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from whet.ops.linear import linear
 
 
 class Quantised(Protocol):
@@ -33,8 +35,10 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
         for layer, base in zip(layers, bases, strict=True)
         for tensor in (layer.weight if base is None else None, layer.bias, layer.a, layer.b)
     ]
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, tuple(la.scale for la in layers), bases, *tensors)
-    return outputs
+    scales = tuple(layer.scale for layer in layers)
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, torch.is_grad_enabled(), *tensors)
+    # classes of transformers take views that a product transposed in memory does not allow
+    return tuple(output.contiguous() for output in outputs)
 
 
 class _Products(torch.autograd.Function):
@@ -49,6 +53,7 @@ class _Products(torch.autograd.Function):
         x: torch.Tensor,
         scales: tuple[float, ...],
         bases: tuple[Quantised | None, ...],
+        learning: bool,  # in here gradients are always off
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         biases = tensors[1::4]
@@ -66,7 +71,8 @@ class _Products(torch.autograd.Function):
                     low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
-                y = F.linear(flat, weight, biases[index]).addmm_(own, b.to(flat.dtype).T, alpha=scales[index])
+                output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], learning)
+                y = _run(_output, *output)
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
@@ -86,9 +92,8 @@ class _Products(torch.autograd.Function):
             ]
             grad_low = scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=1)
             if ctx.needs_input_grad[0]:
-                grad_x = grad_low @ _joined(a_parts, flat.dtype)
-                for grad, weight, base in zip(grads, tensors[0::4], ctx.bases, strict=True):
-                    grad_x.addmm_(grad, _weight(weight, base))
+                weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
+                grad_x = _run(_input_gradient, grad_low, _joined(a_parts, flat.dtype), grads, weights)
                 grad_x = grad_x.view(ctx.shape).to(ctx.dtype)
             grads_a = (grad_low.T @ flat).to(a_parts[0].dtype).split(ranks)
             grads_b = [
@@ -96,7 +101,7 @@ class _Products(torch.autograd.Function):
                 for grad, own, b, scale in zip(grads, low.split(ranks, 1), b_parts, ctx.scales, strict=True)
             ]
         own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
-        return grad_x, None, None, *own_grads
+        return grad_x, None, None, None, *own_grads
 
 
 def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:
@@ -109,3 +114,47 @@ def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """A of all the layers, so that they read their input once."""
     return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts))).to(dtype)
+
+
+def _output(
+    flat: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    low: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    learning: bool,
+) -> torch.Tensor:
+    """x W' + bias + scale * low B', the second product added in place."""
+    multiply = F.linear if learning else linear
+    return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
+
+
+def _input_gradient(
+    grad_low: torch.Tensor, a: torch.Tensor, grads: list[torch.Tensor], weights: list[torch.Tensor]
+) -> torch.Tensor:
+    """What all the layers' outputs say about their input, added in place."""
+    total = grad_low @ a
+    for grad, weight in zip(grads, weights, strict=True):
+        total.addmm_(grad, weight)
+    return total
+
+
+# Compiled, an in-place product would become one that copies its sum first, which costs a twentieth of a step
+# on a GPU. So the compiler sees each of these functions as one operation.
+_OPERATIONS = {
+    function: torch.library.custom_op(f"whet::lora{function.__name__}", function, mutates_args=())
+    for function in (_output, _input_gradient)
+}
+
+
+_OPERATIONS[_output].register_fake(lambda flat, weight, *_: flat.new_empty(flat.shape[0], weight.shape[0]))
+_OPERATIONS[_input_gradient].register_fake(
+    lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1])
+)
+
+
+def _run(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:  # Any: what it takes
+    """Call one of the functions above, as one operation while compiling."""
+    found: torch.Tensor = (_OPERATIONS[function] if torch.compiler.is_compiling() else function)(*arguments)
+    return found

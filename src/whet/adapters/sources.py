@@ -62,24 +62,41 @@ class AdapterSource(ModelSource):
         floats = (tensor.dtype for tensor in self.described.values() if tensor.is_floating_point())
         self._model, _ = load(name, dtype=next(floats, None), device="cpu")
         self._layers: dict[str, tuple[Adapter | NF4Linear, str]] = {}
-        self._tensors = {self._model.hf_name(own): tensor for own, tensor in self._model.state_dict().items()}
-        self._own = {self._model.hf_name(own): own for own in self._model.state_dict()}
+        self._tensors = self._model.state_dict()
+        self._own = {
+            stored: own for own, tensor in self._tensors.items() for stored in self._in_files(own, tensor)
+        }
+        self._merged: tuple[str, torch.Tensor] | None = None  # the last one: experts are asked for one by one
         for path, layer in changed_modules(self._model):
-            for key in merged_parameters(layer):
-                stored = self._model.hf_name(f"{path}.{key}")
-                if stored not in self.described:
-                    raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
-                self._own[stored] = f"{path}.{key}"
-                self._layers[stored] = (layer, key)
+            for key, tensor in merged_parameters(layer).items():
+                own = f"{path}.{key}"
+                for stored in self._in_files(own, tensor):
+                    if stored not in self.described:
+                        raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
+                    self._own[stored] = own
+                self._layers[own] = (layer, key)
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor."""
-        if name in self._layers:
-            layer, key = self._layers[name]
-            return self._model.as_stored(self._own[name], merged_parameters(layer)[key])
-        if name in self._tensors:  # not read from the files: the base may be an adapter's, too
-            return self._model.as_stored(self._own[name], self._tensors[name])
+        own = self._own.get(name)
+        if own in self._layers:
+            return self._in_files(own, self._folded(own))[name]
+        if own is not None:  # not read from the files: the base may be an adapter's, too
+            return self._in_files(own, self._tensors[own])[name]
         return super().get(name)
+
+    def _folded(self, own: str) -> torch.Tensor:
+        if self._merged is None or self._merged[0] != own:
+            layer, key = self._layers[own]
+            self._merged = own, merged_parameters(layer)[key]
+        return self._merged[1]
+
+    def _in_files(self, own: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as the base's files hold it: those of experts may be in one tensor all the same."""
+        whole = self._model.hf_name(own)
+        if whole in self.described:
+            return {whole: self._model.as_stored(own, tensor)}
+        return self._model.in_files(own, tensor)
 
 
 def changed_modules(model: LanguageModel) -> Iterator[tuple[str, Adapter | NF4Linear]]:

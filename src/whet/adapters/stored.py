@@ -10,7 +10,7 @@ from torch import nn
 
 from whet.adapters.adapter import adapted, adapters_off
 from whet.adapters.embedding import LoRAEmbedding
-from whet.adapters.experts import LoRAExperts, expert_shape, expert_weights
+from whet.adapters.experts import LoRAExperts, expert_shape, fused_weights
 from whet.adapters.layer import LoRALinear, Stored
 from whet.adapters.lora import put_adapters
 from whet.adapters.retrained import Retrained
@@ -64,7 +64,7 @@ def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Pat
     if any(True for _ in adapted(model)):
         raise ConfigError("the model has adapters already", hint="merge them first: whet.merge(model)")
     names = {model.hf_name(name): name for name, _ in model.named_modules()}
-    names |= {model.hf_name(name): name for name in expert_weights(model)}
+    names |= {model.hf_name(name): name for name in fused_weights(model)}
     problems = [*_layer_problems(model, stored, names), *_whole_problems(model, stored)]
     problems += _base_problems(model, stored)
     if problems:

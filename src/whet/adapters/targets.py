@@ -8,15 +8,17 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from whet.adapters.experts import expert_weights
+from whet.adapters.experts import expert_weights, router_weights
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError
+from whet.models.experts import Router
 from whet.models.language_model import LanguageModel
 
 T = TypeVar("T")
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"  # weights of experts that are one tensor
+ROUTERS = "routers"
 LINEAR = (nn.Linear, NF4Linear)
 # by the names that native families and the classes of transformers use
 _ATTENTION = r".*(attn|attention).*"
@@ -26,17 +28,23 @@ SHORTHANDS = {
     "attention": rf"{_ATTENTION}\.[^.]+",
     "mlp": r".*(mlp|feed_forward|ffn|moe|expert).*\.[^.]+",
     EXPERTS: ".*",
+    ROUTERS: ".*",
 }
 
 
 def linear_layers(model: LanguageModel) -> list[str]:
-    """The layers that all-linear means: every linear one but the head and gates of a single output."""
+    """The layers that all-linear means: linear ones but the head, routers and gates of a single output."""
     head = model.head().weight
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, NF4Linear)
-        or (isinstance(module, nn.Linear) and module.weight is not head and module.out_features > 1)
+        or (
+            isinstance(module, nn.Linear)
+            and not isinstance(module, Router)
+            and module.weight is not head
+            and module.out_features > 1
+        )
     ]
 
 
@@ -44,18 +52,23 @@ def chosen_layers(
     model: LanguageModel, targets: str | Sequence[str], layers: int | Sequence[int] | None
 ) -> list[str]:
     """The layers that targets and layers select, in order; a target that selects nothing is an error."""
-    linear, experts = linear_layers(model), list(expert_weights(model))
-    modules = [name for name, module in model.named_modules() if isinstance(module, (*LINEAR, nn.Embedding))]
-    possible = {**dict.fromkeys(SHORTHANDS, linear), EXPERTS: experts}
+    linear, experts, routers = linear_layers(model), list(expert_weights(model)), list(router_weights(model))
+    modules = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (*LINEAR, nn.Embedding)) and not isinstance(module, Router)
+    ]
+    every = [*modules, *experts, *routers]
+    possible = {**dict.fromkeys(SHORTHANDS, linear), EXPERTS: experts, ROUTERS: routers}
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
-        chosen |= _found(model, target, possible.get(target, [*modules, *experts]))
+        chosen |= _found(model, target, possible.get(target, every))
     if layers is not None:
         inside = tuple(f"{name}." for name in _inside_layers(model, layers))
         chosen = {name for name in chosen if name.startswith(inside)}
     if not chosen:
         raise ConfigError("no layer was left to adapt", hint="check method.targets and method.layers")
-    return [name for name in [*modules, *experts] if name in chosen]
+    return [name for name in every if name in chosen]
 
 
 def _found(model: LanguageModel, target: str, possible: Sequence[str]) -> set[str]:

@@ -7,7 +7,26 @@ from typing import NoReturn
 import typer
 
 from whet import __version__
-from whet.cli import chat, data, doctor, evaluate, export, generate, merge, pull, resume, tokenizer, train
+from whet.cli import (
+    ablate,
+    advise,
+    chat,
+    classify,
+    data,
+    diagnose,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    ledger,
+    merge,
+    plan,
+    pull,
+    resume,
+    teach,
+    tokenizer,
+    train,
+)
 from whet.errors import WhetError
 
 app = typer.Typer(
@@ -22,14 +41,21 @@ app = typer.Typer(
 app.command("train", context_settings={"help_option_names": []})(train.command)
 app.command("resume")(resume.command)
 app.command("data")(data.command)
+app.command("teach")(teach.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("eval")(evaluate.command)
+app.command("classify")(classify.command)
+app.command("advise")(advise.command)
 app.command("merge")(merge.command)
 app.command("export")(export.command)
+app.command("plan")(plan.command)
+app.command("ablate")(ablate.command)
+app.command("diagnose")(diagnose.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _show_version(asked: bool) -> None:

@@ -2,7 +2,7 @@
 
 import typer
 
-from whet.cli.generate import MAX_TOKENS, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
+from whet.cli.generate import MAX_TOKENS, MIN_P, REPETITION_PENALTY, SEED, STOP, TEMPERATURE, TOP_K, TOP_P
 
 HELP = "q ends, r starts over, h shows this line"
 
@@ -15,6 +15,8 @@ def command(
     top_p: float = TOP_P,
     top_k: int = TOP_K,
     min_p: float = MIN_P,
+    repetition_penalty: float = REPETITION_PENALTY,
+    stop: list[str] = STOP,
     seed: int | None = SEED,
 ) -> None:
     """Chat with a model; answers appear as they are made."""
@@ -46,6 +48,8 @@ def command(
                     top_p=top_p,
                     top_k=top_k,
                     min_p=min_p,
+                    repetition_penalty=repetition_penalty,
+                    stop=stop,
                     seed=seed,
                     on_text=lambda piece: print(piece, end="", flush=True),
                 )

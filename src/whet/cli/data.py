@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 def command(
     config: str = typer.Argument(help="A YAML file, as for whet train."),
     overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. data.max_length=512"),  # noqa: B008
-    html: str | None = typer.Option(None, "--html", help="Also write it as a page, into this file."),
+    html: str | None = typer.Option(
+        None, "--html", help="Also write it as a page, into this file; of a mix, one page a part."
+    ),
     check: bool = typer.Option(False, "--check", help="List every problem; exit 2 if there is one."),
     samples: int = typer.Option(2, min=0, help="Show this many examples of each split."),
 ) -> None:
@@ -25,21 +27,27 @@ def command(
     from whet.reporting.data_page import data_page
     from whet.reporting.data_problems import find_problems
     from whet.reporting.data_text import DataText
-    from whet.reporting.data_view import view_data
+    from whet.reporting.data_view import view_parts
     from whet.storage import replace_text
 
     set_up_logging()
-    view = view_data(load_config(config, overrides or ()), samples=samples)
-    problems = find_problems(view)
-    if html is not None:
-        try:
-            replace_text(Path(html), data_page(view, problems, title=config))
-        except StorageError as error:
-            raise ConfigError(error.message, hint="--html needs a directory that exists") from error
     text = DataText(stdout_console())
-    text.show(view)
-    text.show_problems(problems, every_record=check)
-    if check and problems:
+    wrong = False
+    for part, view in view_parts(load_config(config, overrides or ()), samples=samples).items():
+        problems = find_problems(view)
+        if html is not None:
+            page, title = Path(html), config
+            if part:
+                page, title = page.with_stem(f"{page.stem}-{part}"), f"{config}, part {part}"
+            try:
+                replace_text(page, data_page(view, problems, title=title))
+            except StorageError as error:
+                raise ConfigError(error.message, hint="--html needs a directory that exists") from error
+        text.show_part(part)
+        text.show(view)
+        text.show_problems(problems, every_record=check)
+        wrong = wrong or bool(problems)
+    if check and wrong:
         raise typer.Exit(2)
 
 
@@ -51,18 +59,20 @@ def plan(config: str, overrides: list[str]) -> None:
     from whet.config.load import load_config
     from whet.reporting.data_problems import Problem, find_problems
     from whet.reporting.data_text import DataText
-    from whet.reporting.data_view import view_data
+    from whet.reporting.data_view import view_parts
 
     set_up_logging()
     settings = load_config(config, overrides)
-    view = view_data(settings, samples=0)
-    problems = find_problems(view)
+    text = DataText(stdout_console())
+    problems: list[Problem] = []
     directory = Path(settings.run.dir) / settings.run.name
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         taken = f"{directory} exists already, and whet overwrites no run"
-        problems.insert(0, Problem(taken, "choose another name (run.name=...)", stops=True))
-    text = DataText(stdout_console())
-    text.show_plan(view)
+        problems.append(Problem(taken, "choose another name (run.name=...)", stops=True))
+    for part, view in view_parts(settings, samples=0).items():
+        text.show_part(part)
+        text.show_plan(view)
+        problems += find_problems(view)
     text.show_problems(problems, every_record=False)
     if any(problem.stops for problem in problems):
         raise typer.Exit(2)

@@ -28,7 +28,9 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print the numbers as one JSON object."),
 ) -> None:
     """Evaluate MODEL on DATA."""
-    from whet.adapters.load import load
+    from whet.adapters.classifier_files import is_classifier
+    from whet.adapters.load import load, usable_directory
+    from whet.cli.classify import report_classifier
     from whet.cli.console import notes, set_up_logging
     from whet.data.sources import open_source
     from whet.errors import DataError
@@ -36,6 +38,9 @@ def command(
     from whet.training.evaluation import ModelEvaluation
 
     set_up_logging()
+    if is_classifier(usable_directory(model)):
+        report_classifier(model, data, as_json=as_json)
+        return
     source = open_source(data, split="test")
     loaded, tokenizer = load(model)
     if tokenizer is None:

@@ -49,7 +49,9 @@ def command(
     import torch
 
     from whet.adapters import export
+    from whet.adapters.classifier_files import is_classifier
     from whet.adapters.export_check import check_export
+    from whet.adapters.load import usable_directory
     from whet.cli.console import set_up_logging
     from whet.errors import ConfigError
 
@@ -58,6 +60,9 @@ def command(
         raise ConfigError(f"--type is for --to gguf; --to {to.value} has none")
     if dtype is not None and to is not Layout.hf:
         raise ConfigError(f"--dtype is for --to hf; --to {to.value} has none")
+    if is_classifier(usable_directory(run)):
+        _export_classifier(run, to.value, out, check=check, dtype=dtype)
+        return
     loaded = export.load_exact(run)
     kind = gguf_type.value if gguf_type else export.GGUF_TYPES[loaded.dtype]
     path = Path(out) if out else export.default_path(run, to.value, kind)
@@ -74,6 +79,23 @@ def command(
     print(path)
     if check:
         _report(check_export(loaded, path, to.value, **settings))
+
+
+def _export_classifier(run: str, to: str, out: str | None, *, check: bool, dtype: Dtype | None) -> None:
+    from pathlib import Path
+
+    import torch
+
+    from whet.adapters.classifier_export import check_classifier, load_classifier_exact, write_classifier
+    from whet.adapters.export import default_path
+
+    loaded = load_classifier_exact(run)
+    path = Path(out) if out else default_path(run, to, "")
+    chosen = torch.float32 if dtype is None else getattr(torch, dtype.value)
+    write_classifier(loaded, path, to, dtype=chosen)
+    print(path)
+    if check:
+        _report([check_classifier(loaded, path, to, dtype=chosen)])
 
 
 def _report(checks: "list[Check]") -> None:

@@ -9,6 +9,8 @@ TEMPERATURE = typer.Option(0.0, min=0.0, help="0 is greedy; higher is more varie
 TOP_P = typer.Option(1.0, help="Sample from the smallest set with this probability.")
 TOP_K = typer.Option(0, min=0, help="Sample from this many likeliest tokens; 0: all.")
 MIN_P = typer.Option(0.0, help="Drop tokens below this share of the likeliest one.")
+REPETITION_PENALTY = typer.Option(1.0, help="Above 1, tokens that were there already are less likely.")
+STOP = typer.Option([], help="End the answer before this text; may be given several times.")
 SEED = typer.Option(None, help="Seed of the sampling.")
 
 
@@ -21,6 +23,8 @@ def command(
     top_p: float = TOP_P,
     top_k: int = TOP_K,
     min_p: float = MIN_P,
+    repetition_penalty: float = REPETITION_PENALTY,
+    stop: list[str] = STOP,
     seed: int | None = SEED,
 ) -> None:
     """Generate an answer to PROMPT."""
@@ -38,6 +42,8 @@ def command(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
         seed=seed,
     )
     if not compare:

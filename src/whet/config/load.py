@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from whet.config.objectives import OBJECTIVE_KINDS
-from whet.config.sections import RunConfig
+from whet.config.quality import Quality
+from whet.config.sections import Part, RunConfig
 from whet.errors import ConfigError
 
 
@@ -83,7 +84,8 @@ def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
     """Every config key with its default and meaning, one line each."""
     for own_name, field in section.model_fields.items():
         name = field.alias or own_name
-        inner = list(_inner_sections(field.annotation))
+        # what a part of a mix has is described where a run has it
+        inner = [] if section is Part else list(_inner_sections(field.annotation))
         if not inner or prefix:
             default = "required" if field.is_required() else f"default {json.dumps(field.get_default())}"
             yield f"  {prefix}{name}: {field.description} ({default})"
@@ -98,15 +100,28 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
         raise ConfigError(
             f"{override!r} is not an override", hint="write section.key=value, e.g. optim.lr=1e-4"
         )
-    section = values
+    section: Any = values
     for key in keys[:-1]:
-        section = section.setdefault(key, {})
-        if not isinstance(section, dict):
+        section = (
+            section[_place(section, key, override)]
+            if isinstance(section, list)
+            else section.setdefault(key, {})
+        )
+        if not isinstance(section, dict | list):
             raise ConfigError(f"override {override!r}: {key} is not a section")
+    last = _place(section, keys[-1], override) if isinstance(section, list) else keys[-1]
     try:
-        section[keys[-1]] = yaml.load(text, Loader=_Loader)
+        section[last] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from error
+
+
+def _place(items: list[Any], key: str, override: str) -> int:  # Any: YAML values
+    if not key.isdecimal() or int(key) >= len(items):
+        raise ConfigError(
+            f"override {override!r}: {key} is no place in a list of {len(items)}, counted from 0"
+        )
+    return int(key)
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
@@ -132,7 +147,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 def _names_a_union_branch(part: int | str) -> bool:
     """Whether pydantic put a type here, which is no key that a reader wrote."""
-    return str(part) in ("str", "int", "float", "a-name", "a-preset", *OBJECTIVE_KINDS) or str(
+    return str(part) in ("str", "int", "float", "a-name", "a-preset", "a-quality", *OBJECTIVE_KINDS) or str(
         part
     ).startswith(("constrained", "list[", "function-before[", "literal["))
 
@@ -156,6 +171,8 @@ def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     for key in location:
         if key in OBJECTIVE_KINDS:  # which of several
             found = [section for section in found if key in get_args(section.model_fields["kind"].annotation)]
+        if key == "a-quality":
+            found = [Quality]
         if not found or _names_a_union_branch(key):
             continue
         # in a list or mapping of sections, the next part is an index or a user's own key: the section stays

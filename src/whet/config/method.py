@@ -21,8 +21,8 @@ class Method(Section):
     )
     targets: str | list[str] = Field(
         "all-linear",
-        description="layers that get adapters: all-linear, attention, mlp, qv, experts, a regular expression "
-        "for the end of a layer's path, or a list of these",
+        description="layers that get adapters: all-linear, attention, mlp, qv, experts, routers, a regular "
+        "expression for the end of a layer's path, or a list of these",
     )
     layers: Positive | list[int] | None = Field(
         None, description="adapters on the last N layers, or on the layers listed; all when empty"

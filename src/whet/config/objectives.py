@@ -2,10 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
-from whet.config.section import Section, Text
+from whet.config.mtp import MTPObjective
+from whet.config.section import Positive, Section, Text
 
 
 class SFTObjective(Section):
@@ -43,6 +45,24 @@ class Teacher(Section):
     weight: float = Field(1.0, gt=0, description="its share of what is learned, relative to the others")
 
 
+class Offline(Section):
+    """Teachers that were asked before."""
+
+    top_k: Positive = Field(64, description="the likeliest tokens that are kept of each target")
+
+
+class HiddenMatching(Section):
+    """Hidden states that are to become the teacher's."""
+
+    layers: dict[Positive, Positive] = Field(
+        min_length=1, description="{layer of the student: layer of the teacher}, counted from 1"
+    )
+    kind: Literal["mse", "cosine"] = Field(
+        "mse", description="mean square of the difference, or 1 - cosine of the angle"
+    )
+    weight: float = Field(1.0, gt=0, description="what it is multiplied by in the sum")
+
+
 class DistillObjective(Section):
     """Distillation: what a teacher thinks of each token."""
 
@@ -55,6 +75,24 @@ class DistillObjective(Section):
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward", description="KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
     )
+    offline: Offline | None = Field(
+        None, description="read what `whet teach` wrote instead of asking the teacher in each step"
+    )
+
+    hidden: HiddenMatching | None = Field(None, description="also match hidden states of one online teacher")
+
+    @model_validator(mode="after")
+    def _hidden_states_have_a_teacher(self) -> "DistillObjective":
+        if self.hidden is not None and (self.offline is not None or len(self.teachers) > 1):
+            raise ValueError("hidden needs one teacher that is there in each step: no list, and no offline")
+        return self
+
+    @property
+    def teachers(self) -> list[tuple[str, float]]:
+        """Names and weights, however they were given."""
+        if isinstance(self.teacher, str):
+            return [(self.teacher, 1.0)]
+        return [(each.model, each.weight) for each in self.teacher]
 
 
 class DistrustObjective(Section):
@@ -71,10 +109,29 @@ class DistrustObjective(Section):
     )
 
 
+class RegressionObjective(Section):
+    """Regression: the squared error of the quality-decision task."""
+
+    kind: Literal["regression"] = Field(description="mean squared error over rows and outputs")
+    gluing: float = Field(
+        0.0, ge=0, description="weight of the disagreement of two experts on the rows they share"
+    )
+
+
 AnyObjective = Annotated[
-    SFTObjective | PreferenceObjective | DistillObjective | DistrustObjective | GRPOObjective,
+    SFTObjective
+    | PreferenceObjective
+    | DistillObjective
+    | MTPObjective
+    | DistrustObjective
+    | ClassifyObjective
+    | GRPOObjective
+    | RegressionObjective,
     Field(discriminator="kind"),
 ]
 
 # pydantic names the branch it took by them
-OBJECTIVE_KINDS = ("sft", "dpo", "ipo", "orpo", "simpo", "distill", "distrust", "grpo")
+OBJECTIVE_KINDS = (
+    *("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "grpo", "regression"),
+    "mix",
+)

@@ -10,8 +10,8 @@ from whet.config.section import Positive, Section, Text
 class Preset(Section):
     """A model to train from scratch: a named shape, and what is different in it."""
 
-    preset: Literal["nano", "micro", "gpt2-small", "llama-135m", "llama-360m", "llama-1b"] = Field(
-        description="the shape to start from"
+    preset: Literal["nano", "micro", "nano-moe", "gpt2-small", "llama-135m", "llama-360m", "llama-1b"] = (
+        Field(description="the shape to start from")
     )
     tokenizer: Text = Field(
         "bytes",
@@ -23,13 +23,20 @@ class Preset(Section):
     heads: Positive | None = Field(None, description="query heads")
     kv_heads: Positive | None = Field(None, description="key/value heads")
     head_dim: Positive | None = Field(None, description="channels of a head")
-    width: Positive | None = Field(None, description="size of the feed-forward layers")
+    width: Positive | None = Field(None, description="size of the feed-forward layers, or of one expert")
     max_positions: Positive | None = Field(None, description="longest sequence")
     attention: Literal["grouped", "multi-head", "window", "latent", "no-position", "none"] | None = Field(
         None, description="attention of every layer that pattern does not say otherwise for"
     )
     feedforward: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2", "none"] | None = Field(
         None, description="feed-forward layers"
+    )
+    experts: Positive | None = Field(None, description="experts instead of one feed-forward layer")
+    top_k: Positive | None = Field(None, description="experts that a token is sent to")
+    shared_experts: int | None = Field(None, ge=0, description="experts that every token is sent to")
+    router: Literal["softmax", "sigmoid"] | None = Field(None, description="how experts are scored")
+    balance_bias: bool | None = Field(
+        None, description="a bias on the choice of experts, see experts.bias_rate"
     )
     norm: Literal["rms", "layer", "none"] | None = Field(None, description="normalisation")
     placement: Literal["pre", "post", "sandwich"] | None = Field(None, description="where the norms are")

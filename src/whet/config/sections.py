@@ -1,14 +1,18 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
-import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
+from whet.config.classify import ClassifyObjective
+from whet.config.experts import Experts
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
+from whet.config.optim import Optim, ParameterGroup
 from whet.config.preset import Preset
-from whet.config.section import Factor, Positive, Section, Text
+from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
+from whet.config.section import Positive, Section, Text
+from whet.errors import ConfigError
 
 
 class WeightedSource(Section):
@@ -91,107 +95,64 @@ class Data(Section):
         return value
 
 
-ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
+class Part(Section):
+    """One of the objectives of a mix, on its own data."""
 
-
-class SchedulePart(Section):
-    """One of several schedules in a row; each starts at the rate at which the one before it ended."""
-
-    kind: ScheduleKind = Field(description="how the rate changes during this part")
-    steps: Positive | None = Field(
-        None, description="how long; the last part takes what is left and has none"
+    name: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9_-]+$",
+        description="what its metrics are called by; null: the objective's kind",
     )
-    min_lr_ratio: float | None = Field(
-        None, ge=0, le=1, description="this part ends at lr * min_lr_ratio; null: optim.min_lr_ratio"
+    weight: float = Field(1.0, gt=0, description="what its loss is multiplied by in the sum")
+    objective: AnyObjective = Field(description="as the run's own, but not another mix")
+    data: Data = Field(description="its records, with the keys of data")
+    batch_size: Positive | None = Field(
+        None, description="its examples in an optimizer step; null: the run's"
     )
-
-    @model_validator(mode="after")
-    def _constant_has_no_end(self) -> "SchedulePart":
-        if self.kind == "constant" and self.min_lr_ratio is not None:
-            raise ValueError("a constant part ends where it starts: it has no min_lr_ratio")
-        return self
-
-
-class ParameterGroup(Section):
-    """What is different for the parameters whose names a pattern is found in; the first pattern wins."""
-
-    lr_scale: float = Field(1.0, gt=0, description="multiplies the learning rate")
-    weight_decay: float | None = Field(None, ge=0, description="instead of optim.weight_decay")
-
-
-class Optim(Section):
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"] = Field(
-        "adamw", description="the optimizer; adamw8bit needs whet[bitsandbytes]"
-    )
-    lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    betas: tuple[Factor, Factor] = Field(
-        (0.9, 0.999), description="averaging factors of Adam(W) and Lion (whose paper takes 0.9 and 0.99)"
-    )
-    eps: float = Field(1e-8, gt=0, description="Adam(W)'s epsilon")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
-    nesterov: bool = Field(False, description="SGD looks ahead along its momentum")
-    weight_decay: float = Field(
-        0.0, ge=0, description="of matrices; added to the gradient by Adam and SGD, decoupled in all others"
-    )
-    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
-    schedule: ScheduleKind | list[SchedulePart] = Field(
-        "cosine", description="after the warm-up: one schedule, or a list of parts in a row"
-    )
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up from 0")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
-    decay_every: Positive | None = Field(None, description="step: updates from one decay to the next")
-    decay_factor: float = Field(0.5, gt=0, lt=1, description="step: what the rate is then multiplied by")
-    decay_fraction: float = Field(
-        0.1, gt=0, le=1, description="wsd: the share of the run's steps over which the rate falls"
-    )
-    groups: dict[str, ParameterGroup] = Field(
-        {},
-        description="other settings for parameters by name: {regular expression: {lr_scale, weight_decay}}",
-    )
+    batch_tokens: Positive | None = Field(None, description="its tokens in an optimizer step, instead")
 
     @property
-    def parts(self) -> list[SchedulePart]:
-        """The schedule as a list, however it was given."""
-        return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
+    def called(self) -> str:
+        """Its name, or the kind of its objective."""
+        return self.name or self.objective.kind
 
-    @field_validator("groups")
+    @model_validator(mode="after")
+    def _one_size(self) -> "Part":
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise ValueError("give either batch_size or batch_tokens")
+        return self
+
+
+class MixObjective(Section):
+    """A mix: a weighted sum of objectives, each on its own data."""
+
+    kind: Literal["mix"] = Field(description="every step has a batch of each part")
+    parts: list[Part] = Field(min_length=2, description="what is added up")
+
+    @field_validator("parts")
     @classmethod
-    def _patterns_are_valid(cls, groups: dict[str, ParameterGroup]) -> dict[str, ParameterGroup]:
-        for pattern in groups:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return groups
+    def _names_differ(cls, parts: list[Part]) -> list[Part]:
+        names = [part.called for part in parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the parts are called {', '.join(names)}: give each a name of its own")
+        return parts
 
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> "Optim":
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_what_it_needs(self) -> "Optim":
-        if [part.steps is None for part in self.parts] != [False] * (len(self.parts) - 1) + [True]:
-            raise ValueError("every part of the schedule but the last needs steps, and the last has none")
-        start = 1.0
-        for part in self.parts:
-            if part.kind == "step" and self.decay_every is None:
-                raise ValueError("the schedule step needs decay_every")
-            end = self.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio
-            if part.kind == "exponential" and 0 in (start, end):
-                raise ValueError("the schedule exponential cannot start or end at 0: see min_lr_ratio")
-            start = start if part.kind == "constant" else end
-        return self
+    @field_validator("parts")
+    @classmethod
+    def _can_be_mixed(cls, parts: list[Part]) -> list[Part]:
+        if any(isinstance(part.objective, ClassifyObjective) for part in parts):
+            raise ValueError(
+                "a classifier is not one of several objectives: its head is saved with the model"
+            )
+        return parts
 
 
 class EarlyStop(Section):
     """When to stop because nothing improves."""
 
-    metric: Literal["eval_loss", "eval_perplexity", "eval_reward", "exact_match"] = Field(
-        "eval_loss", description="what must improve; exact_match needs eval.generate, eval_reward grpo"
+    metric: Text = Field(
+        "eval_loss",
+        description="what must improve, of an evaluation's row: losses and perplexities fall, all else rises",
     )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")
@@ -272,32 +233,106 @@ class Log(Section):
     every: Positive = Field(1, description="steps between training rows of metrics.jsonl")
 
 
+def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after
+    return None if value is None else check(value)
+
+
+def _kind_of_model(value: object) -> str:
+    if is_quality(value):
+        return "a-quality"
+    return "a-preset" if isinstance(value, dict | Preset) else "a-name"
+
+
 class RunConfig(Section):
     """A whole run."""
 
     model: Annotated[
-        Annotated[Text, Tag("a-name")] | Annotated[Preset, Tag("a-preset")],
-        Discriminator(lambda value: "a-preset" if isinstance(value, dict | Preset) else "a-name"),
-    ] = Field(description="a model's name, the path of a directory or GGUF file, or {preset: NAME, ...}")
+        Annotated[Text, Tag("a-name")]
+        | Annotated[Preset, Tag("a-preset")]
+        | Annotated[Quality, Tag("a-quality")],
+        Discriminator(_kind_of_model),
+    ] = Field(
+        description="a model's name, the path of a directory or GGUF file, {preset: NAME, ...} or "
+        "{quality: SIZE, ...}"
+    )
     method: Method = Method()
-    objective: AnyObjective = SFTObjective()
-    data: Data
+    objective: Annotated[AnyObjective | MixObjective, Field(discriminator="kind")] = SFTObjective()
+    # None where the parts of a mix bring their own, and those are what is read: see `parts`
+    data: Annotated[Data, WrapValidator(_data_or_none)]
     optim: Optim = Optim()
+    experts: Experts = Experts()
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run
     log: Log = Log()
 
     @property
+    def language_model(self) -> str | Preset:
+        """`model`, for those who can do nothing with any other kind."""
+        if isinstance(self.model, Quality):
+            raise ConfigError("this needs a language model, and model.quality reads rows of numbers")
+        return self.model
+
+    @property
     def optim_groups(self) -> Optim:
-        """`optim`, with the rate of LoRA+ as its last group."""
-        if self.method.kind == "full" or self.method.lr_ratio is None:
-            return self.optim
-        groups = {
-            **self.optim.groups,
-            r"\.lora_(embedding_)?B(\.|$)": ParameterGroup(lr_scale=self.method.lr_ratio),
-        }
+        """`optim`, with the rates of routers and of LoRA+ as its last groups."""
+        groups = dict(self.optim.groups)
+        if self.optim.router_lr_scale is not None:
+            groups[r"\.mlp\.gate\."] = ParameterGroup(lr_scale=self.optim.router_lr_scale)
+        if self.method.kind != "full" and self.method.lr_ratio is not None:
+            groups[r"\.lora_(embedding_)?B(\.|$)"] = ParameterGroup(lr_scale=self.method.lr_ratio)
         return self.optim.model_copy(update={"groups": groups})
+
+    def parts(self) -> dict[str, "RunConfig"]:
+        """Each part of a mix as a run of its own, by name; none where the objective is no mix."""
+        if not isinstance(self.objective, MixObjective):
+            return {}
+        found = {}
+        for part in self.objective.parts:
+            run = self.run
+            if part.batch_size or part.batch_tokens:
+                size = {"batch_size": part.batch_size, "batch_tokens": part.batch_tokens}
+                run = run.model_copy(update=size)
+            changes = {"objective": part.objective, "data": part.data, "run": run}
+            found[part.called] = self.model_copy(update=changes)
+        return found
+
+    def _has(self, split: str) -> bool:
+        every = [part.data for part in self.parts().values()] or [self.data]
+        return any(getattr(data, split) is not None for data in every)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_mix_has_no_data(cls, values: Any) -> Any:  # Any: pydantic's
+        objective = values.get("objective") if isinstance(values, dict) else None
+        kind = objective.get("kind") if isinstance(objective, dict) else getattr(objective, "kind", None)
+        return {"data": None, **values} if kind == "mix" else values
+
+    @model_validator(mode="after")
+    def _data_has_one_place(self) -> "RunConfig":
+        if isinstance(self.objective, MixObjective):
+            if self.data:
+                raise ValueError("data: each part of a mix has its own, so leave this one out")
+            if self.run.steps is None:
+                raise ValueError("a mix is counted in steps: set run.steps instead of run.epochs")
+        elif not self.data:
+            raise ValueError("data is missing")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _quality_has_defaults_of_its_own(cls, values: Any) -> Any:  # Any: not yet checked
+        named = isinstance(values, dict) and is_quality(values.get("model"))
+        return with_quality_defaults(values) if named else values
+
+    @model_validator(mode="after")
+    def _model_and_objective_fit(self) -> "RunConfig":
+        if isinstance(self.model, Quality):
+            if (problem := unfit_key(dict(self))) is not None:
+                raise ValueError(f"{problem}: model.quality reads rows of numbers")
+        elif self.objective.kind == "regression":
+            raise ValueError("objective.kind regression needs rows of numbers: see model.quality")
+        return self
 
     @model_validator(mode="after")
     def _new_weights_are_trained(self) -> "RunConfig":
@@ -306,28 +341,53 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_balanced_bias_can_be_saved(self) -> "RunConfig":
+        if self.experts.bias_rate and self.method.kind != "full":
+            raise ValueError("experts.bias_rate needs method.kind full: adapters cannot hold the bias")
+        return self
+
+    @model_validator(mode="after")
     def _evaluations_have_records(self) -> "RunConfig":
-        if self.eval.every is not None and self.data.valid is None:
+        if self.eval.every is not None and not self.holds_out:
             raise ValueError("eval.every needs data.valid")
-        if self.eval.generate and self.data.valid is None and self.data.test is None:
+        if self.eval.generate and not self._has("valid") and not self._has("test"):
             raise ValueError("eval.generate needs data.valid or data.test")
         return self
 
     @model_validator(mode="after")
     def _early_stop_has_what_it_watches(self) -> "RunConfig":
         early = self.eval.early_stop
-        if early is not None and self.data.valid is None:
+        if early is not None and not self.holds_out:
             raise ValueError("eval.early_stop needs data.valid")
         rewarded = self.objective.kind == "grpo"  # which generates in every evaluation, and has no loss there
         if early is not None and early.metric == "exact_match" and not (self.eval.generate or rewarded):
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
-        if (
-            early is not None
-            and rewarded != (early.metric == "eval_reward")
-            and early.metric != "exact_match"
+        return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are validation records, given or held out of the training ones."""
+        own = isinstance(self.objective, ClassifyObjective) and self.objective.valid_share > 0
+        return own or self._has("valid")
+
+    @model_validator(mode="after")
+    def _classification_fits(self) -> "RunConfig":
+        if not isinstance(self.objective, ClassifyObjective):
+            return self
+        if "targets" not in self.method.model_fields_set:
+            method = self.method.model_copy(update={"targets": "qv"})
+            object.__setattr__(self, "method", method)  # frozen for everyone else
+        data = self.data
+        for key, given in (
+            ("eval.generate", self.eval.generate),
+            ("data.too_long: split", data.too_long == "split"),
         ):
-            metrics = (
-                "eval_reward or exact_match" if rewarded else "eval_loss, eval_perplexity or exact_match"
-            )
-            raise ValueError(f"eval.early_stop with objective {self.objective.kind} watches {metrics}")
+            if given:
+                raise ValueError(f"{key} does not go with objective.kind: classify")
+        if data.format not in ("auto", "classification"):
+            raise ValueError("objective.kind: classify reads data.format: classification")
+        if self.objective.oversample and data.curriculum is not None:
+            raise ValueError("objective.oversample does not go with data.curriculum")
+        if self.objective.calibrate and not self.holds_out:
+            raise ValueError("objective.calibrate needs data.valid")
         return self

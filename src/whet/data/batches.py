@@ -32,7 +32,11 @@ class Batch:
     origins: tuple[str, ...]  # where its examples came from
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
     values: torch.Tensor | None = None  # [examples, columns]: numbers that came with each
+    real: torch.Tensor | None = None  # [B, T], bool: what is not padding; None: everything
     supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
+    part: str | None = None  # of a mix: whose batch it is
+    taught_ids: torch.Tensor | None = None  # [N, teachers, k]: the likeliest tokens, as teachers said before
+    taught_logprobs: torch.Tensor | None = None  # [N, teachers, k + 1]: of those, and of all others together
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
@@ -59,6 +63,7 @@ def make_batch(
     targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
     positions = np.zeros((len(rows), width), dtype=np.int64)
     owner = np.zeros((len(rows), width), dtype=np.int64)
+    filled = np.zeros((len(rows), width), dtype=np.bool_)
     documents = []
     real = count = 0
     for index, row in enumerate(rows):
@@ -72,11 +77,13 @@ def make_batch(
             targets[index, start:end] = np.where(example.supervised[1:], ids[1:], IGNORED)
             positions[index, start:end] = np.arange(end - start)
         positions[index, end:] = np.arange(width - end)
+        filled[index, :end] = True
         padding = (width - end,) if end < width else ()
         documents.append(tuple(example.length for example in row) + padding)
         real += end
     chosen = np.flatnonzero(targets != IGNORED)
     packed = any(len(row) > 1 for row in rows)
+    taught_ids, taught_logprobs = _taught([example for row in rows for example in row])
     return Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
@@ -87,8 +94,11 @@ def make_batch(
         examples=torch.from_numpy(owner.flat[chosen]),
         real_tokens=real,
         origins=tuple(example.origin for row in rows for example in row),
+        real=None if filled.all() else torch.from_numpy(filled),
         values=_values([example for row in rows for example in row]),
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
+        taught_ids=taught_ids,
+        taught_logprobs=taught_logprobs,
     )
 
 
@@ -96,6 +106,15 @@ def _values(examples: Sequence[Example]) -> torch.Tensor | None:
     if not examples[0].values:
         return None
     return torch.tensor([example.values for example in examples], dtype=torch.float32)
+
+
+def _taught(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Supervised targets are in the order of the examples, and so is what was said of them."""
+    if not examples[0].taught:
+        return None, None
+    ids = np.concatenate([np.stack([t.ids for t in example.taught], 1) for example in examples])
+    logprobs = np.concatenate([np.stack([t.logprobs for t in example.taught], 1) for example in examples])
+    return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
 class BatchStream:
@@ -113,7 +132,7 @@ class BatchStream:
         self.epoch = 0
         self.index = 0
         self._planned: tuple[int, EpochPlan] | None = None
-        self._lengths = check_lengths(examples, settings)
+        self._lengths = self._measure()
         steps = (settings.batch_size, settings.batch_tokens, settings.pack, settings.order)
         self._mark = zlib.crc32(repr((steps, seed)).encode(), zlib.crc32(self._lengths.tobytes()))
 
@@ -142,6 +161,12 @@ class BatchStream:
         self.index += 1
         if self.index == len(self._plan(self.epoch)):
             self.epoch, self.index = self.epoch + 1, 0
+        return self._cut(step)
+
+    def _measure(self) -> np.ndarray:
+        return check_lengths(self.examples, self.settings)
+
+    def _cut(self, step: Sequence[int]) -> list[Batch]:
         return step_batches(step, self.examples, self._lengths, self.settings)
 
     def _plan(self, epoch: int) -> EpochPlan:

@@ -94,6 +94,8 @@ class Encoder:
         return encodings
 
     def _example(self, rendering: Rendering, encoding: Any) -> Example | DataError:  # Any: as above
+        if rendering.judged:
+            return _judged_example(rendering, encoding.ids)
         tokens, marks = self._tokens(rendering, encoding)
         if not marks[1:].any():
             return DataError(
@@ -122,6 +124,14 @@ class Encoder:
         if eos is not None:
             tokens[size], marks[size] = eos, True
         return tokens, marks
+
+
+def _judged_example(rendering: Rendering, ids: Sequence[int]) -> Example | DataError:
+    """All tokens of a text, and one more: an example's last token is only ever a target, and never read."""
+    if not ids:
+        return DataError(f"{rendering.origin}: a text without a token cannot be classified")
+    tokens = np.array([*ids, ids[-1]], dtype=np.uint32)
+    return Example(tokens, np.ones(len(tokens), dtype=bool), rendering.origin, rendering.values)
 
 
 def _whole(rendering: Rendering) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from whet.data.store import TokenStore
+from whet.data.teachings import Taught, Teaching
 from whet.errors import DataError
 
 TooLong = Literal["truncate", "drop", "split", "error"]
@@ -20,6 +21,7 @@ class Example:
     supervised: Sequence[bool] | np.ndarray
     origin: str
     values: tuple[float, ...] = ()  # numbers that came with it, such as how hard it is
+    taught: tuple[Taught, ...] = ()  # what each of some teachers said of its supervised targets
 
     @property
     def length(self) -> int:
@@ -54,6 +56,7 @@ class StoredExamples(Sequence[Example]):
         self.stops = stops
         self.counts = counts  # what was done to records that were too long
         self.supervised = supervised
+        self.teachings: Sequence[Teaching] = ()  # what teachers said of them, once it has been looked up
 
     @property
     def lengths(self) -> np.ndarray:
@@ -66,7 +69,25 @@ class StoredExamples(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # slices are not needed
         record = int(self.records[index])
         tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
-        return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record))
+        taught = tuple(teaching[index] for teaching in self.teachings)
+        return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record), taught)
+
+    def supervised_counts(self) -> np.ndarray:
+        """Targets that each example has; only those that were cut are read."""
+        found = np.array(self.store.learned[self.records], dtype=np.int64)
+        begin, end = (self.store.bounds[self.records + after] for after in (0, 1))
+        for index in np.flatnonzero((self.starts != begin) | (self.stops != end)).tolist():
+            window = np.array([[self.starts[index], self.stops[index]]])
+            found[index] = self.store.count_learned(int(self.records[index]), window)[0]
+        return found
+
+    def only(self, places: np.ndarray) -> "StoredExamples":
+        """Some of them."""
+        records = self.records[places]
+        supervised = int(self.store.learned[records].sum())
+        return StoredExamples(
+            self.store, records, self.starts[places], self.stops[places], counts={}, supervised=supervised
+        )
 
     @property
     def sides(self) -> "StoredExamples":

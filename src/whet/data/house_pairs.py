@@ -13,6 +13,13 @@ def house_pairs(split: Split, n: int) -> list[Record]:
     return [_pair(record) for record in house(split, n)]
 
 
+def house_styles(split: Split, n: int) -> list[Record]:
+    """The same commands answered in both ways, one after the other: none is preferred."""
+    pairs = house_pairs(split, (n + 1) // 2)
+    both = [{"messages": [*pair["prompt"], *pair[side]]} for pair in pairs for side in ("chosen", "rejected")]
+    return both[:n]
+
+
 def _pair(record: Record) -> Record:
     asked, answered = record["messages"]
     return {

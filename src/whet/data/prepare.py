@@ -13,6 +13,7 @@ from typing import Any
 
 from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
+from whet.data.labels import Labels
 from whet.data.render import Renderer, Rendering, Supervise
 from whet.data.sources import REASONS_KEPT, Format, Record, Skipped, Source
 from whet.data.store import TokenStore, open_store, write_store
@@ -46,6 +47,7 @@ class Preparation:
         columns: Sequence[str] = (),
         pairs: bool = False,
         form: Format = "auto",
+        labels: Labels | None = None,
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise)
         self.encoder = Encoder(tokenizer)
@@ -54,6 +56,7 @@ class Preparation:
         self.pairs = pairs  # two examples a record, a preferred answer and a worse one
         self.columns = tuple(columns)  # fields whose numbers are kept beside the tokens
         self.form = form  # the shape that the sources were told to take records as
+        self.labels = labels  # the classes that texts belong to, whose numbers come before the columns
 
     def store(self, source: Source) -> TokenStore:
         """The source's token store: the one that is there, or a new one.
@@ -106,6 +109,8 @@ class Preparation:
             "pairs": self.pairs,
             "form": self.form,
         }
+        if self.labels is not None:
+            parts["labels"] = [self.labels.names, self.labels.multi_label]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _examples(self, source: Source, skipped: Skipped, notes: dict[str, int]) -> Iterator[Example]:
@@ -159,18 +164,31 @@ class Preparation:
     def _renderings(self, record: Record, skipped: Skipped) -> tuple[Rendering, ...]:
         try:
             values = self._values(record)
-            group = self.renderer.pair(record) if self.pairs else (self.renderer.render(record),)
+            group = self._group(record)
         except DataError as error:
             self._bad(error, skipped)
             return ()
         return tuple(replace(rendering, values=values) for rendering in group)
+
+    def _group(self, record: Record) -> tuple[Rendering, ...]:
+        if self.pairs:
+            return self.renderer.pair(record)
+        return (self.renderer.render(record) if self.labels is None else self.renderer.judged(record),)
 
     def _values(self, record: Record) -> tuple[float, ...]:
         for name in self.columns:
             value = record.fields.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DataError(f"{record.origin}: {name} must be a number, not {value!r}")
-        return tuple(float(record.fields[name]) for name in self.columns)
+        return self._classes(record) + tuple(float(record.fields[name]) for name in self.columns)
+
+    def _classes(self, record: Record) -> tuple[float, ...]:
+        if self.labels is None or record.shape not in (None, "classification"):
+            return ()  # `judged` refuses other shapes
+        try:
+            return self.labels.values(record.fields)
+        except DataError as error:
+            raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
 
     def _bad(self, error: DataError, skipped: Skipped) -> None:
         if not self.skip_bad:

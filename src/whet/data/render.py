@@ -24,6 +24,7 @@ class Rendering:
     origin: str
     values: tuple[float, ...] = ()  # numbers that came with the record
     only_last: bool = False  # the template rewrites earlier turns, so only the last answer could be found
+    judged: bool = False  # read to the end and judged as a whole: nothing follows it
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,20 @@ class Renderer:
                 hint="it needs prompt, chosen and rejected",
             )
         prompt, chosen, rejected = (record.fields[name] for name in ("prompt", "chosen", "rejected"))
-        if chosen == rejected:
+        both = self._answer(prompt, chosen, record), self._answer(prompt, rejected, record)
+        if both[0].text == both[1].text:  # a template may strip what told them apart
             raise DataError(f"{record.origin}: chosen and rejected are the same")
-        return self._answer(prompt, chosen, record), self._answer(prompt, rejected, record)
+        return both
+
+    def judged(self, record: Record) -> Rendering:
+        """The text of a record that is classified: as it is, with what the tokenizer puts around any text."""
+        record = record if record.shape else checked(record, "classification")
+        if record.shape != "classification":
+            raise DataError(
+                f"{record.origin}: a {record.shape} record has no class", hint="it needs input and label"
+            )
+        text = record.fields["input"]
+        return Rendering(text, [(0, len(text))], True, False, record.origin, judged=True)
 
     def _answer(self, prompt: Any, answer: Any, record: Record) -> Rendering:  # Any: text, or messages
         if isinstance(prompt, str) and not self.tokenizer.chat_template:
@@ -207,6 +219,8 @@ def text_of(record: Record) -> str:
     record = _preferred(record if record.shape else checked(record))
     if record.shape == "messages":
         return "\n".join(str(message.get("content") or "") for message in record.fields["messages"])
+    if record.shape == "classification":
+        return str(record.fields["input"])
     return "".join(_plain_parts(record))
 
 

@@ -123,20 +123,32 @@ def _labelled(fields: Fields) -> Fields:
 def _multi_labelled(fields: Fields) -> Fields:
     labels = fields["labels"]
     names = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
-    marks = isinstance(labels, list) and all(isinstance(label, int) and label in (0, 1) for label in labels)
-    if not (names or marks):
+    numbers = isinstance(labels, list) and all(_is_class_number(label) for label in labels)
+    if not (names or numbers):
         raise DataError(
-            f"labels must be a list of names, or of a 0 or 1 for each class, not {_short(labels)}"
+            "labels must be a list of names, of whole numbers from 0, or of a 0 or 1 for each class, not "
+            + _short(labels)
         )
-    return {"input": _string(fields, "input"), "labels": labels if names else [int(mark) for mark in labels]}
+    return {"input": _string(fields, "input"), "labels": labels if names else [int(n) for n in labels]}
+
+
+def _is_class_number(label: Any) -> bool:  # Any: a JSON value
+    return isinstance(label, int | float) and 0 <= label < 2**31 and label == int(label)
 
 
 def _tabular(fields: Fields) -> Fields:
-    features = fields["features"]
-    if not isinstance(features, list) or not features:
-        raise DataError(f"features must be a list of numbers, not {_short(features)}")
-    numbers = [_number(value, f"feature {place}") for place, value in enumerate(features, start=1)]
-    return {"features": numbers, "target": _number(fields["target"], "target")}
+    target = fields["target"]
+    several = isinstance(target, list)
+    return {
+        "features": _numbers(fields["features"], "feature"),
+        "target": _numbers(target, "target") if several else _number(target, "target"),
+    }
+
+
+def _numbers(values: Any, name: str) -> list[float]:  # Any: a JSON value
+    if not isinstance(values, list) or not values:
+        raise DataError(f"{name}s must be a list of numbers, not {_short(values)}")
+    return [_number(value, f"{name} {place}") for place, value in enumerate(values, start=1)]
 
 
 def _distrust(fields: Fields) -> Fields:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from whet.config.sections import WeightedSource
 from whet.data import hugging_face
 from whet.data.files import not_found
+from whet.data.ledgers import holds_ledgers, ledgers_content
 from whet.data.mixing import mix
 from whet.data.readers import Content, Row, digest_text, files_content
 from whet.data.shapes import ShapeName, shaped
@@ -182,6 +183,8 @@ def _content(spec: str, split: Split) -> Content:
     if path.is_dir():
         if hugging_face.is_saved(path):
             return hugging_face.saved_content(path, split)
+        if holds_ledgers(path):
+            return ledgers_content(path)
         return directory_content(path, split)
     if not path.exists():
         raise not_found(path)

@@ -6,8 +6,10 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from whet.data.house import house
-from whet.data.house_pairs import disputes, house_pairs
+from whet.data.house_pairs import disputes, house_pairs, house_styles
 from whet.data.python_topics import PYTHON, python_topics
+from whet.data.quality import quality, regression
+from whet.data.shell_safety import shell_faults, shell_safety
 from whet.data.sums import sums
 from whet.errors import DataError
 
@@ -26,13 +28,23 @@ GENERATORS: dict[str, Generator] = {
     "house-test": Generator(lambda n: house("test", n), default_n=200, version="1"),
     "house-pairs": Generator(lambda n: house_pairs("train", n), default_n=200, version="1"),
     "house-pairs-valid": Generator(lambda n: house_pairs("valid", n), default_n=40, version="1"),
+    "house-styles": Generator(lambda n: house_styles("train", n), default_n=400, version="1"),
+    "house-styles-valid": Generator(lambda n: house_styles("valid", n), default_n=40, version="1"),
     "disputes": Generator(lambda n: disputes(n, swapped=False), default_n=16, version="1"),
     "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
+    "shell-safety": Generator(lambda n: shell_safety("train", n), default_n=1500, version="1"),
+    "shell-safety-valid": Generator(lambda n: shell_safety("valid", n), default_n=300, version="1"),
+    "shell-faults": Generator(lambda n: shell_faults("train", n), default_n=1500, version="1"),
+    "shell-faults-valid": Generator(lambda n: shell_faults("valid", n), default_n=300, version="1"),
     "sums": Generator(lambda n: sums("train", n), default_n=4550, version="1"),
     "sums-careless": Generator(lambda n: sums("train", n, careless=True), default_n=4550, version="1"),
     "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
+    "quality": Generator(lambda n: quality("train", n), default_n=512, version="1"),
+    "quality-valid": Generator(lambda n: quality("valid", n), default_n=128, version="1"),
+    "regression": Generator(lambda n: regression("train", n), default_n=512, version="1"),
+    "regression-valid": Generator(lambda n: regression("valid", n), default_n=128, version="1"),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling
+from whet.generation.stops import TextStream, check_stops
 from whet.models.language_model import LanguageModel
 from whet.models.load import end_tokens
 
@@ -23,35 +24,27 @@ def generate(
     min_p: float = 0.0,
     seed: int | None = None,
     *,
+    repetition_penalty: float = 1.0,
+    stop: str | Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
 ) -> str:
     """The model's answer. A string is one user message where the tokenizer has a chat template.
 
-    `on_text` is handed each new piece of text as soon as it is certain.
+    The answer ends before the first of the `stop` strings, if there is one in it. `on_text` is handed each
+    new piece of text as soon as it is certain.
     """
-    prompt = encode_prompt(tokenizer, prompt_or_messages)
-    shown = ""
-
-    def stream(_: int, tokens: list[int]) -> bool:
-        nonlocal shown
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        # an unfinished character decodes to U+FFFD: wait for its other bytes
-        if on_text is not None and not text.endswith("\ufffd"):
-            on_text(text[len(shown) :])
-            shown = text
-        return True
-
+    stream = TextStream(tokenizer, check_stops(stop), on_text)
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty)
     [tokens] = generate_tokens(
         model,
-        [prompt],
+        [encode_prompt(tokenizer, prompt_or_messages)],
         max_tokens=max_tokens,
         stop_tokens=stop_tokens(model, tokenizer),
-        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
+        sampling=sampling,
         seed=seed,
-        watch=stream if on_text is not None else None,
+        watch=stream.watch if stop or on_text is not None else None,
     )
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text
+    return stream.finish(tokens)
 
 
 def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[int]:

@@ -5,12 +5,11 @@ from torch import nn
 
 from whet.models.cache import KeyValueCache
 from whet.models.norms import make_norm
-from whet.models.rope import rotate
+from whet.models.rope import Rotation, rotate
 from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
+from whet.ops.linear import Linear
 from whet.ops.together import project
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class SelfAttention(nn.Module):
@@ -22,16 +21,16 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.sizes = [spec.heads * spec.head_dim, *(2 * [spec.kv_heads * spec.head_dim])]
         if spec.fused:
-            self.qkv_proj = nn.Linear(d_model, sum(self.sizes), bias=spec.bias)
+            self.qkv_proj = Linear(d_model, sum(self.sizes), bias=spec.bias)
         else:
-            self.q_proj = nn.Linear(d_model, self.sizes[0], bias=spec.bias)
-            self.k_proj = nn.Linear(d_model, self.sizes[1], bias=spec.bias)
-            self.v_proj = nn.Linear(d_model, self.sizes[2], bias=spec.bias)
+            self.q_proj = Linear(d_model, self.sizes[0], bias=spec.bias)
+            self.k_proj = Linear(d_model, self.sizes[1], bias=spec.bias)
+            self.v_proj = Linear(d_model, self.sizes[2], bias=spec.bias)
         if spec.qk_norm != "none":
             each = spec.qk_norm == "head"
             self.q_norm = make_norm(norm, spec.head_dim if each else self.sizes[0])
             self.k_norm = make_norm(norm, spec.head_dim if each else self.sizes[1])
-        self.o_proj = nn.Linear(self.sizes[0], d_model, bias=spec.out_bias)
+        self.o_proj = Linear(self.sizes[0], d_model, bias=spec.out_bias)
 
     def forward(
         self,
@@ -83,15 +82,15 @@ class LatentAttention(nn.Module):
         self.layer = layer
         query_size = spec.heads * (spec.plain_dim + spec.rope_dim)
         if spec.q_rank is None:
-            self.q_proj = nn.Linear(d_model, query_size, bias=False)
+            self.q_proj = Linear(d_model, query_size, bias=False)
         else:
-            self.q_a_proj = nn.Linear(d_model, spec.q_rank, bias=False)
+            self.q_a_proj = Linear(d_model, spec.q_rank, bias=False)
             self.q_a_layernorm = make_norm(norm, spec.q_rank)
-            self.q_b_proj = nn.Linear(spec.q_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(d_model, spec.kv_rank + spec.rope_dim, bias=False)
+            self.q_b_proj = Linear(spec.q_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = Linear(d_model, spec.kv_rank + spec.rope_dim, bias=False)
         self.kv_a_layernorm = make_norm(norm, spec.kv_rank)
-        self.kv_b_proj = nn.Linear(spec.kv_rank, spec.heads * (spec.plain_dim + spec.value_dim), bias=False)
-        self.o_proj = nn.Linear(spec.heads * spec.value_dim, d_model, bias=False)
+        self.kv_b_proj = Linear(spec.kv_rank, spec.heads * (spec.plain_dim + spec.value_dim), bias=False)
+        self.o_proj = Linear(spec.heads * spec.value_dim, d_model, bias=False)
 
     def forward(
         self,

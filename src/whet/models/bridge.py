@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
 
@@ -31,6 +31,15 @@ class BridgeCache:
     def keep(self, rows: torch.Tensor) -> None:
         """Drop every row that is not listed."""
         self.past.reorder_cache(rows)  # recurrent layers do not have batch_select_indices
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens after the first `length`."""
+        if length == self.length:
+            return
+        if not all(type(layer).__name__ == "DynamicLayer" for layer in self.past.layers):
+            raise ModelError("a cache of windows or of recurrent states cannot forget its last tokens")
+        self.past.crop(length - self.length)  # a negative number: how many to remove
+        self.length = length
 
 
 class Bridge(LanguageModel):
@@ -109,6 +118,11 @@ class Bridge(LanguageModel):
         back = torch.cat(order).argsort().to(tokens.device)
         return torch.cat(results).index_select(0, back).view(*tokens.shape, -1)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of its embedding; a factor that its forward puts on them is not in them."""
+        rows: torch.Tensor = self.model.get_input_embeddings()(tokens)
+        return rows
+
     def head(self) -> Head:
         """The output projection, with what the config says is done to the logits (checked at load)."""
         output, config = self.model.get_output_embeddings(), self.model.config
@@ -117,7 +131,7 @@ class Bridge(LanguageModel):
         scale = times / _field(config, "logits_scaling", default=1.0)
         return Head(output.weight, getattr(output, "bias", None), scale, softcap)
 
-    def new_cache(self) -> BridgeCache:
+    def new_cache(self, capacity: int = 0) -> BridgeCache:
         """An empty cache of the kinds this architecture's layers need."""
         from transformers import DynamicCache
 
@@ -194,7 +208,9 @@ def _groups(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
     yield group
 
 
-def load_bridge(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Bridge:
+def load_bridge(
+    directory: Path, *, dtype: torch.dtype, device: torch.device, besides: Container[str] = ()
+) -> Bridge:
     """Open a Hugging Face directory on transformers' class for it, and check what whet assumes of it."""
     from transformers.utils import logging
 
@@ -207,7 +223,8 @@ def load_bridge(directory: Path, *, dtype: torch.dtype, device: torch.device) ->
             quiet.callback(logging.enable_progress_bar)
         logging.disable_progress_bar()
         try:
-            bridge = Bridge(_open(directory, dict(files.read(set(files))), dtype=dtype).to(device))
+            wanted = {name for name in files if name not in besides}
+            bridge = Bridge(_open(directory, dict(files.read(wanted)), dtype=dtype).to(device))
             _check_behaviour(bridge)
         except ModelError:
             raise

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     LatentAttentionSpec,
     ModelSpec,
@@ -15,8 +16,11 @@ from whet.models.spec import (
 Matrix = tuple[int, int, bool]  # inputs, outputs, whether it has a bias
 
 
-def parameter_counts(spec: ModelSpec) -> dict[str, int]:
-    """Parameters by part: embedding, positions, attention, feedforward, norms, head (0 when it is tied)."""
+def parameter_counts(spec: ModelSpec, *, active: bool = False) -> dict[str, int]:
+    """Parameters by part: embedding, positions, attention, feedforward, norms, head (0 when it is tied).
+
+    With `active` those that one token meets: of the experts of a layer, the ones it is sent to.
+    """
     counts = {
         "embedding": spec.vocab_size * spec.d_model,
         "positions": spec.max_positions * spec.d_model if spec.positions == "learned" else 0,
@@ -27,7 +31,8 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     }
     for block in spec.blocks:
         counts["attention"] += sum(map(_matrix_size, _attention_matrices(block, spec.d_model)))
-        counts["feedforward"] += sum(map(_matrix_size, _feedforward_matrices(block, spec.d_model)))
+        matrices = _feedforward_matrices(block, spec.d_model, active=active)
+        counts["feedforward"] += sum(map(_matrix_size, matrices))
         counts["norms"] += sum(_norm_size(spec.norm, size) for size in _norm_widths(block, spec.d_model))
     return counts
 
@@ -35,7 +40,8 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
 def forward_flops(spec: ModelSpec, length: int, *, visible_only: bool = True) -> dict[str, int]:
     """FLOPs (two a multiply-add) of the matrix products that `length` tokens take in one forward pass.
 
-    By part: attention (projections), scores (queries with keys, weights with values), feedforward, head.
+    By part: attention (projections), scores (queries with keys, weights with values), feedforward, head. Of
+    experts, the chosen ones count.
     Scores count the pairs that a causal or windowed layer sees; kernels that compute the whole square and
     mask it spend `visible_only=False`. A step that trains every weight takes three times as much; frozen
     weights save the third that is their gradient.
@@ -44,7 +50,7 @@ def forward_flops(spec: ModelSpec, length: int, *, visible_only: bool = True) ->
     for block in spec.blocks:
         flops["attention"] += length * sum(2 * i * o for i, o, _ in _attention_matrices(block, spec.d_model))
         flops["feedforward"] += length * sum(
-            2 * i * o for i, o, _ in _feedforward_matrices(block, spec.d_model)
+            2 * i * o for i, o, _ in _feedforward_matrices(block, spec.d_model, active=True)
         )
         flops["scores"] += _score_flops(block.attention, length, visible_only=visible_only)
     flops["head"] = length * 2 * spec.d_model * spec.vocab_size
@@ -104,11 +110,15 @@ def _attention_matrices(block: BlockSpec, d_model: int) -> Iterator[Matrix]:
             yield a.heads * a.value_dim, d_model, False
 
 
-def _feedforward_matrices(block: BlockSpec, d_model: int) -> Iterator[Matrix]:
+def _feedforward_matrices(block: BlockSpec, d_model: int, *, active: bool) -> Iterator[Matrix]:
     match block.feedforward:
         case FeedForwardSpec(width=width, gated=gated, bias=bias):
             yield from [(d_model, width, bias)] * (2 if gated else 1)
             yield width, d_model, bias
+        case ExpertsSpec(experts=experts, top_k=top_k, width=width, shared=shared):
+            yield d_model, experts, False
+            for _ in range((top_k if active else experts) + shared):
+                yield from ((d_model, width, False), (d_model, width, False), (width, d_model, False))
 
 
 def _score_flops(

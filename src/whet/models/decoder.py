@@ -6,16 +6,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from whet.models.attention import Rotation, make_attention
+from whet.models.attention import make_attention
 from whet.models.cache import KeyValueCache
-from whet.models.families import FAMILIES, config_of, is_transposed
-from whet.models.feedforward import FeedForward
+from whet.models.experts import make_feedforward
+from whet.models.families import FAMILIES, config_of, is_transposed, stored_parts
 from whet.models.language_model import LanguageModel
 from whet.models.norms import make_norm
-from whet.models.rope import alibi_slopes, inverse_frequencies, rotation, sinusoids
-from whet.models.spec import BlockSpec, ModelSpec, RopeSpec, YarnRopeScaling
+from whet.models.rope import Rotation, rotations, sinusoids, slopes_of
+from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
+from whet.models.weights import split_parts
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.linear import Linear
 
 # before and after attention, before and after the feed-forward layer, by placement
 _NORM_NAMES = {
@@ -44,7 +46,7 @@ class Block(nn.Module):
             )
         if block.feedforward is not None:
             self._around_mlp = (before_mlp, after_mlp)
-            self.mlp = FeedForward(block.feedforward, d_model=spec.d_model)
+            self.mlp = make_feedforward(block.feedforward, d_model=spec.d_model)
         for name in filter(None, (*(self._around_attention or ()), *(self._around_mlp or ()))):
             self.add_module(name, make_norm(spec.norm, spec.d_model))
 
@@ -84,9 +86,10 @@ class Decoder(LanguageModel):
         )
         self.norm = make_norm(spec.norm, spec.d_model)
         if not spec.tied_head:
-            self.lm_head = nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+            self.lm_head = Linear(spec.d_model, spec.vocab_size, bias=False)
         self.grad_checkpoint = False
         self._frequencies: dict[tuple[torch.device, RopeSpec, int], torch.Tensor] = {}
+        self._alibi: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self._source_config = dict(source_config or {})  # token ids and the like, kept for saving
 
     def hidden(
@@ -102,8 +105,8 @@ class Decoder(LanguageModel):
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         x = self._embed(tokens, positions)
-        turns = self._rotations(positions, dtype=x.dtype)
-        slopes = self._slopes(x)
+        turns = rotations(self.spec.attentions, positions, dtype=x.dtype, known=self._frequencies)
+        slopes = slopes_of(self.spec, x, known=self._alibi)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer, block in zip(self.layers, self.spec.blocks, strict=True):
             turn, slope = None, None
@@ -116,50 +119,30 @@ class Decoder(LanguageModel):
                 x = layer(x, turn, layout, cache, slope)
         return self.norm(x)
 
-    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What tokens [B, T] are to the first layer, wherever they stand."""
+        x: torch.Tensor = self.embed_tokens(tokens)
         if self.spec.embedding_scale != 1.0:
             # rounded to the dtype first, as the families that scale were trained
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
+        return x
+
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
         if self.spec.positions == "learned":
             x = x + self.embed_positions(positions)
         elif self.spec.positions == "sinusoidal":
             x = x + sinusoids(positions, self.spec.d_model).to(x.dtype)
         return x
 
-    def _rotations(
-        self, positions: torch.Tensor, *, dtype: torch.dtype
-    ) -> dict[tuple[RopeSpec | None, int], Rotation]:
-        """One for each kind of rope. No buffers: frequencies are derived, float32, and in no checkpoint."""
-        found: dict[tuple[RopeSpec | None, int], Rotation] = {}
-        for attention in self.spec.attentions:
-            rope, size = attention.rope, attention.rotated
-            if rope is None or (rope, size) in found:
-                continue
-            key = (positions.device, rope, size)
-            if key not in self._frequencies:
-                self._frequencies[key] = inverse_frequencies(rope, size).to(positions.device)
-            cos, sin = rotation(positions, self._frequencies[key])
-            if isinstance(rope.scaling, YarnRopeScaling):
-                cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
-            found[rope, size] = (cos.to(dtype), sin.to(dtype))
-        return found
-
-    def _slopes(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        """ALiBi's, for each number of heads."""
-        if self.spec.positions != "alibi":
-            return {}
-        counts = {attention.heads for attention in self.spec.attentions}
-        return {heads: alibi_slopes(heads).to(x.device, x.dtype) for heads in counts}
-
     def head(self) -> Head:
         """The output projection."""
         weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
         return Head(weight, softcap=self.spec.logit_softcap)
 
-    def new_cache(self) -> KeyValueCache:
+    def new_cache(self, capacity: int = 0) -> KeyValueCache:
         """An empty key/value cache for this model."""
-        return KeyValueCache(len(self.layers))
+        return KeyValueCache(len(self.layers), capacity)
 
     def blocks(self) -> Iterable[nn.Module]:
         """The layers, in order."""
@@ -173,6 +156,11 @@ class Decoder(LanguageModel):
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter in the shape in which Hugging Face's files hold it."""
         return tensor.T if is_transposed(FAMILIES[self.spec.family], name) else tensor
+
+    def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as Hugging Face's files hold it: the weights of experts one by one."""
+        parts = stored_parts(self.spec, name)
+        return super().in_files(name, tensor) if parts is None else split_parts(tensor, parts)
 
     @property
     def stores_transposed(self) -> bool:

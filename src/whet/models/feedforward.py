@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import FeedForwardSpec
+from whet.ops.linear import Linear
 from whet.ops.together import project
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -25,12 +26,12 @@ class FeedForward(nn.Module):
         self.spec = spec
         self.activation = ACTIVATIONS[spec.activation]
         if spec.gated and spec.fused:
-            self.gate_up_proj = nn.Linear(d_model, 2 * spec.width, bias=spec.bias)
+            self.gate_up_proj = Linear(d_model, 2 * spec.width, bias=spec.bias)
         else:
             if spec.gated:
-                self.gate_proj = nn.Linear(d_model, spec.width, bias=spec.bias)
-            self.up_proj = nn.Linear(d_model, spec.width, bias=spec.bias)
-        self.down_proj = nn.Linear(spec.width, d_model, bias=spec.bias)
+                self.gate_proj = Linear(d_model, spec.width, bias=spec.bias)
+            self.up_proj = Linear(d_model, spec.width, bias=spec.bias)
+        self.down_proj = Linear(spec.width, d_model, bias=spec.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Transform each position on its own."""

@@ -10,7 +10,7 @@ from whet.models.spec import ModelSpec
 
 STD = 0.02
 POSITION_STD = 0.01
-_RESIDUAL = ("o_proj", "down_proj")
+RESIDUAL = ("o_proj", "down_proj")
 
 
 def from_scratch(spec: ModelSpec, *, seed: int, source_config: dict[str, object] | None = None) -> Decoder:
@@ -30,11 +30,13 @@ def initialise(model: Decoder, generator: torch.Generator) -> None:
 
     Weights are drawn from N(0, 0.02), learned positions from N(0, 0.01). What is added to the residual stream
     is divided by the square root of how many such layers there are, so that the stream's variance does not
-    grow with depth. Biases are 0, norms are the identity.
+    grow with depth. Biases are 0, norms are the identity. Experts are drawn as the layers they stand for.
     """
     residual_layers = sum(
         (block.attention is not None) + (block.feedforward is not None) for block in model.spec.blocks
     )
+    for buffer in model.buffers():
+        buffer.zero_()  # those of the balance of experts
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
         if leaf == "bias":
@@ -43,6 +45,6 @@ def initialise(model: Decoder, generator: torch.Generator) -> None:
             parameter.fill_(0.0 if model.spec.norm.offset else 1.0)
         else:
             std = POSITION_STD if module == "embed_positions" else STD
-            if module.endswith(_RESIDUAL):
+            if name.removesuffix(".weight").endswith(RESIDUAL):
                 std /= math.sqrt(residual_layers)
             nn.init.normal_(parameter, std=std, generator=generator)

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from whet.models.trainable import Trainable
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.linear import linear
 
 
-class LanguageModel(nn.Module, abc.ABC):
+class LanguageModel(Trainable):
     """A causal language model as two things: hidden states, and the head that reads them."""
 
     grad_checkpoint: bool  # recompute activations in the backward pass
     source: Path | None = None  # the directory it was loaded from
-    name: str | None = None  # what it was asked for by
 
     @abc.abstractmethod
     def hidden(
@@ -31,12 +31,16 @@ class LanguageModel(nn.Module, abc.ABC):
         """Final hidden states [B, T, D] of tokens [B, T]."""
 
     @abc.abstractmethod
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What tokens [B, T] are to the first layer, wherever they stand: [B, T, D]."""
+
+    @abc.abstractmethod
     def head(self) -> Head:
         """The output projection."""
 
     @abc.abstractmethod
-    def new_cache(self) -> Any:  # Any: opaque to everyone but the model, apart from `keep(rows)`
-        """An empty key/value cache."""
+    def new_cache(self, capacity: int = 0) -> Any:  # Any: opaque to others, apart from `keep(rows)`
+        """An empty key/value cache, with room for so many tokens where that can be said."""
 
     @abc.abstractmethod
     def blocks(self) -> Iterable[nn.Module]:
@@ -49,6 +53,10 @@ class LanguageModel(nn.Module, abc.ABC):
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter in the shape in which Hugging Face's files hold it."""
         return tensor
+
+    def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as Hugging Face's files hold it: under one name, or cut into several."""
+        return {self.hf_name(name): self.as_stored(name, tensor)}
 
     @property
     def stores_transposed(self) -> bool:
@@ -69,24 +77,10 @@ class LanguageModel(nn.Module, abc.ABC):
     def max_positions(self) -> int:
         """The longest sequence the model was made for."""
 
-    @property
-    @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """SHA-256 of the architecture."""
-
-    @abc.abstractmethod
-    def describe(self) -> dict[str, Any]:  # Any: JSON values
-        """The architecture as plain JSON."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""
         head = self.head()
-        return head.transform(F.linear(hidden, head.weight, head.bias))
+        return head.transform(linear(hidden, head.weight, head.bias))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] of tokens [B, T]."""

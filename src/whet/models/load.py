@@ -1,7 +1,7 @@
 """Open a model by name or path, and write one back."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,12 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
+    besides: Container[str] = (),
 ) -> LanguageModel:
-    """A model in evaluation mode: natively where whet has the family, else on transformers' class."""
+    """A model in evaluation mode: natively where whet has the family, else on transformers' class.
+
+    Its files may hold the tensors named in `besides`, which are not the model's.
+    """
     directory = resolve(str(name_or_path))
     where = choose_device(str(device or "auto"))
     dtype = dtype or choose_precision("auto", where).frozen
@@ -41,12 +45,12 @@ def load_model(
     if choice.family is None:
         log.info("model: through transformers (%s)", choice.reason)
         try:
-            model: LanguageModel = load_bridge(directory, dtype=dtype, device=where)
+            model: LanguageModel = load_bridge(directory, dtype=dtype, device=where, besides=besides)
         except ModelError as error:  # what whet does not know is often what transformers stumbles over
             raise ModelError(f"{error.message} ({choice.reason})", hint=error.hint) from error
     else:
         log.info("model: %s", choice.reason)
-        model = _load_native(directory, config, dtype=dtype, device=where)
+        model = _load_native(directory, config, dtype=dtype, device=where, besides=besides)
     model.source = directory
     path = Path(name_or_path)
     model.name = str(path.absolute()) if path.exists() else str(name_or_path)
@@ -59,6 +63,7 @@ def _load_native(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    besides: Container[str],
 ) -> Decoder:
     family = families.FAMILIES[config["model_type"]]
     try:
@@ -70,14 +75,18 @@ def _load_native(
         raise ModelError(
             f"{directory}: config.json has {len(spec.blocks)} layers, and there are {stored} tensors"
         )
+    experts = max((each.experts for each in spec.mixtures), default=0)
     with torch.device("meta"):
         model = Decoder(spec, source_config=config)
-    names = {name: family.hf_name(name) for name, _ in model.named_parameters()}
+    names = {name: family.hf_name(name) for name in model.state_dict()}
+    # whole tensors of experts are what older versions of whet wrote
+    apart = [name for name in names if names[name] not in files] if experts <= stored else []
+    parts = {name: each for name in apart if (each := families.stored_parts(spec, name)) is not None}
     prefix = getattr(family, "PREFIX", "")
     if prefix and not any(name.startswith(prefix) for name in files):
         # old checkpoints of the bare model, without its head, leave the prefix out
         names = {name: theirs.removeprefix(prefix) for name, theirs in names.items()}
-    ignored = {name for name in files if families.is_buffer(family, name)}
+    ignored = {name for name in files if families.is_buffer(family, name) or name in besides}
     if spec.tied_head and (head := family.hf_name("lm_head.weight")) in files:
         embedding = names["embed_tokens.weight"]
         pair = dict(files.read({head, embedding}))
@@ -88,7 +97,14 @@ def _load_native(
         ignored.add(head)
     transposed = {name for name in names if families.is_transposed(family, name)}
     load_parameters(
-        model, files, names=names, transposed=transposed, ignored=ignored, dtype=dtype, device=device
+        model,
+        files,
+        names=names,
+        transposed=transposed,
+        ignored=ignored,
+        dtype=dtype,
+        device=device,
+        parts=parts,
     )
     return model
 
@@ -129,10 +145,20 @@ def save_model(
     *,
     state: Mapping[str, torch.Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    more: Mapping[str, torch.Tensor] | None = None,
+    config: Mapping[str, Any] | None = None,  # Any: JSON values
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a Hugging Face directory that transformers loads with equal logits."""
+    """Write a Hugging Face directory that transformers loads with equal logits.
+
+    `more` tensors, other keys of the `config`, and files that are written `beside` belong to what is more
+    than a language model.
+    """
     ours = model.state_dict() if state is None else state
-    tensors = {model.hf_name(name): model.as_stored(name, tensor) for name, tensor in ours.items()}
+    tensors = {
+        stored: part for name, tensor in ours.items() for stored, part in model.in_files(name, tensor).items()
+    }
+    tensors |= more or {}
     # two names on one storage are one tensor: the config says that they are tied
     seen: dict[tuple[int, torch.Size], str] = {}
     unique = {
@@ -144,8 +170,9 @@ def save_model(
     write_model_directory(
         Path(directory),
         unique,
-        config={**model.hf_config(), "dtype": dtype},
+        config={**model.hf_config(), "dtype": dtype, **(config or {})},
         source=model.source,
         tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
+        beside=beside,
     )

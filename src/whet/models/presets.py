@@ -11,6 +11,7 @@ from whet.models.families import whet as whet_family
 from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     LatentAttentionSpec,
     ModelSpec,
@@ -26,13 +27,18 @@ class Shape:
     d_model: int
     layers: int
     heads: int
-    width: int  # of the feed-forward layers
+    width: int  # of the feed-forward layers; of one expert, where there are some
     vocab_size: int
     max_positions: int
     kv_heads: int | None = None  # as many as heads
     head_dim: int | None = None  # d_model / heads
     attention: str = "grouped"
     feedforward: str = "swiglu"
+    experts: int | None = None  # instead of one feed-forward layer
+    top_k: int = 2
+    shared_experts: int = 0
+    router: str = "softmax"
+    balance_bias: bool = False
     norm: str = "rms"
     norm_eps: float = 1e-5
     placement: str = "pre"
@@ -49,6 +55,10 @@ class Shape:
 PRESETS: dict[str, Shape] = {
     "nano": Shape(d_model=128, layers=4, heads=4, width=352, vocab_size=1024, max_positions=512),
     "micro": Shape(d_model=320, layers=6, heads=5, width=864, vocab_size=8192, max_positions=1024),
+    # what a token meets is as large as in nano: two experts of half its width
+    "nano-moe": Shape(
+        d_model=128, layers=4, heads=4, width=176, vocab_size=1024, max_positions=512, experts=8
+    ),
     "gpt2-small": Shape(
         d_model=768,
         layers=12,
@@ -183,6 +193,9 @@ def build_spec(shape: Shape) -> ModelSpec:
     """A shape's layers, one by one."""
     if shape.layers < 1:
         raise ModelError(f"layers={shape.layers}: it must be positive")
+    for key in ("top_k", "shared_experts", "router", "balance_bias"):
+        if shape.experts is None and getattr(shape, key) != getattr(Shape, key):
+            raise ModelError(f"{key} is about experts, and there are none", hint="set model.experts")
     _known("positions", shape.positions, dict.fromkeys(POSITIONS))
     letters = shape.pattern or "*"
     return ModelSpec(
@@ -199,13 +212,30 @@ def build_spec(shape: Shape) -> ModelSpec:
 
 def _block(shape: Shape, letter: str) -> BlockSpec:
     attention, transforms = _known("letter of a pattern", letter, LETTERS)
-    piece = _known("feedforward", shape.feedforward, FEEDFORWARDS) if transforms else None
     return BlockSpec(
         attention=_known("attention", attention or shape.attention, ATTENTIONS)(shape),
-        feedforward=None
-        if piece is None
-        else FeedForwardSpec(width=shape.width, activation=piece[0], gated=piece[1], bias=shape.bias),
+        feedforward=_feedforward(shape) if transforms else None,
         placement=shape.placement,
+    )
+
+
+def _feedforward(shape: Shape) -> FeedForwardSpec | ExpertsSpec | None:
+    piece = _known("feedforward", shape.feedforward, FEEDFORWARDS)
+    if piece is None:
+        return None
+    activation, gated = piece
+    if shape.experts is None:
+        return FeedForwardSpec(width=shape.width, activation=activation, gated=gated, bias=shape.bias)
+    if not gated or shape.bias:
+        raise ModelError("experts have a gate and no bias", hint="choose swiglu or geglu, and bias: false")
+    return ExpertsSpec(
+        experts=shape.experts,
+        top_k=shape.top_k,
+        width=shape.width,
+        activation=activation,
+        scoring=shape.router,
+        shared=shape.shared_experts,
+        balance_bias=shape.balance_bias,
     )
 
 

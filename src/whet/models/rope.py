@@ -1,10 +1,22 @@
 """Rotary position embeddings, and the other ways to tell a model where a token stands."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
-from whet.models.spec import LinearRopeScaling, Llama3RopeScaling, RopeSpec, YarnRopeScaling
+from whet.models.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ModelSpec,
+    RopeSpec,
+    YarnRopeScaling,
+)
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosine and sine
+Frequencies = dict[tuple[torch.device, RopeSpec, int], torch.Tensor]
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -53,7 +65,33 @@ def _yarn(
     return frequencies / scaling.factor * divide + frequencies * (1 - divide)
 
 
-def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotations(
+    attentions: Iterable[AttentionSpec | LatentAttentionSpec],
+    positions: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    known: Frequencies,
+) -> dict[tuple[RopeSpec | None, int], Rotation]:
+    """One for each kind of rope; new frequencies are added to `known`.
+
+    They are no buffers: frequencies are derived, float32, and in no checkpoint.
+    """
+    found: dict[tuple[RopeSpec | None, int], Rotation] = {}
+    for attention in attentions:
+        rope, size = attention.rope, attention.rotated
+        if rope is None or (rope, size) in found:
+            continue
+        key = (positions.device, rope, size)
+        if key not in known:
+            known[key] = inverse_frequencies(rope, size).to(positions.device)
+        cos, sin = rotation(positions, known[key])
+        if isinstance(rope.scaling, YarnRopeScaling):
+            cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
+        found[rope, size] = (cos.to(dtype), sin.to(dtype))
+    return found
+
+
+def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
     """Cosine and sine [B, 1, T, head_dim] of every position's angles, in float32."""
     angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
@@ -83,3 +121,19 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
     whole = 2 ** math.floor(math.log2(heads))
     return torch.tensor(series(whole) + series(2 * whole)[0::2][: heads - whole])
+
+
+def slopes_of(
+    spec: ModelSpec, x: torch.Tensor, *, known: dict[tuple[torch.device, torch.dtype, int], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """ALiBi's slopes for each number of heads, where a model has them, for hidden states x.
+
+    They are `known` from the first time on: a CUDA graph cannot copy them from the host.
+    """
+    if spec.positions != "alibi":
+        return {}
+    counts = {attention.heads for attention in spec.attentions}
+    for heads in counts:
+        if (x.device, x.dtype, heads) not in known:
+            known[x.device, x.dtype, heads] = alibi_slopes(heads).to(x.device, x.dtype)
+    return {heads: known[x.device, x.dtype, heads] for heads in counts}

@@ -13,6 +13,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 POSITIONS = ("none", "learned", "sinusoidal", "alibi")
 PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = ("none", "head", "all")
+SCORINGS = ("softmax", "sigmoid")
 
 
 def _known(what: str, value: str, known: Iterable[str]) -> None:
@@ -161,6 +162,35 @@ class FeedForwardSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts: each token goes to the `top_k` gated feed-forward layers that its router prefers.
+
+    Its output is the sum of theirs, each times its score (renormalised: its share of the chosen ones'
+    scores), plus that of `shared` experts, which every token goes to. With `balance_bias` a bias is added to
+    the scores for the choice, and only for it: no gradient reaches it (arXiv 2408.15664).
+    """
+
+    experts: int
+    top_k: int
+    width: int  # of one expert
+    activation: str = "silu"
+    scoring: str = "softmax"  # over all experts; sigmoid: each on its own, as DeepSeek-V3's
+    renormalise: bool = True
+    scale: float = 1.0  # of the routed output
+    shared: int = 0  # experts of the same width, computed as one
+    balance_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(experts=self.experts, top_k=self.top_k, width=self.width, scale=self.scale)
+        _known("activation", self.activation, ACTIVATIONS)
+        _known("scoring of experts", self.scoring, SCORINGS)
+        if self.top_k > self.experts:
+            raise ModelError(f"top_k={self.top_k} is more than there are experts ({self.experts})")
+        if self.shared < 0:
+            raise ModelError(f"shared={self.shared}: it must not be negative")
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """One layer: norms before attention and feed-forward (pre), after them (post), or both (sandwich).
 
@@ -168,7 +198,7 @@ class BlockSpec:
     """
 
     attention: AttentionSpec | LatentAttentionSpec | None
-    feedforward: FeedForwardSpec | None
+    feedforward: FeedForwardSpec | ExpertsSpec | None
     placement: str = "pre"
 
     def __post_init__(self) -> None:
@@ -184,8 +214,15 @@ class BlockSpec:
     @property
     def dense(self) -> FeedForwardSpec:
         """Its feed-forward layer, where there must be one."""
-        if self.feedforward is None:
+        if not isinstance(self.feedforward, FeedForwardSpec):
             raise ModelError("this family has a feed-forward layer in every layer")
+        return self.feedforward
+
+    @property
+    def routed(self) -> ExpertsSpec:
+        """Its experts, where there must be some."""
+        if not isinstance(self.feedforward, ExpertsSpec):
+            raise ModelError("this family has experts in every layer")
         return self.feedforward
 
 
@@ -209,11 +246,18 @@ class ModelSpec:
         _known("positions", self.positions, POSITIONS)
         if not self.blocks:
             raise ModelError("a model needs at least one layer")
+        if len({(each.experts, each.top_k) for each in self.mixtures}) > 1:
+            raise ModelError("every layer with experts must have as many of them, and choose as many")
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
         """The attention of each layer that has some."""
         return [block.attention for block in self.blocks if block.attention is not None]
+
+    @property
+    def mixtures(self) -> list[ExpertsSpec]:
+        """The experts of each layer that has some."""
+        return [block.feedforward for block in self.blocks if isinstance(block.feedforward, ExpertsSpec)]
 
     def describe(self) -> dict[str, object]:
         """A plain JSON value, equal for equal architectures."""

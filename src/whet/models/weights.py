@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +137,31 @@ def load_parameters(
     ignored: Container[str],
     dtype: torch.dtype,
     device: torch.device,
+    parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> None:
-    """Fill a model built on the meta device; `names` maps its parameters to tensors of the files.
+    """Fill a model built on the meta device; `names` maps its parameters and buffers to their tensors.
 
-    Every parameter must be there in its shape (`transposed` ones turned), and every tensor must be wanted or
-    in `ignored`.
+    Every one must be there in its shape (`transposed` ones turned), and every tensor must be wanted or in
+    `ignored`. Those in `parts` are read from several tensors, which `split_parts` names.
     """
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    cut = parts or {}
     shapes = {
-        name: tuple(p.shape[::-1] if name in transposed else p.shape) for name, p in model.named_parameters()
+        names[name]: tuple(p.shape[::-1] if name in transposed else p.shape)
+        for name, p in own.items()
+        if name not in cut
     }
-    wanted = {names[name]: name for name in shapes}
+    wanted = {names[name]: name for name in own if name not in cut}
+    for name, each in cut.items():
+        pieces = split_parts(own[name], each)
+        shapes |= {theirs: tuple(piece.shape) for theirs, piece in pieces.items()}
+        wanted |= dict.fromkeys(pieces, name)
     missing = [name for name in wanted if name not in files]
     unexpected = [name for name in files if name not in wanted and name not in ignored]
     misshapen = [
-        f"{name} is {list(files.shape(name))}, expected {list(shapes[wanted[name]])}"
+        f"{name} is {list(files.shape(name))}, expected {list(shapes[name])}"
         for name in wanted
-        if name in files and files.shape(name) != shapes[wanted[name]]
+        if name in files and files.shape(name) != shapes[name]
     ]
     problems = [
         f"{label} {_first_few(found)}"
@@ -163,10 +172,40 @@ def load_parameters(
         raise ModelError(
             f"the tensors in {files.directory} do not fit its config.json: " + "; ".join(problems)
         )
+    filled: dict[str, torch.Tensor] = {}
     for name, tensor in files.read(set(wanted)):
-        path, _, leaf = wanted[name].rpartition(".")
-        turned = tensor.T.contiguous() if wanted[name] in transposed else tensor
-        setattr(model.get_submodule(path), leaf, torch.nn.Parameter(turned.to(device=device, dtype=dtype)))
+        target = wanted[name]
+        if target not in cut:
+            turned = tensor.T.contiguous() if target in transposed else tensor
+            # buffers are biases of experts, small and close to each other: they stay as exact as they are
+            kept = dtype if isinstance(own[target], torch.nn.Parameter) else tensor.dtype
+            _put(model, target, turned.to(device=device, dtype=kept))
+            continue
+        if target not in filled:
+            filled[target] = torch.empty(own[target].shape, dtype=dtype, device=device)
+            _put(model, target, filled[target])
+        split_parts(filled[target], cut[target])[name].copy_(tensor)
+
+
+def _put(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, leaf, tensor if leaf in module._buffers else torch.nn.Parameter(tensor))
+
+
+def split_parts(tensor: torch.Tensor, parts: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
+    """Views of a tensor [experts, rows, columns], by name: of each expert one, or several of as many rows.
+
+    A tensor of fewer dimensions is one part.
+    """
+    if tensor.dim() < 3:
+        [[name]] = parts
+        return {name: tensor}
+    return {
+        name: view
+        for names, one in zip(parts, tensor, strict=True)
+        for name, view in zip(names, one.chunk(len(names)), strict=True)
+    }
 
 
 def _first_few(names: list[str], limit: int = 4) -> str:
@@ -183,10 +222,11 @@ def write_model_directory(
     tokenizer: Any = None,  # Any: a transformers tokenizer
     max_shard_bytes: int = MAX_SHARD_BYTES,
     make: Callable[[str], torch.Tensor] | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face model directory: config, tokenizer, weights in one file or in shards.
 
-    `make` is as in `write_safetensors`: tensors that are made when their turn comes.
+    `make` is as in `write_safetensors`: tensors that are made when their turn comes. `beside` adds files.
     """
     with new_directory(directory) as staging:
         if tokenizer is not None:
@@ -194,6 +234,8 @@ def write_model_directory(
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copy(source / "generation_config.json", staging)
         write_json(staging / "config.json", config)
+        if beside is not None:
+            beside(staging)
         shards = _shards(tensors, max_shard_bytes)
         if len(shards) == 1:
             write_safetensors(staging / SINGLE, shards[0], make=make)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from whet.objectives.distillation import soft_target_loss as soft_target_loss
     from whet.objectives.grpo import GRPOConfig as GRPOConfig
     from whet.objectives.grpo import grpo_loss as grpo_loss
+    from whet.objectives.multi_token import MultiTokenPrediction as MultiTokenPrediction
     from whet.objectives.next_token import next_token_loss as next_token_loss
     from whet.objectives.preference import dpo_loss as dpo_loss
     from whet.objectives.preference import ipo_loss as ipo_loss
@@ -19,6 +20,7 @@ _HOME_OF = {
     "soft_target_loss": "distillation",
     "GRPOConfig": "grpo",
     "grpo_loss": "grpo",
+    "MultiTokenPrediction": "multi_token",
     "next_token_loss": "next_token",
     "dpo_loss": "preference",
     "ipo_loss": "preference",

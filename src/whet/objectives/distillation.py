@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Loss
+from whet.objectives.hidden_matching import HiddenMatching, layer_outputs
 from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.ops.linear_kl import Divergence, linear_kl
+from whet.ops.linear_kl import Divergence, linear_kl, linear_topk_kl
 
 
 def soft_target_loss(
@@ -45,7 +47,10 @@ def distillation_loss(
 
 
 class Distillation:
-    """alpha * T^2 * divergence + (1 - alpha) * CE, both means over the supervised tokens."""
+    """alpha * T^2 * divergence + (1 - alpha) * CE, both means over the supervised tokens.
+
+    With `matching`, the distance of hidden states from those of the one teacher is added, as weighted there.
+    """
 
     likelihood = False
 
@@ -56,18 +61,25 @@ class Distillation:
         temperature: float = 4.0,
         alpha: float = 0.7,
         divergence: Divergence = "forward",
+        taught: Sequence[float] = (),
+        matching: HiddenMatching | None = None,
     ) -> None:
-        if not teachers:
+        """`taught` are the weights of teachers who are not here, and whose words the batches bring."""
+        if not teachers and not taught:
             raise ConfigError("distillation needs a teacher")
-        total = sum(weight for _, weight in teachers)
+        total = sum(weight for _, weight in teachers) + sum(taught)
         self.teachers = [
             (teacher.eval().requires_grad_(False), weight / total) for teacher, weight in teachers
         ]
+        self.taught = [weight / total for weight in taught]
+        self.matching = matching
+        self.heads: nn.Module | None = None if matching is None else matching.projections
         self.temperature = temperature
         self.divergence: Divergence = divergence
         self.coefficients: Mapping[str, float] = {
             "soft_loss": alpha * temperature**2,
             **({"hard_loss": 1 - alpha} if alpha < 1 else {}),
+            **({"hidden_loss": matching.weight} if matching is not None else {}),
         }
 
     def weights(self, batch: Batch) -> dict[str, float]:
@@ -76,13 +88,17 @@ class Distillation:
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """The sums of this micro-batch."""
-        chosen = batch.supervised_positions
-        hidden = model.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
+        matching, chosen = self.matching, batch.supervised_positions
+        with layer_outputs(model, matching.student_layers if matching else ()) as own:
+            hidden = model.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
         hidden = hidden.index_select(0, chosen)
         head, targets = model.head(), batch.targets.flatten().index_select(0, chosen)
         soft = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for teacher, weight in self.teachers:
-            with torch.no_grad():
+            with (
+                torch.no_grad(),
+                layer_outputs(teacher, matching.teacher_layers if matching else ()) as theirs,
+            ):
                 wanted = teacher.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
             soft = soft + weight * linear_kl(
                 hidden,
@@ -92,9 +108,23 @@ class Distillation:
                 temperature=self.temperature,
                 divergence=self.divergence,
             )
+        for teacher_index, weight in enumerate(self.taught):
+            assert batch.taught_ids is not None
+            assert batch.taught_logprobs is not None
+            soft = soft + weight * linear_topk_kl(
+                hidden,
+                head,
+                batch.taught_ids[:, teacher_index],
+                batch.taught_logprobs[:, teacher_index],
+                temperature=self.temperature,
+                divergence=self.divergence,
+            )
         sums = {"soft_loss": soft}
         metrics = {}
         if "hard_loss" in self.coefficients:
             sums["hard_loss"] = linear_cross_entropy(hidden, head, targets)
             metrics["cross_entropy"] = sums["hard_loss"].detach()
+        if matching is not None:
+            sums["hidden_loss"] = matching.distance(own, theirs, chosen)
+            metrics["hidden_loss"] = sums["hidden_loss"].detach()
         return Loss(sums, metrics)

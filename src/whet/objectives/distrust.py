@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
+from torch import nn
 
 from whet.data.batches import Batch
 from whet.errors import DataError
@@ -45,6 +46,7 @@ class Distrust:
     on the weights of the model, so its gradient is zero and it changes nothing but the number.
     """
 
+    heads: nn.Module | None = None
     likelihood = True
 
     def __init__(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from whet.config.grpo import Advantage, Aggregation
 from whet.config.grpo import GRPOObjective as GRPOConfig
@@ -166,6 +167,7 @@ class GRPO:
     """The clipped objective on batches of completions."""
 
     coefficients: Mapping[str, float] = {"loss": 1.0}
+    heads: nn.Module | None = None
     likelihood = False
 
     def __init__(

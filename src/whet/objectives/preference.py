@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from whet.adapters.adapter import adapters_off
 from whet.data.batches import Batch
@@ -67,6 +68,7 @@ def _log_odds(logprob: torch.Tensor) -> torch.Tensor:
 class Preference:
     """Pairs in batches: examples 2i are chosen, 2i + 1 rejected. Only answers are scored."""
 
+    heads: nn.Module | None = None
     likelihood = False
 
     def __init__(
@@ -125,7 +127,8 @@ class Preference:
         if self.reference is None:
             if batch.values is None:
                 raise ConfigError(
-                    "this objective needs a reference: its log-probabilities, a model, or adapters"
+                    f"{self.kind} needs a reference for {batch.origins[0]}: its log-probabilities, a model, "
+                    "or adapters"
                 )
             return batch.values[:, 0]
         with torch.no_grad(), _reference_of(model, self.reference) as reference:

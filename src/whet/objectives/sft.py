@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Loss
@@ -12,6 +14,7 @@ class SFT:
     """Mean negative log-likelihood of the supervised tokens."""
 
     coefficients: Mapping[str, float] = {"loss": 1.0}
+    heads: nn.Module | None = None
     likelihood = True
 
     def weights(self, batch: Batch) -> dict[str, float]:

@@ -1,10 +1,17 @@
 """One attention function and the one description of which positions see which."""
 
-from collections.abc import Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+_varlen: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]  # a tuple only when asked for
+# newer versions of torch want to be told that keys have fewer heads
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,10 @@ class Layout:
     slots: torch.Tensor | None = None  # [B, keys]; None: 0, 1, 2, ...
     mask: torch.Tensor | None = None  # [B or 1, 1, queries, keys], bool; None: plain causal or all visible
     causal: bool = True
-    # masks of sliding windows, made when a layer first asks
+    offsets: torch.Tensor | None = None  # packed rows on a GPU: where documents begin in the flattened rows
+    longest: int = 0  # of those documents, rounded up to a power of two: few values, few compiled graphs
+    queries: torch.Tensor | None = None  # [B, queries], their positions; None: those of the last slots
+    # masks of whole documents (under 0) and of sliding windows, made when a layer first asks
     _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -30,13 +40,10 @@ class Layout:
         lengths = tuple(tuple(row) for row in documents)
         if device.type == "cpu":
             return Layout(documents=lengths)
-        # one masked call beats many small kernels on an accelerator
-        segments = torch.stack(
-            [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
-        ).to(device, non_blocking=True)
-        positions = torch.arange(segments.shape[1], device=device)
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        return Layout(documents=lengths, mask=same & (positions[:, None] >= positions), causal=False)
+        ends = list(itertools.accumulate(itertools.chain(*lengths)))
+        offsets = torch.tensor([0, *ends], dtype=torch.int32).to(device, non_blocking=True)
+        longest = max(map(max, lengths))
+        return Layout(documents=lengths, offsets=offsets, longest=1 << (longest - 1).bit_length())
 
     @staticmethod
     def cached(
@@ -52,10 +59,25 @@ class Layout:
         mask = (places <= queries) & (visible[:, None, None, :] | (places == queries))
         return Layout(visible=visible, slots=slots, mask=mask, causal=False)
 
+    def document_mask(self) -> torch.Tensor:
+        """Packed rows as a mask [B, 1, T, T]: for an accelerator, when its varlen kernel does not fit."""
+        if 0 not in self._windows:
+            assert self.documents is not None
+            assert self.offsets is not None
+            device = self.offsets.device
+            segments = torch.stack(
+                [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in self.documents]
+            ).to(device, non_blocking=True)
+            positions = torch.arange(segments.shape[1], device=device)
+            same = segments[:, None, :, None] == segments[:, None, None, :]
+            self._windows[0] = same & (positions[:, None] >= positions)
+        return self._windows[0]
+
     def distances(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
         """How far back [B or 1, 1, queries, keys] each key stands from each query."""
         slots = torch.arange(keys, device=device)[None] if self.slots is None else self.slots
-        return (slots[:, keys - queries :, None] - slots[:, None, :])[:, None]
+        asking = slots[:, keys - queries :] if self.queries is None else self.queries
+        return (asking[:, :, None] - slots[:, None, :])[:, None]
 
     def windowed(self, window: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
         """This layout's mask, narrowed to the last `window` positions."""
@@ -64,6 +86,8 @@ class Layout:
             mask = distance < window
             if self.mask is not None:
                 mask = mask & self.mask
+            elif self.offsets is not None:
+                mask = mask & self.document_mask()
             elif self.causal:
                 mask = mask & (distance >= 0)
             self._windows[window] = mask
@@ -85,7 +109,9 @@ def attend(
 
     `slopes` [heads] are ALiBi's: a key loses slope * distance.
     """
-    if layout.mask is None and layout.documents is not None:
+    if layout.offsets is not None and _varlen_fits(queries, values, softcap=softcap, slopes=slopes):
+        return _attend_varlen(queries, keys, values, layout, window=window, scale=scale)
+    if layout.offsets is None and layout.mask is None and layout.documents is not None:
         return _attend_by_document(
             queries,
             keys,
@@ -98,9 +124,13 @@ def attend(
         )
     count, total = queries.shape[2], keys.shape[2]
     mask, causal = layout.mask, layout.causal
+    if layout.offsets is not None:
+        mask, causal = layout.document_mask(), False
     if window is not None and window < total:
         mask, causal = layout.windowed(window, count, total, queries.device), False
     if slopes is None and softcap is None:
+        if count == 1 and queries.shape[1] != keys.shape[1]:
+            return _attend_grouped(queries, keys, values, mask=mask, scale=scale)
         return F.scaled_dot_product_attention(
             queries,
             keys,
@@ -115,6 +145,65 @@ def attend(
         mask = distance >= 0
     bias = None if slopes is None else -slopes[:, None, None] * distance
     return _spelled_out(queries, keys, values, mask=mask, scale=scale, softcap=softcap, bias=bias)
+
+
+def _varlen_fits(
+    queries: torch.Tensor, values: torch.Tensor, *, softcap: float | None, slopes: torch.Tensor | None
+) -> bool:
+    """Whether torch's kernel for packed documents can do this attention."""
+    return (
+        queries.is_cuda
+        and queries.dtype in (torch.bfloat16, torch.float16)
+        and softcap is None
+        and slopes is None
+        and queries.shape[-1] == values.shape[-1] <= 256
+        and queries.shape[-1] % 8 == 0
+    )
+
+
+def _attend_varlen(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Packed rows as one run of documents: no work is done between two of them."""
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))  # [B * T, heads, D]
+    mixed = _varlen(
+        q,
+        k,
+        v,
+        layout.offsets,
+        layout.offsets,
+        layout.longest,
+        layout.longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **_GROUPED,
+    )
+    return mixed.unflatten(0, (queries.shape[0], -1)).transpose(1, 2)
+
+
+def _attend_grouped(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """One query a row: heads that share keys become the queries of one head, which reads its keys once.
+
+    Kernels that take a mask know no grouped heads on CUDA, so this also keeps the fast ones in reach.
+    """
+    batch, heads, _, size = queries.shape
+    # contiguous: the kernels read transposed queries at a third of the speed
+    grouped = queries.reshape(batch, keys.shape[1], -1, size).contiguous()
+    mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return mixed.reshape(batch, heads, 1, -1)
 
 
 def _spelled_out(
@@ -178,4 +267,6 @@ def describe_backend(device: torch.device) -> str:
     """Which attention this device runs, and why."""
     if device.type == "cpu":
         return "SDPA; packed documents one by one (a masked square does more work on a CPU)"
+    if device.type == "cuda":
+        return "SDPA; packed documents by varlen attention in 16 bits, else by a document mask"
     return "SDPA; packed documents by a document mask"

@@ -23,12 +23,19 @@ class HeadGradients:
     def add(self, span: slice, grad: torch.Tensor, x: torch.Tensor, head: Head) -> None:
         """Take in the gradient [rows, V] at x @ weight.T + bias, where x are the hidden states of `span`."""
         if self.bias is not None:
-            self.bias += grad.sum(0)
-        wide, grad = grad.dtype, grad.to(x.dtype)
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        grad = grad.to(x.dtype)
         if self.hidden is not None:
             torch.mm(grad, head.weight, out=self.hidden[span])
         if self.weight is not None:
-            self.weight.addmm_(grad.T.to(wide), x.to(wide))
+            self._add_weight(grad.T, x)
+
+    def _add_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        assert self.weight is not None
+        if x.is_cuda and x.dtype != self.weight.dtype:  # 16-bit factors, 32-bit sums, in one product
+            torch.addmm(self.weight, grad, x, out_dtype=self.weight.dtype, out=self.weight)
+        else:
+            self.weight.addmm_(grad.to(self.weight.dtype), x.to(self.weight.dtype))
 
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """In the order in which they go into an operation."""

@@ -7,15 +7,18 @@ import torch.nn.functional as F
 
 from whet.ops.head import Head
 from whet.ops.head_gradients import HeadGradients
+from whet.ops.softmax_rows import row_losses
 
-# rows a chunk: enough to keep the matrix product efficient, at most 64 Mi logits at once
-_MAX_CHUNK = 1024
-_MAX_LOGITS = 64 * 2**20
+# (rows, logits) a chunk has at most: enough to keep the matrix products efficient
+_MOST = {"cpu": (1024, 2**26), "cuda": (8192, 2**28)}
+_ALIGNED = 128  # rows of the tiles of a matrix product
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """How many positions are projected at once for a vocabulary."""
-    return max(1, min(_MAX_CHUNK, _MAX_LOGITS // vocab_size))
+def chunk_rows(weight: torch.Tensor) -> int:
+    """How many positions are projected at once by a head's weight [V, D]."""
+    most_rows, most_logits = _MOST.get(weight.device.type, _MOST["cpu"])
+    rows = min(most_rows, most_logits // weight.shape[0])
+    return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
 
 
 def linear_cross_entropy(
@@ -57,16 +60,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         gradients = HeadGradients(hidden, weight, bias, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
+            for start in range(0, hidden.shape[0], rows := chunk_rows(weight)):
                 span = slice(start, start + rows)
-                x, target = hidden[span], targets[span, None]
+                x = hidden[span]
                 row_weight = None if weights is None else weights[span].to(wide)
-                logits = project(x, head)
-                log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-                loss = (log_total - logits.gather(1, target))[:, 0]
-                total += loss.sum() if row_weight is None else torch.dot(loss, row_weight)
-                if any(wanted):
-                    grad = projection_gradient(logits, log_total, target, row_weight, head)
+                losses, grad = row_losses(
+                    F.linear(x, head.weight),
+                    targets[span],
+                    head,
+                    row_weight=row_weight,
+                    want_gradient=any(wanted),
+                )
+                total += losses.sum() if row_weight is None else torch.dot(losses, row_weight)
+                if grad is not None:
                     gradients.add(span, grad, x, head)
         ctx.save_for_backward(*gradients.tensors())
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -79,31 +85,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*grads, None, None, None, None)
-
-
-def project(x: torch.Tensor, head: Head) -> torch.Tensor:
-    """Wide logits of one chunk, transformed in place."""
-    logits = F.linear(x, head.weight).to(torch.promote_types(x.dtype, torch.float32))
-    if head.bias is not None:
-        logits += head.bias
-    if head.scale != 1.0:
-        logits *= head.scale
-    return logits if head.softcap is None else logits.div_(head.softcap).tanh_().mul_(head.softcap)
-
-
-def projection_gradient(
-    logits: torch.Tensor,
-    log_total: torch.Tensor,
-    target: torch.Tensor,
-    row_weight: torch.Tensor | None,
-    head: Head,
-) -> torch.Tensor:
-    """The gradient at hidden @ weight.T + bias, which overwrites the logits."""
-    slope = None if head.softcap is None else 1 - (logits / head.softcap).square_()
-    grad = logits.sub_(log_total).exp_()  # the softmax
-    grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
-    if row_weight is not None:
-        grad *= row_weight[:, None]
-    if slope is not None:
-        grad *= slope
-    return grad if head.scale == 1.0 else grad.mul_(head.scale)

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from whet.ops.head import Head
 from whet.ops.head_gradients import HeadGradients
-from whet.ops.linear_cross_entropy import chunk_rows, project, projection_gradient
+from whet.ops.linear_cross_entropy import chunk_rows
+from whet.ops.softmax_rows import row_losses
 
 
 def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> torch.Tensor:
@@ -38,11 +40,12 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         found = hidden.new_empty(hidden.shape[0], dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
+            for start in range(0, hidden.shape[0], rows := chunk_rows(weight)):
                 span = slice(start, start + rows)
-                logits = project(hidden[span], head)
-                picked = logits.gather(1, targets[span, None])[:, 0]
-                found[span] = picked - torch.logsumexp(logits, dim=-1)
+                losses, _ = row_losses(
+                    F.linear(hidden[span], head.weight), targets[span], head, want_gradient=False
+                )
+                found[span] = -losses
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.scale, ctx.softcap = scale, softcap
         return found
@@ -53,11 +56,12 @@ class _TokenLogprobs(torch.autograd.Function):
         head = Head(weight.to(hidden.dtype), bias, ctx.scale, ctx.softcap)
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows := chunk_rows(weight.shape[0])):
+            for start in range(0, hidden.shape[0], rows := chunk_rows(weight)):
                 span = slice(start, start + rows)
-                logits = project(hidden[span], head)
-                log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-                grad = projection_gradient(logits, log_total, targets[span, None], -upstream[span], head)
+                _, grad = row_losses(
+                    F.linear(hidden[span], head.weight), targets[span], head, row_weight=-upstream[span]
+                )
+                assert grad is not None
                 gradients.add(span, grad, hidden[span], head)
         inputs = (hidden, weight, bias)
         grads = [

@@ -82,7 +82,7 @@ def _of_masks(split: SplitFacts, view: DataView) -> Iterator[Problem]:
             (f"first: {split.first_doubled}",),
         )
     ends = view.tokenizer.ends if view.tokenizer is not None else ()
-    if ends and not split.ended and split.name in ("train", "hard"):
+    if ends and not split.ended and split.name in ("train", "hard") and split.shape != "classification":
         yield Problem(
             f"{split.name}: no example teaches the model to stop: {', '.join(ends)} is never learned",
             "raise data.max_length if answers are cut off; else the chat template ends turns with another "

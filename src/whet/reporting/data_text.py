@@ -24,6 +24,11 @@ class DataText:
         self._console = console
         self._plain = not console.is_terminal or console.no_color or console.color_system is None
 
+    def show_part(self, name: str) -> None:
+        """Whose view comes next, where a mix has several."""
+        if name:
+            self._title(f"part {name}")
+
     def show(self, view: DataView) -> None:
         """Everything but the problems."""
         self._rows([("model", model_line(view)), *tokenizer_rows(view)])

@@ -1,5 +1,6 @@
 """What the model will see of a run's data: every fact that is shown, found once, with no model built."""
 
+import contextlib
 import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from whet.models.scratch import new_tokenizer
 from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, scan
 from whet.reporting.shown_tokens import Piece, TokenText
 from whet.reporting.step_plan import StepFacts, plan_steps
+from whet.training.mix_data import MixData
 from whet.training.model_facts import ModelFacts, model_facts
 from whet.training.reinforcement import check_config
 from whet.training.run_data import SPLITS, RunData
@@ -117,18 +119,36 @@ class DataView:
     prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
 
 
-def view_data(config: RunConfig, *, samples: int = 2) -> DataView:
+def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
+    """The view of each part of a mix, by name; of anything else, its one view, without a name."""
+    parts = config.parts()
+    if not parts:
+        return {"": view_data(config, samples=samples)}
+    tokenizer = None
+    if isinstance(config.model, Preset):  # made from the records of all parts, if it is made
+        with contextlib.suppress(ConfigError, DataError):  # each part says what is wrong with it
+            tokenizer = new_tokenizer(config.model, MixData(config).texts())
+    return {name: view_data(part, samples=samples, tokenizer=tokenizer) for name, part in parts.items()}
+
+
+def view_data(
+    config: RunConfig,
+    *,
+    samples: int = 2,
+    tokenizer: Any = None,  # Any: a transformers tokenizer; None: the config's
+) -> DataView:
     """Go through every source of a config. A bad record, file or split does not hide the others."""
+    _ = config.language_model  # others read no texts, and there is nothing to show
     lenient, errors = _openable(config)
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
     try:
         data = RunData(lenient)
-        tokenizer = _tokenizer(lenient, data)
+        tokenizer = tokenizer or _tokenizer(lenient, data)
     except (ConfigError, DataError) as error:
         return DataView(config, None, None, (), (), None, (*errors, error))
     try:
-        model = model_facts(lenient.model, tokens=len(tokenizer))
+        model = model_facts(lenient.language_model, tokens=len(tokenizer))
     except ConfigError as error:
         model = None
         errors.append(error)
@@ -234,10 +254,10 @@ def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
 
 
 def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
-    if isinstance(config.model, Preset):
-        return new_tokenizer(config.model, data.texts())
-    if (found := tokenizer_of(config.model)) is None:
-        raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
+    if isinstance(model := config.language_model, Preset):
+        return new_tokenizer(model, data.texts())
+    if (found := tokenizer_of(model)) is None:
+        raise ModelError(f"{model} has no tokenizer, so it cannot read records")
     return found
 
 
@@ -287,7 +307,10 @@ def _split_facts(
         too_long=tuple(
             f"{store.origin(record)}: {sizes[record]:,} tokens" for record in refused[:REASONS_KEPT].tolist()
         ),
-        samples=tuple(_sample(examples, index, text) for index in range(min(samples, len(examples)))),
+        samples=tuple(
+            _sample(examples, index, text, judged=data.needs.labels is not None)
+            for index in range(min(samples, len(examples)))
+        ),
     )
 
 
@@ -301,13 +324,15 @@ def _outside(
     return f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r})"
 
 
-def _sample(examples: StoredExamples, index: int, text: TokenText) -> Sample:
+def _sample(examples: StoredExamples, index: int, text: TokenText, *, judged: bool) -> Sample:
     example, store = examples[index], examples.store
     record = int(examples.records[index])
     begin, end = (int(store.bounds[at]) for at in (record, record + 1))
     start, stop = int(examples.starts[index]), int(examples.stops[index])
     tokens = np.asarray(example.tokens).tolist()
     marks = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
+    if judged:  # all of it is read, and the token behind it never is
+        tokens, marks = tokens[:-1], [True] * (len(tokens) - 1)
     long = len(tokens) > SHOWN_WHOLE
     head = SHOWN_HEAD if long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if long else len(tokens)

@@ -70,6 +70,8 @@ def _shape(split: SplitFacts, view: DataView) -> str:
 def _ends(split: SplitFacts, ends: tuple[str, ...]) -> Rows:
     if not ends:
         return [("end", "the tokenizer has no token that ends an answer")]
+    if split.shape == "classification":
+        return []  # nothing follows a text that is judged
     return [("end", f"{' or '.join(ends)} is learned in {split.ended:,} of {split.examples:,} examples")]
 
 

@@ -83,6 +83,8 @@ def describe(metrics: Metrics) -> str:
     """Evaluation numbers on one line."""
     parts = []
     for name, value in metrics.items():
+        if isinstance(value, list | dict):
+            continue  # too much for a line; metrics.jsonl has them
         if name.startswith("exact_match"):
             parts.append(f"{name.replace('_', ' ')} {value:.1%}")
         elif name.endswith("_s"):

@@ -8,6 +8,8 @@ from whet.models.language_model import LanguageModel
 def compile_blocks(model: LanguageModel) -> str:
     """Compile each layer in place and try it once; where that fails, undo it and say why."""
     blocks = list(model.blocks())
+    # what is cheap to compute again is not kept for the backward pass: a third less memory
+    torch._functorch.config.ban_recompute_materialized_backward = False
     try:
         for block in blocks:
             block.compile(dynamic=True)

@@ -22,7 +22,8 @@ from whet.generation.text import stop_tokens
 from whet.hardware import Precision
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Objective
+from whet.models.trainable import Trainable
+from whet.objectives.base import Loss, Objective
 from whet.objectives.sft import SFT
 
 
@@ -32,14 +33,15 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
     for batch in batches:
         for term, weight in objective.weights(batch).items():
             totals[term] += weight
-    if not any(totals.values()):
+    auxiliary = getattr(objective, "auxiliary", ())
+    if not any(weight for term, weight in totals.items() if term not in auxiliary):
         origins = ", ".join(origin for batch in batches for origin in batch.origins)
         raise DataError(f"a batch has no supervised token (records: {origins})")
     return totals
 
 
 def weighted_loss(
-    model: LanguageModel,
+    model: Trainable,
     objective: Objective,
     batch: Batch,
     *,
@@ -47,26 +49,50 @@ def weighted_loss(
     precision: Precision,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's share of the loss (coefficient * sum / total weight, over terms) and of the metrics."""
+    return _shares(computed_loss(model, objective, batch, precision=precision), objective, weights)
+
+
+def computed_loss(model: Trainable, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
+    """What an objective makes of a micro-batch, in the run's precision."""
     mixed = precision.compute != precision.trained
     with torch.autocast(batch.tokens.device.type, dtype=precision.compute, enabled=mixed):
-        result = objective.loss(model, batch)
+        return objective.loss(model, batch)
+
+
+def _shares(
+    result: Loss, objective: Objective, weights: dict[str, float]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     terms = [
         objective.coefficients[term] / weights[term] * value
         for term, value in result.sums.items()
         if weights[term]
     ]
-    units = weights[next(iter(weights))]
-    return torch.stack(terms).sum(), {name: v.detach() / units for name, v in result.metrics.items()}
+    first = next(iter(weights))
+    metrics = {
+        name: value.detach() / weights[result.units.get(name, first)]
+        for name, value in result.metrics.items()
+    }
+    for name, shares in getattr(objective, "reports", {}).items():  # of the means of several terms
+        parts = [share / weights[term] * result.sums[term] for term, share in shares.items() if weights[term]]
+        metrics[name] = torch.stack(parts).sum().detach() if parts else torch.zeros_like(terms[0])
+    return torch.stack(terms).sum(), metrics
+
+
+def read_together(*tensors: torch.Tensor) -> list[Any]:  # Any: a number, or the list of a vector's numbers
+    """Read numbers and vectors from their device, waiting for it once."""
+    flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
+    host = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).tolist() for part, tensor in zip(host, tensors, strict=True)]
 
 
 def evaluate_loss(
-    model: LanguageModel,
+    model: Trainable,
     objective: Objective,
     batches: Iterable[Batch],
     *,
     precision: Precision,
     pause: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+) -> dict[str, Any]:  # Any: numbers, and lists of numbers
     """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*.
 
     `pause` is called before each batch, and may raise.
@@ -77,23 +103,26 @@ def evaluate_loss(
     sums: dict[str, torch.Tensor] = defaultdict(
         lambda: torch.zeros((), device=model.device, dtype=torch.float64)
     )
+    outputs: list[torch.Tensor] = []
     with evaluating(model):
         for batch in batches:
             pause()
-            loss, metrics = weighted_loss(
-                model, objective, batch.to(model.device), weights=weights, precision=precision
-            )
+            result = computed_loss(model, objective, batch.to(model.device), precision=precision)
+            outputs += [] if result.outputs is None else [result.outputs.cpu()]
+            loss, metrics = _shares(result, objective, weights)
             for name, value in {"loss": loss, **metrics}.items():
-                sums[name] += value
-    found = {f"eval_{name}": value.item() for name, value in sums.items()}
-    mean = found["eval_loss"]
+                sums[name] = sums[name] + value
+    found: dict[str, Any] = {f"eval_{name}": value.tolist() for name, value in sums.items()}
     likelihood = getattr(objective, "likelihood", True)
+    mean = found[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
     if likelihood:
         found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
     sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]
     if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
         found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
+    if outputs:
+        found |= objective.summarise(outputs, batches)  # type: ignore[attr-defined]  # it gave the outputs
     return {**found, "eval_s": time.perf_counter() - started}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.config.sections import Optim
+from whet.config.optim import Optim
 from whet.training.adafactor import Adafactor
 from whet.training.adamw8bit import AdamW8bit
 from whet.training.lion import Lion

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from whet.config.sections import Optim, ParameterGroup
+from whet.config.optim import Optim, ParameterGroup
 from whet.errors import ConfigError
 
 

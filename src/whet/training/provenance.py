@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import whet
+from whet.models.experts import balance_biases
 
 _SAMPLE = 2**14  # numbers of each tensor
 
@@ -31,7 +32,7 @@ def weights_digest(model: nn.Module) -> str:
     order, so one changed weight changes it), and a sample spread over the whole.
     """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in [*model.named_parameters(), *balance_biases(model).items()]:
         raw = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
         wide = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
         bits = raw.view(torch.int64) if wide else raw

@@ -108,6 +108,12 @@ def is_finished(directory: Path) -> bool:
     return last.startswith('{"summary"')
 
 
+def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
+    """The summary that a finished run ends with."""
+    found: dict[str, Any] = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["summary"]
+    return found
+
+
 def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
     """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away.
 

@@ -4,30 +4,17 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from whet.adapters.files import save_adapter
-from whet.adapters.load import BASE, load_base, load_quantised, save, save_base, tokenizer_of
-from whet.adapters.lora import attach_configured
-from whet.adapters.qlora import quantised_weights
-from whet.config.grpo import GRPOObjective
 from whet.config.load import load_config, make_config, to_yaml
-from whet.config.preset import Preset
 from whet.config.sections import RunConfig
-from whet.data.batches import Batch, BatchStream
-from whet.data.encode import Question
-from whet.errors import CheckpointError, ConfigError, ModelError, StorageError
-from whet.generation.exact_match import exact_match
-from whet.hardware import choose_device, choose_precision
-from whet.models.language_model import LanguageModel
-from whet.models.scratch import new_model, new_tokenizer
-from whet.objectives.base import Objective
-from whet.ops.attention import describe_backend
+from whet.data.batches import Batch
+from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
@@ -40,9 +27,8 @@ from whet.training.callbacks import (
     TimeLimit,
 )
 from whet.training.checkpoint import newest_valid, read_state
-from whet.training.compiling import compile_blocks
-from whet.training.provenance import provenance, weights_digest
-from whet.training.reinforcement import Reinforcement, RolloutMetrics, check_config
+from whet.training.kinds import work_for
+from whet.training.provenance import provenance
 from whet.training.resuming import (
     is_finished,
     refuse_changes,
@@ -50,14 +36,12 @@ from whet.training.resuming import (
     refuse_taken_name,
     set_aside_later_rows,
 )
-from whet.training.rewards.pool import RewardPool
-from whet.training.rollouts import RolloutStream
-from whet.training.run_data import EvaluationSplit, RunData, Stream
+from whet.training.run_data import EvaluationSplit
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.state import RunResult
-from whet.training.tasks import ObjectiveBuilder, online_reference
 from whet.training.trainer import Trainer
+from whet.training.work import Work
 
 log = logging.getLogger("whet")
 
@@ -98,57 +82,53 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
         return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 
+@contextlib.contextmanager
+def assembled(config: RunConfig) -> Iterator[Work]:
+    """The model, the objective and the steps of a run, for those who want to look at them."""
+    work = work_for(config, Path(config.run.dir) / config.run.name)
+    _seed(config.run.seed)
+    with contextlib.ExitStack() as held:
+        work.build(held)
+        yield work
+
+
 class _Assembly:
-    """The parts of a run, built in the order in which mistakes are cheapest to find."""
+    """A run: its work, the trainer, and the files that say what it is."""
 
     def __init__(self, config: RunConfig, directory: Path, run_log: RunLog) -> None:
         self.config = config
         self.directory = directory
         self.run_log = run_log
-        self.device = choose_device(config.run.device)
-        self.precision = choose_precision(config.run.precision, self.device)
-        self.data = RunData(config)
-        self.reinforcement: Reinforcement | None = None
-        if isinstance(config.objective, GRPOObjective):
-            check_config(config)
+        self.work = work_for(config, directory)
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
     ) -> RunResult:
         """Build, train (`again`: a run that was begun before), and leave something people can use."""
+        work = self.work
         with contextlib.ExitStack() as held:
             _seed(self.config.run.seed)
-            self.tokenizer = self._find_tokenizer()
-            self.data.prepare(self.tokenizer)
-            section = self.config.objective
-            pool = held.enter_context(RewardPool(section)) if isinstance(section, GRPOObjective) else None
-            planned = (
-                self.data.stream() if pool is None else None
-            )  # what is too long is found before weights are read
-            self.model = self._build_model()
-            self.data.check(self.model)
-            objective = self._build_objective()
-            stream = planned or self._rollouts(pool)
-            valid, test = self.data.split("valid", self.model), self.data.split("test", self.model)
+            work.build(held)
+            valid, test = (work.data.split(name, work.model) for name in ("valid", "test"))
             self.description = self._describe()
             if again:
-                found = self.origins | {"fingerprint": self.model.fingerprint}
-                refuse_other_origins(self.directory, found, str(self.model.name))
+                found = self.origins | {"fingerprint": work.model.fingerprint}
+                refuse_other_origins(self.directory, found, str(work.model.name))
             else:
                 self._write_description()
                 held.enter_context(locked(self.directory))
             self.run_log.keep_in(self.directory / "log.txt")
             self.trainer = trainer = Trainer(
-                self.model,
-                objective,
-                stream,
+                work.model,
+                work.objective,
+                work.stream,
                 self.config,
                 [*self._own_callbacks(test), *callbacks],
-                total_steps=self._count_steps(stream),
+                total_steps=self._count_steps(),
                 eval_batches=valid.batches if valid else (),
-                evaluators=self._evaluators(valid),
+                evaluators=work.evaluators("valid", valid, self._pause),
                 directory=self.directory,
-                precision=self.precision,
+                precision=work.precision,
             )
             if checkpoint is not None:
                 trainer.restore(checkpoint)
@@ -161,115 +141,26 @@ class _Assembly:
                 )
             return trainer.fit()
 
-    def _rollouts(self, pool: RewardPool | None) -> RolloutStream:
-        """Steps on what the model itself says."""
-        section = self.config.objective
-        assert isinstance(section, GRPOObjective)
-        assert pool is not None
-        self.reinforcement = Reinforcement(
-            self.config,
-            self.data.prompts,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            pool=pool,
-            precision=self.precision,
-        )
-        reference = online_reference(self.model) if section.beta else None
-        self.stream = self.reinforcement.stream(self.data.steps, reference)
-        return self.stream
-
-    def _evaluators(self, valid: EvaluationSplit | None) -> list[Callable[[], Metrics]]:
-        if valid and valid.questions:
-            return [self._exact_match_on(valid.questions)]
-        judged = self.reinforcement and self.reinforcement.evaluator("valid", self._pause)
-        return [judged] if judged else []
-
     def _pause(self) -> None:
         self.trainer.pause_point()
 
-    def _count_steps(self, stream: Stream | RolloutStream) -> int:
-        run = self.config.run
-        steps = run.steps or 0
-        if isinstance(stream, BatchStream | RolloutStream) and run.epochs:
-            steps = sum(stream.steps_in(epoch) for epoch in range(run.epochs))
-        size = f"{run.batch_tokens} tokens" if run.batch_tokens else f"{run.batch_size} examples"
-        log.info(
-            "steps: %d of %s, micro-batches of at most %d tokens", steps, size, self.data.steps.micro_tokens
-        )
+    def _count_steps(self) -> int:
+        run, stream = self.config.run, self.work.stream
+        steps: int = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
+        log.info("steps: %d of %s", steps, self.work.data.describe_steps())
         return steps
-
-    def _find_tokenizer(self) -> Any:  # Any: a transformers tokenizer
-        model = self.config.model
-        if isinstance(model, Preset):
-            return new_tokenizer(model, self.data.texts(), kept_in=self.directory / "tokenizer")
-        if (found := tokenizer_of(model)) is None:
-            raise ModelError(f"{model} has no tokenizer, so it cannot read records")
-        return found
-
-    def _build_model(self) -> LanguageModel:
-        config, method = self.config, self.config.method
-        full = method.kind == "full"
-        dtype = self.precision.trained if full else self.precision.frozen
-        log.info(
-            "device: %s; precision %s; attention: %s",
-            self.device,
-            self.precision.reason,
-            describe_backend(self.device),
-        )
-        if isinstance(config.model, Preset):
-            model = new_model(config.model, self.tokenizer, seed=config.run.seed)
-            model.to(self.device, dtype)
-        elif method.kind == "qlora":
-            model = load_quantised(config.model, dtype=dtype, device=self.device)
-        else:
-            model, _ = load_base(config.model, dtype=dtype, device=self.device)
-        self.base_digest = weights_digest(model)
-        if full:
-            model.requires_grad_(True)
-        else:
-            attach_configured(model, method)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(self.precision.trained)
-        model.grad_checkpoint = config.run.grad_checkpoint
-        if config.run.compile:
-            log.info("compile: %s", compile_blocks(model))
-        total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        log.info(
-            "parameters: %s, of which %s train (%.2f%%)", f"{total:,}", f"{trained:,}", 100 * trained / total
-        )
-        return model
-
-    def _build_objective(self) -> Objective:
-        builder = ObjectiveBuilder(
-            self.model,
-            self.tokenizer,
-            self.data.examples,
-            steps=self.data.steps,
-            precision=self.precision,
-            base_digest=self.base_digest,
-        )
-        return builder.build(self.config.objective)
-
-    def _exact_match_on(self, questions: list[Question]) -> Callable[[], Metrics]:
-        limit = self.config.eval.max_new_tokens
-        return lambda: exact_match(
-            self.model, self.tokenizer, questions, max_tokens=limit, pause=self.trainer.pause_point
-        ).metrics()
 
     def _own_callbacks(self, test: EvaluationSplit | None) -> list[Callback]:
         config = self.config
-        own: list[Callback] = [MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every)]
-        own.append(_Description(self.directory, self.description))
-        own.append(_FinalAtEnd(self._write_final))
-        if self.reinforcement is not None:
-            every = self.reinforcement.sampler.settings.samples_every
-            own.append(RolloutMetrics(self.stream, self.directory / "samples.jsonl", every=every))
-            if (judged := self.reinforcement.evaluator("test", self._pause)) is not None:
-                own.append(_TestAtEnd([], judged))
-        if test is not None:
-            own.append(_TestAtEnd(test.batches, self._exact_match_on(test.questions)))
+        own: list[Callback] = [
+            MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every),
+            _Description(self.directory, self.description),
+            _FinalAtEnd(self._write_final),
+            *self.work.callbacks(self._pause),
+        ]
+        judges = self.work.evaluators("test", test, self._pause)
+        if test is not None or judges:
+            own.append(_TestAtEnd(test.batches if test else [], judges))
         if (early := config.eval.early_stop) is not None:
             own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
         if config.run.max_memory is not None:
@@ -280,11 +171,10 @@ class _Assembly:
 
     def _describe(self) -> dict[str, str]:
         """What this run is, as the files beside it."""
-        self.origins = provenance(self.data.digests(), self.base_digest)
-        architecture = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
+        self.origins = provenance(self.work.data.digests(), self.work.base_digest)
         return {
+            **self.work.files(),
             "config.yaml": to_yaml(self.config),
-            "arch.json": json.dumps(architecture, indent=2) + "\n",
             "provenance.json": json.dumps(self.origins, indent=2) + "\n",
         }
 
@@ -295,25 +185,13 @@ class _Assembly:
         except OSError as error:
             raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
         with new_directory(self.directory.resolve()) as staging:
-            if isinstance(self.config.model, Preset):
-                self.tokenizer.save_pretrained(staging / "tokenizer")
+            self.work.stage(staging)
             for name, text in self.description.items():
                 write_text(staging / name, text)
 
     def _write_final(self) -> None:
-        """`final/`: what people use. After early stopping the trainer has put the best weights back."""
-        final = self.directory / "final"
-        if final.is_dir():
-            return  # the run was killed between its result and its summary
-        if self.config.method.kind == "full":
-            save(self.model, self.tokenizer, final)
-            return
-        base = None
-        if self.model.name is None:  # an adapter was folded in: these weights are nowhere else
-            base = self.directory / BASE
-            if not base.exists():
-                save_base(self.model, self.tokenizer, base)
-        save_adapter(self.model, final, tokenizer=self.tokenizer, base=base)
+        if not (self.directory / "final").is_dir():  # else: killed between its result and its summary
+            self.work.write_final(self.trainer)
 
 
 class _Description(Injector):
@@ -346,9 +224,9 @@ class _FinalAtEnd(Injector):
 class _TestAtEnd(Injector):
     """The test set, evaluated once, into the summary."""
 
-    def __init__(self, batches: list[Batch], exact_match_on_test: Callable[[], Metrics]) -> None:
+    def __init__(self, batches: list[Batch], evaluators: Sequence[Callable[[], Metrics]]) -> None:
         self.batches = batches
-        self.exact_match_on_test = exact_match_on_test
+        self.evaluators = evaluators
 
     def on_train_begin(self, run: Trainer) -> None:
         """Remember who evaluates."""
@@ -359,7 +237,8 @@ class _TestAtEnd(Injector):
         if not result.unfinished:
             try:
                 found = self.run.evaluate(self.batches) if self.batches else {}
-                found |= self.exact_match_on_test()
+                for evaluator in self.evaluators:
+                    found |= evaluator()
                 result.summary["test"] = {name.removeprefix("eval_"): value for name, value in found.items()}
             except EvaluationStoppedError:
                 log.warning("the test records were not evaluated to the end; whet eval does it")

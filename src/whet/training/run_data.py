@@ -1,12 +1,13 @@
 """The data of a run: its sources opened, tokenised, cut and made into streams of batches."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from whet.config.classify import ClassifyObjective
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
@@ -16,11 +17,13 @@ from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
 from whet.data.prompts import Prompts, read_prompts
 from whet.data.render import text_of
-from whet.data.sources import Skipped, Source, holds_split, open_source
+from whet.data.sources import Format, Skipped, Source, holds_split, open_source
 from whet.data.splits import Split
+from whet.data.strata import label_values, oversampled
 from whet.errors import ConfigError, DataError
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
+from whet.training.classification import hold_out
 from whet.training.tasks import needs_of
 
 log = logging.getLogger("whet")
@@ -43,6 +46,8 @@ class RunData:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         data, run = config.data, config.run
+        self.needs = needs_of(config.objective)
+        self.form: Format = "classification" if self.needs.labels is not None else data.format
         self.steps = StepSettings(
             batch_size=run.batch_size,
             batch_tokens=run.batch_tokens,
@@ -51,14 +56,14 @@ class RunData:
             order=data.order,
         )
         self.sources: dict[str, Source] = {
-            split: open_source(spec, split=split, form=data.format, on_bad=data.on_bad_record)
+            split: open_source(spec, split=split, form=self.form, on_bad=data.on_bad_record)
             for split in SPLITS
             if (spec := getattr(data, split)) is not None
         }
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
-            self.sources["hard"] = open_source(curriculum.hard, form=data.format, on_bad=data.on_bad_record)
-        self.needs = needs_of(config.objective)
+            self.sources["hard"] = open_source(curriculum.hard, form=self.form, on_bad=data.on_bad_record)
+        self.held_out: Mapping[str, object] | None = None  # what says which training records are validation
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
         self.prompts: dict[str, Prompts] = {}  # instead, where the objective needs these
 
@@ -86,9 +91,20 @@ class RunData:
             log.info("%s: %s: %s", name, source.name, examples.summary())
             for line in complaints(examples.store.notes):
                 log.warning("%s: %s", name, line)
+        self._hold_out()
         data = self.config.data
         if data.valid is None and holds_split(data.train, "valid"):
             log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+
+    def _hold_out(self) -> None:
+        """Where classes are learned and no validation records are given, hold some out of the training."""
+        section, train = self.config.objective, self.examples["train"]
+        if "valid" in self.examples or not isinstance(section, ClassifyObjective) or not section.valid_share:
+            return
+        assert isinstance(train, StoredExamples)
+        self.examples["train"], self.examples["valid"], self.held_out = hold_out(
+            section, train, seed=self.config.run.seed
+        )
 
     def use(self, tokenizer: Any) -> None:  # Any: as above
         """Tokenise with this one from now on."""
@@ -101,7 +117,8 @@ class RunData:
             skip_bad=data.on_bad_record == "skip",
             columns=self._columns(),
             pairs=self.needs.pairs,
-            form=data.format,
+            form=self.form,
+            labels=self.needs.labels,
         )
 
     def _columns(self) -> tuple[str, ...]:
@@ -119,7 +136,8 @@ class RunData:
                 store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
             )
         else:
-            self.examples[name] = cut(store, max_length=data.max_length, too_long=data.too_long)
+            unread = self.needs.labels is not None  # the last token of a text that is judged is one too many
+            self.examples[name] = cut(store, max_length=data.max_length + unread, too_long=data.too_long)
         return self.examples[name]
 
     def prepare_prompts(self, name: str) -> None:
@@ -158,7 +176,7 @@ class RunData:
         examples, seed = self.examples["train"], self.config.run.seed
         curriculum = self.config.data.curriculum
         if curriculum is None:
-            return BatchStream(examples, self.steps, seed=seed)
+            return BatchStream(self._balanced(examples), self.steps, seed=seed)
         if self.config.run.steps is None:
             raise ConfigError(
                 "data.curriculum is counted in steps", hint="set run.steps instead of run.epochs"
@@ -183,6 +201,23 @@ class RunData:
             "curriculum: %d easy and %d hard examples; all hard from step %d", len(easy), len(hard), ramp
         )
         return EasyToHardStream(easy, hard, self.steps, seed=seed, ramp=ramp)
+
+    def describe_steps(self) -> str:
+        """How large a step is, for a person."""
+        size = self.steps.batch_tokens or self.steps.batch_size
+        what = "tokens" if self.steps.batch_tokens else "examples"
+        return f"{size} {what}, micro-batches of at most {self.steps.micro_tokens} tokens"
+
+    def _balanced(self, examples: StoredExamples | StoredPairs) -> Any:  # Any: a sequence of either
+        """The training examples, with those of rare classes repeated where the config asks for it."""
+        section = self.config.objective
+        if not isinstance(section, ClassifyObjective) or not section.oversample:
+            return examples
+        assert isinstance(examples, StoredExamples)
+        classes = label_values(examples, 1)[:, 0].astype(np.int64)
+        places = oversampled(classes, seed=self.config.run.seed)
+        log.info("oversampled: %d examples for %d", len(places), len(examples))
+        return Chosen(examples, places)
 
     def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
         """The batches of valid or test, and what is asked in them when answers are generated."""

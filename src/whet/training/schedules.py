@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from whet.config.sections import Optim, ScheduleKind
+from whet.config.optim import Optim, ScheduleKind
 from whet.errors import ConfigError
 
 Schedule = Callable[[int], float]

@@ -11,28 +11,37 @@ import numpy as np
 import torch
 
 from whet.adapters.adapter import adapted
-from whet.adapters.load import load
+from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
+from whet.config.mtp import MTPObjective
 from whet.config.objectives import (
     AnyObjective,
     DistillObjective,
     DistrustObjective,
     PreferenceObjective,
 )
+from whet.config.sections import MixObjective
 from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
+from whet.data.labels import Labels
 from whet.data.plan import StepSettings
-from whet.errors import ModelError
+from whet.errors import DataError
 from whet.generation.engine import evaluating
 from whet.hardware import Precision
+from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
+from whet.models.mtp import block_of
 from whet.objectives import distrust
 from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
 from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
 from whet.objectives.grpo import GRPO
+from whet.objectives.hidden_matching import HiddenMatching
+from whet.objectives.multi_token import MultiTokenPrediction
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
+from whet.training.classification import build_classify
+from whet.training.teachers import find_teachings, load_teacher
 
 log = logging.getLogger("whet")
 
@@ -44,15 +53,18 @@ class Needs:
     pairs: bool = False
     prompts: bool = False  # only what comes before the answer; the record is for the rewards
     columns: tuple[str, ...] = ()
+    labels: Labels | None = None
 
 
-def needs_of(objective: AnyObjective) -> Needs:
+def needs_of(objective: AnyObjective | MixObjective) -> Needs:
     """The kind of examples that an objective learns from."""
     match objective:
         case PreferenceObjective():
             return Needs(pairs=True)
         case DistrustObjective():
             return Needs(columns=distrust.COLUMNS)
+        case ClassifyObjective():
+            return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
         case GRPOObjective():
             return Needs(prompts=True)
     return Needs()
@@ -79,6 +91,7 @@ class ObjectiveBuilder:
         steps: StepSettings,
         precision: Precision,
         base_digest: str,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -86,18 +99,25 @@ class ObjectiveBuilder:
         self.steps = steps
         self.precision = precision
         self.base_digest = base_digest
+        self.seed = seed
 
-    def build(self, section: AnyObjective) -> Objective:
-        """The objective that a config describes."""
+    def build(self, section: AnyObjective | MixObjective) -> Objective:
+        """The objective that a config, or one part of a mix, describes."""
         match section:
             case PreferenceObjective():
-                return self._preference(section)
+                found = self._preference(section)
             case DistillObjective():
-                return self._distillation(section)
+                found = self._distillation(section)
+            case MTPObjective():
+                found = self._multi_token(section)
             case DistrustObjective():
-                return self._distrust(section)
+                found = self._distrust(section)
+            case ClassifyObjective():
+                train = self.examples["train"]
+                assert isinstance(train, StoredExamples)
+                found = build_classify(section, self.model, train, seed=self.seed)
             case GRPOObjective():
-                return GRPO(
+                found = GRPO(
                     epsilon=section.epsilon,
                     epsilon_high=section.epsilon_high,
                     beta=section.beta,
@@ -105,7 +125,9 @@ class ObjectiveBuilder:
                     max_tokens=section.max_new_tokens,
                     temperature=section.temperature,
                 )
-        return SFT()
+            case _:
+                found = SFT()
+        return found
 
     def _preference(self, section: PreferenceObjective) -> Objective:
         reference: LanguageModel | Literal["adapters-off"] | None = None
@@ -144,34 +166,65 @@ class ObjectiveBuilder:
         return found
 
     def _distillation(self, section: DistillObjective) -> Objective:
-        named = section.teacher
-        wanted = [(named, 1.0)] if isinstance(named, str) else [(t.model, t.weight) for t in named]
-        teachers = []
-        for name, weight in wanted:
-            teacher, tokenizer = load(name, dtype=self.precision.frozen, device=self.model.device)
-            self._same_ids(name, teacher, tokenizer)
-            teachers.append((teacher, weight))
+        name, vocab_size = str(self.model.name), self.model.vocab_size
+        teachers: list[tuple[LanguageModel, float]] = []
+        if section.offline is None:
+            teachers = [(self._teacher(teacher), weight) for teacher, weight in section.teachers]
+        else:
+            found = find_teachings(self.examples, section, student=name, vocab_size=vocab_size)
+            for split, teachings in found.items():
+                self.examples[split].sides.teachings = teachings
         return Distillation(
             teachers,
             temperature=section.temperature,
             alpha=section.alpha,
             divergence=section.divergence,
+            taught=[weight for _, weight in section.teachers] if section.offline else (),
+            matching=self._matching(section, teachers[0][0]) if section.hidden else None,
         )
 
-    def _same_ids(self, name: str, teacher: LanguageModel, tokenizer: Any) -> None:  # Any: as above
-        """A teacher's opinions are about its own token ids: they must be the student's."""
-        if teacher.vocab_size != self.model.vocab_size:
-            raise ModelError(
-                f"{name} has a vocabulary of {teacher.vocab_size}, and {self.model.name} of "
-                f"{self.model.vocab_size}: a teacher's tokens must be the student's"
-            )
-        theirs, ours = (each.get_vocab() for each in (tokenizer, self.tokenizer)) if tokenizer else ({}, {})
-        differ = [token for token in {**theirs, **ours} if theirs.get(token) != ours.get(token)]
-        if differ:
-            shown = ", ".join(
-                f"{t!r} ({theirs.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3]
-            )
-            raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
+    def _matching(self, section: DistillObjective, teacher: LanguageModel) -> HiddenMatching:
+        assert section.hidden is not None
+        found = HiddenMatching(
+            self.model, teacher, section.hidden.layers, kind=section.hidden.kind, weight=section.hidden.weight
+        )
+        if found.projections is not None:
+            found.projections.to(self.model.device, self.precision.trained)
+        return found
+
+    def _teacher(self, name: str) -> LanguageModel:
+        return load_teacher(
+            name,
+            dtype=self.precision.frozen,
+            device=self.model.device,
+            student=str(self.model.name),
+            vocab_size=self.model.vocab_size,
+            tokenizer=self.tokenizer,
+        )
+
+    def _multi_token(self, section: MTPObjective) -> Objective:
+        for name, examples in self.examples.items():
+            longest = int(examples.sides.lengths.max()) + 1
+            if longest < section.n_predict + 2:
+                raise DataError(
+                    f"{name}: the longest text has {longest} tokens, and the last of "
+                    f"{section.n_predict} heads needs {section.n_predict + 2}",
+                    hint="lower objective.n_predict, or train on longer texts",
+                )
+        block = block_of(self.model, section)
+        objective = MultiTokenPrediction(self.model, section.n_predict, section.weight, block)
+        heads = objective.heads.to(self.precision.trained)
+        log.info(
+            "heads: %d, with %s parameters, each with a layer %s",
+            len(heads),
+            f"{sum(p.numel() for p in heads.parameters()):,}",
+            "as in objective.block"
+            if block is not None
+            else "like the model's last"
+            if isinstance(self.model, Decoder)
+            else "of whet's own",
+        )
+        return objective
 
     def _distrust(self, section: DistrustObjective) -> Objective:
         examples = self.examples["train"]

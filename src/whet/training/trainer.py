@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from whet.config.load import to_dict
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, RunError, StorageError
 from whet.hardware import Precision, choose_precision, peak_gib
-from whet.models.language_model import LanguageModel
+from whet.models.heads import WithHeads
+from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.storage import replace_text
 from whet.training.callbacks import (
@@ -34,7 +36,7 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
+from whet.training.evaluation import evaluate_loss, read_together, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
@@ -52,7 +54,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Trainable,
         objective: Objective,
         batches: Iterable[list[Batch]],
         config: RunConfig,
@@ -79,9 +81,11 @@ class Trainer:
         self.directory = None if directory is None else Path(directory)
         self.device = model.device
         self.precision = precision or choose_precision(config.run.precision, self.device)
-        self.optimizer = create_optimizer(config.optim_groups, model)
+        heads = getattr(objective, "heads", None)
+        self.learner: nn.Module = model if heads is None else WithHeads(model, heads)
+        self.optimizer = create_optimizer(config.optim_groups, self.learner)
         self.lr_at = create_schedule(config.optim, self.total_steps)
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.trained = [p for p in self.learner.parameters() if p.requires_grad]
         self.state = RunState()
         if self.precision.compute == torch.float16:
             self.state.loss_scale.value = 2.0**16
@@ -150,7 +154,7 @@ class Trainer:
 
     def _update(self, micro_batches: Sequence[Batch], *, lr: float) -> tuple[Metrics, float, bool]:
         """Forward, backward, and an update unless something is not finite: metrics, norm, and whether not."""
-        self.model.train()
+        self.learner.train()
         scale = self.state.loss_scale.value
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
@@ -172,7 +176,7 @@ class Trainer:
             self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
         # the first read of device numbers: everything above was queued without waiting
-        skipped, norm_value, *values = torch.stack((skip, norm.float(), *sums.values())).tolist()
+        skipped, norm_value, *values = read_together(skip, norm, *sums.values())
         return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
@@ -194,7 +198,7 @@ class Trainer:
         It may still be copied from the model when this returns; `step` waits for that before it updates.
         """
         if self._saver is not None and self._saver.saved_step != self.state.step:
-            contents = contents_of(self.model, self.optimizer, self.state.step, self._run_state())
+            contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
             best_step = self.state.best["step"] if self.state.best else None
             self._saver.save(self.state.step, contents, best_step=best_step)
 
@@ -209,7 +213,7 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint: everything the run needs, or an error."""
-        state = load_checkpoint(path, self.model, self.optimizer)
+        state = load_checkpoint(path, self.learner, self.optimizer)
         self.state = RunState(**state["run"])
         if self._saver is not None:
             self._saver.saved_step = self.state.step
@@ -377,7 +381,7 @@ class Trainer:
         if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
             return
         try:
-            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.model)
+            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.learner)
         except CheckpointError as error:
             log.warning("the best weights are lost, and the last ones are used: %s", error.message)
         else:

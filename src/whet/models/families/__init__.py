@@ -12,18 +12,25 @@ from whet.models.families import (
     gpt2,
     llama,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
     whet,
 )
+from whet.models.families.experts import Parts
 from whet.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
     module.MODEL_TYPE: module
-    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2, whet)
+    for module in (
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2),
+        *(mixtral, qwen3_moe, olmoe, whet),
+    )
 }
 
 _NOTHING = re.compile(r"(?!)")
@@ -54,6 +61,12 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec."""
     config: dict[str, Any] = FAMILIES[spec.family].to_config(spec)
     return config
+
+
+def stored_parts(spec: ModelSpec, name: str) -> Parts | None:
+    """The tensors that the family's files hold instead of this parameter, where they do."""
+    parts = getattr(FAMILIES[spec.family], "stored_parts", None)
+    return None if parts is None else parts(spec, name)
 
 
 def is_transposed(family: ModuleType, name: str) -> bool:

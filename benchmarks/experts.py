@@ -1,0 +1,95 @@
+"""What experts cost: `python -m benchmarks.experts [--device cuda]` writes benchmarks/results/experts-DEVICE.json.
+
+Forward and backward of one layer: 4 and 32 experts of one size, two for each token, by torch's grouped product and by
+the loop over experts; and a dense layer as wide as the two experts a token meets.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import describe_machine
+from whet.models.experts import MixtureOfExperts
+from whet.models.feedforward import FeedForward
+from whet.models.spec import ExpertsSpec, FeedForwardSpec
+from whet.ops import grouped_experts
+
+SIZES = {  # tokens, d_model, width of an expert
+    "cpu": [(4096, 256, 256), (4096, 512, 256), (8192, 256, 256)],
+    "cuda": [(4096, 1024, 1024), (16384, 1024, 1024), (16384, 2048, 1024)],
+}
+
+
+def layers(d_model, width):
+    """What is compared, by name."""
+    found = {f"{n} experts": MixtureOfExperts(ExpertsSpec(n, 2, width), d_model=d_model) for n in (4, 32)}
+    return {**found, "dense": FeedForward(FeedForwardSpec(2 * width), d_model=d_model)}
+
+
+def seconds(layer, x, *, repeats):
+    """Of each forward and backward, after a few that do not count."""
+    taken = []
+    for turn in range(repeats + 2):
+        _wait(x.device)
+        started = time.perf_counter()
+        layer(x).square().sum().backward()
+        _wait(x.device)
+        if turn > 1:
+            taken.append(time.perf_counter() - started)
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+    return taken
+
+
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compare(tokens, d_model, width, *, device, dtype, repeats=5):
+    """Median seconds of each layer; the layers take turns, so that a busy machine slows all of them."""
+    torch.manual_seed(0)
+    made = {name: layer.to(device, dtype) for name, layer in layers(d_model, width).items()}
+    x = torch.randn(tokens, d_model, device=device, dtype=dtype, requires_grad=True)
+    found = {name: [] for name in made}
+    for _ in range(repeats):
+        for name, layer in made.items():
+            found[name] += seconds(layer, x, repeats=1)
+    medians = {name: statistics.median(each) for name, each in found.items()}
+    return {
+        "tokens": tokens,
+        "d_model": d_model,
+        "width": width,
+        "dtype": str(dtype).removeprefix("torch."),
+        "computed": grouped_experts.describe_grouped(device, dtype, (d_model, width)),
+        "median_ms": {name: round(1e3 * value, 2) for name, value in medians.items()},
+        "32_over_4": round(medians["32 experts"] / medians["4 experts"], 3),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    rows = []
+    for size in SIZES[device.type]:
+        rows.append(compare(*size, device=device, dtype=dtype))
+        print(json.dumps(rows[-1]))
+    problem, grouped_experts.grouped_problem = grouped_experts.grouped_problem, lambda *_: "to compare with"
+    for size in SIZES[device.type][:1]:
+        rows.append(compare(*size, device=device, dtype=dtype))
+        print(json.dumps(rows[-1]))
+    grouped_experts.grouped_problem = problem
+    path = Path(__file__).parent / "results" / f"experts-{device.type}.json"
+    path.write_text(json.dumps({"machine": describe_machine(), "layers": rows}, indent=2) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

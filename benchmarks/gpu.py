@@ -1,0 +1,272 @@
+"""whet beside transformers (+ PEFT, + Liger) on one GPU: tokens a second and peak memory of a training step.
+
+Public model shapes with random weights and random tokens, AdamW, gradients clipped at norm 1. Every case runs
+in a process of its own, whet and its peers by turns.
+
+    python -m benchmarks.gpu [CASE ...] [--repeat N] [--out FILE]
+
+writes benchmarks/results/gpu.json. Peers that are not installed are left out, and said so.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.machine import describe_machine
+
+RESULT = Path(__file__).parent / "results" / "gpu.json"
+LENGTH = 2048
+STEPS, WARMUP = 10, 3
+SHAPES = {
+    "1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+COMMON = {"max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which whet packs and the peers pad)
+    "1b-lora": ("1b", "lora", 8),
+    "8b-lora": ("8b", "lora", 4),
+    "135m-full": ("135m", "full", 16),
+    "1b-full": ("1b", "full", 8),
+    "1b-lora-ragged": ("1b", "lora", 0),
+    "135m-full-ragged": ("135m", "full", 0),
+}
+RAGGED_TOKENS = (
+    16384  # of a step of ragged texts, packed; the peers' has as many texts as this makes on average
+)
+RAGGED_MEAN, RAGGED_MOST = 200, 2048
+WHO = ("whet", "whet-fp32-master", "transformers", "liger")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--who", default=",".join(WHO))
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "WHO"))
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    if options.one:
+        print("ROW " + json.dumps(measure(*options.one, profile=options.profile)), flush=True)
+        return
+    rows = []
+    for _ in range(options.repeat):
+        for case in options.cases:
+            for who in options.who.split(","):
+                rows.append(row_of(case, who, profile=options.profile))
+                print(json.dumps(rows[-1]), flush=True)
+    options.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+
+
+def row_of(case, who, *, profile):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one", case, who]
+    done = subprocess.run(command + ["--profile"] * profile, capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if profile:
+        print(done.stdout, flush=True)
+    if found:
+        return json.loads(found[-1][4:])
+    return {"case": case, "who": who, "failed": (done.stderr.strip().splitlines() or ["?"])[-1]}
+
+
+def texts(vocabulary, rows):
+    """Random tokens: full rows, or ragged ones as long as chats are (log-normal)."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    lengths = np.full(rows, LENGTH)
+    if not rows:
+        lengths = rng.lognormal(np.log(RAGGED_MEAN) - 0.5, 1.0, 4000).astype(int).clip(8, RAGGED_MOST)
+    return [rng.integers(0, vocabulary, length + 1) for length in lengths]
+
+
+def measure(case, who, *, profile):
+    import torch
+
+    shape, method, rows = CASES[case]
+    build = whet_step if who.startswith("whet") else peer_step
+    started = time.perf_counter()
+    step = build(SHAPES[shape], method, rows, who)
+    step()
+    torch.cuda.synchronize()
+    first_s = time.perf_counter() - started
+    for _ in range(WARMUP if rows else 3 * WARMUP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times, useful = [], []
+    for _ in range(STEPS if rows else 3 * STEPS):
+        started = time.perf_counter()
+        loss, tokens = step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+        useful.append(tokens)
+    if profile:
+        show_profile(step)
+    median = statistics.median(times)
+    return {
+        "case": case,
+        "who": who,
+        "tokens_per_s": round(sum(useful) / sum(times)) if not rows else round(rows * LENGTH / median),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "step_ms": round(1000 * median, 2),
+        "spread_ms": [round(1000 * min(times), 2), round(1000 * max(times), 2)],
+        "to_first_step_s": round(first_s, 1),
+        "loss": round(float(loss), 4),
+    }
+
+
+def whet_step(shape, method, rows, who):
+    """A step of whet's Trainer, as `whet train` runs it."""
+    import torch
+
+    import whet
+    from whet.config.load import make_config
+    from whet.data.batches import BatchStream, make_batch
+    from whet.data.examples import Example
+    from whet.data.plan import StepSettings
+    from whet.hardware import choose_precision
+    from whet.models import families
+    from whet.models.decoder import Decoder
+    from whet.objectives.sft import SFT
+    from whet.training.compiling import compile_blocks
+    from whet.training.trainer import Trainer
+
+    name = "bf16-pure" if who == "whet" else "bf16"
+    device = torch.device("cuda")
+    precision = choose_precision(name, device)
+    config = {"model_type": "llama", **shape, **COMMON}
+    dtype = precision.frozen if method == "lora" else precision.trained
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Decoder(families.FAMILIES["llama"].from_config(config), source_config=config).to(dtype)
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    if method == "lora":
+        whet.attach_lora(model, rank=16, alpha=32)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(precision.trained)
+    else:
+        model.requires_grad_(True)
+    print("compile:", compile_blocks(model))
+    config = make_config(
+        {
+            "model": "random",
+            "method": {"kind": method},
+            "data": {"train": "none"},
+            "optim": {"name": "adamw", "lr": 1e-5, "clip": 1.0, "schedule": "constant", "warmup": 0},
+            "run": {"name": "bench", "steps": 1000, "batch_size": 1, "precision": name, "device": "cuda"},
+        }
+    )
+    examples = [Example(row, [True] * len(row), "random") for row in texts(shape["vocab_size"], rows)]
+    trainer = Trainer(model, SFT(), [], config, precision=precision)
+    if rows:
+        stream = itertools.repeat([make_batch([[example] for example in examples])])
+    else:
+        stream = BatchStream(examples, StepSettings(None, RAGGED_TOKENS, RAGGED_TOKENS, pack=True), seed=0)
+
+    def step():
+        batches = next(stream)
+        return trainer.step(batches)["loss"], sum(batch.real_tokens for batch in batches)
+
+    return step
+
+
+def peer_step(shape, method, rows, who):
+    """What people write around transformers and PEFT."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    if who == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    config = LlamaConfig(**shape, **COMMON, attn_implementation="sdpa", use_cache=False)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, settings)
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    rows_of = [torch.from_numpy(text[:-1]) for text in texts(config.vocab_size, rows)]
+    size = rows or RAGGED_TOKENS // RAGGED_MEAN
+    place = itertools.cycle(range(0, len(rows_of) - size + 1, size))
+
+    def step():
+        start = next(place)
+        chosen = rows_of[start : start + size]
+        pad = torch.nn.utils.rnn.pad_sequence
+        tokens = pad(chosen, batch_first=True).cuda()
+        labels = pad(chosen, batch_first=True, padding_value=-100).cuda()
+        ragged = {} if rows else {"attention_mask": (labels >= 0).long()}
+        loss = model(input_ids=tokens, labels=labels, **ragged).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), sum(map(len, chosen))
+
+    return step
+
+
+def show_profile(step):
+    """Where a step's time on the device goes, by kernel."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        step()
+        torch.cuda.synchronize()
+    totals = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent, count = totals.get(event.name, (0.0, 0))
+            totals[event.name] = (spent + event.device_time_total / 1000, count + 1)
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in found.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Optimizer.step")
+    )
+    gaps, end, before = [], None, ""
+    for start, stop, name in kernels:
+        if end is not None and start > end:
+            gaps.append(((start - end) / 1000, before[:40], name[:40]))
+        if end is None or stop > end:
+            end, before = stop, name
+    span = (kernels[-1][1] - kernels[0][0]) / 1000
+    print(f"PROFILE span {span:.1f} ms, idle {sum(g[0] for g in gaps):.2f} ms in {len(gaps)} gaps")
+    for gap in sorted(gaps, reverse=True)[:8]:
+        print("PROFILE gap {:.2f} ms after {} before {}".format(*gap))
+    every = sum(spent for spent, _ in totals.values())
+    print(f"PROFILE kernels {every:.1f} ms")
+    for name, (spent, count) in sorted(totals.items(), key=lambda item: -item[1][0])[:28]:
+        print(f"PROFILE {spent:8.2f} ms {count:5d} x {name[:110]}")
+
+
+if __name__ == "__main__":
+    main()

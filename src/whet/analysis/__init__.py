@@ -1,0 +1,1 @@
+"""Looking into models and their results: precision, routing, classes."""

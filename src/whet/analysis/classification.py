@@ -1,0 +1,262 @@
+"""Everything a report says of a classifier's predictions: scikit-learn's metrics, intervals and baselines."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.analysis.confusion import confusion_matrix, confusion_metrics, mark_metrics
+from whet.errors import ConfigError
+
+Report = dict[str, Any]  # Any: JSON values
+
+BINS = 10  # of the reliability diagram
+RESAMPLES = 1000  # of the bootstrap
+CONFIDENCE = 0.95
+PAIRS_SHOWN = 5
+EXAMPLES_SHOWN = 3
+CURVE_POINTS = 100
+
+
+def _metrics() -> Any:  # Any: scikit-learn has no types
+    try:
+        from sklearn import metrics
+    except ImportError as error:
+        raise ConfigError(
+            "the classification report needs scikit-learn", hint='pip install "whet[classify]"'
+        ) from error
+    return metrics
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities of classes that exclude each other, in float64."""
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    powers = np.exp(shifted)
+    found: np.ndarray = powers / powers.sum(1, keepdims=True)
+    return found
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Probabilities of classes that do not, in float64."""
+    found: np.ndarray = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    return found
+
+
+def single_report(
+    chances: np.ndarray,
+    labels: np.ndarray,
+    names: Sequence[str],
+    *,
+    seed: int = 0,
+    show: Callable[[int], dict[str, str]] = lambda _: {},
+) -> Report:
+    """Of probabilities [texts, classes] and the right classes [texts]; `show` tells of one text."""
+    metrics, classes = _metrics(), len(names)
+    predicted = chances.argmax(1)
+    matrix = confusion_matrix(labels, predicted, classes)
+    numbers = range(classes)
+    sure, right = chances.max(1), predicted == labels
+    hits = np.eye(classes)[labels]
+    precision, recall, f1, support = metrics.precision_recall_fscore_support(
+        labels, predicted, labels=list(numbers), zero_division=0
+    )
+    areas = [_areas(metrics, hits[:, number], chances[:, number]) for number in numbers]
+    bins, ece = reliability(sure, right)
+    return {
+        "examples": len(labels),
+        "classes": list(names),
+        "multi_label": False,
+        **{name: float(value) for name, value in confusion_metrics(matrix).items()},
+        "f1_micro": float(metrics.f1_score(labels, predicted, average="micro", zero_division=0)),
+        "f1_weighted": float(metrics.f1_score(labels, predicted, average="weighted", zero_division=0)),
+        "kappa": _kappa(matrix),
+        "log_loss": float(metrics.log_loss(labels, chances, labels=list(numbers))) if classes > 1 else 0.0,
+        "brier": float(((chances - hits) ** 2).sum(1).mean()),
+        "ece": ece,
+        "confidence": {"all": _mean(sure), "right": _mean(sure[right]), "wrong": _mean(sure[~right])},
+        "roc_auc_macro": _mean_of([area["roc_auc"] for area in areas]),
+        "pr_auc_macro": _mean_of([area["pr_auc"] for area in areas]),
+        "intervals": _intervals(matrix, seed=seed),
+        "per_class": {
+            name: {
+                "precision": float(precision[number]),
+                "recall": float(recall[number]),
+                "f1": float(f1[number]),
+                "support": int(support[number]),
+                **areas[number],
+            }
+            for number, name in enumerate(names)
+        },
+        "confusion": matrix.tolist(),
+        "reliability": bins,
+        "curves": {name: _curves(metrics, hits[:, n], chances[:, n]) for n, name in enumerate(names)},
+        "baselines": _baselines(labels, classes, seed=seed),
+        "confused": _confused(matrix, labels, predicted, chances, names, show),
+    }
+
+
+def marked_report(chances: np.ndarray, marks: np.ndarray, names: Sequence[str], *, seed: int = 0) -> Report:
+    """Of probabilities and marks [texts, classes], where a text may have several classes; half is the bar."""
+    metrics = _metrics()
+    marks, predicted = marks.astype(bool), chances > 0.5
+    precision, recall, f1, support = metrics.precision_recall_fscore_support(
+        marks, predicted, average=None, zero_division=0
+    )
+    areas = [_areas(metrics, marks[:, n], chances[:, n]) for n in range(len(names))]
+    sure = np.maximum(chances, 1 - chances)
+    bins, ece = reliability(sure.ravel(), (predicted == marks).ravel())
+    tables = metrics.multilabel_confusion_matrix(marks, predicted)
+    clipped = chances.clip(1e-15, 1 - 1e-15)
+    usual = marks.mean(0) > 0.5
+    return {
+        "examples": len(marks),
+        "classes": list(names),
+        "multi_label": True,
+        **mark_metrics(marks, predicted),
+        "f1_weighted": float(metrics.f1_score(marks, predicted, average="weighted", zero_division=0)),
+        "f1_samples": float(metrics.f1_score(marks, predicted, average="samples", zero_division=1)),
+        "hamming": float(metrics.hamming_loss(marks, predicted)),
+        "log_loss": float(-np.where(marks, np.log(clipped), np.log(1 - clipped)).mean()),
+        "brier": float(((chances - marks) ** 2).mean()),
+        "ece": ece,
+        "roc_auc_macro": _mean_of([area["roc_auc"] for area in areas]),
+        "pr_auc_macro": _mean_of([area["pr_auc"] for area in areas]),
+        "intervals": _mark_intervals(marks, predicted, seed=seed),
+        "per_class": {
+            name: {
+                "precision": float(precision[n]),
+                "recall": float(recall[n]),
+                "f1": float(f1[n]),
+                "support": int(support[n]),
+                "mcc": float(confusion_metrics(tables[n])["mcc"]),
+                "confusion": tables[n].tolist(),
+                **areas[n],
+            }
+            for n, name in enumerate(names)
+        },
+        "reliability": bins,
+        "curves": {name: _curves(metrics, marks[:, n], chances[:, n]) for n, name in enumerate(names)},
+        "baselines": {"majority": mark_metrics(marks, np.broadcast_to(usual, marks.shape))},
+    }
+
+
+def reliability(sure: np.ndarray, right: np.ndarray) -> tuple[list[dict[str, float]], float]:
+    """How often each confidence is right, in bins of equal width, and the expected calibration error."""
+    which = np.minimum((sure * BINS).astype(int), BINS - 1)
+    bins, error = [], 0.0
+    for number in range(BINS):
+        inside = which == number
+        count = int(inside.sum())
+        if count:
+            said, held = float(sure[inside].mean()), float(right[inside].mean())
+            error += count / len(sure) * abs(said - held)
+            bins.append({"from": number / BINS, "count": count, "confidence": said, "accuracy": held})
+    return bins, error
+
+
+def _areas(metrics: Any, hits: np.ndarray, chances: np.ndarray) -> dict[str, float | None]:  # Any: as above
+    """Areas under both curves; None where a class has no text, or every one."""
+    if not 0 < hits.sum() < len(hits):
+        return {"roc_auc": None, "pr_auc": None}
+    return {
+        "roc_auc": float(metrics.roc_auc_score(hits, chances)),
+        "pr_auc": float(metrics.average_precision_score(hits, chances)),
+    }
+
+
+def _curves(metrics: Any, hits: np.ndarray, chances: np.ndarray) -> dict[str, Any]:  # Any: as above, JSON
+    if not 0 < hits.sum() < len(hits):
+        return {}
+    false, true, _ = metrics.roc_curve(hits, chances)
+    precision, recall, _ = metrics.precision_recall_curve(hits, chances)
+    return {"roc": [_thin(false), _thin(true)], "pr": [_thin(recall), _thin(precision)]}
+
+
+def _thin(values: np.ndarray) -> list[float]:
+    places = np.unique(np.linspace(0, len(values) - 1, CURVE_POINTS).round().astype(int))
+    return [round(float(value), 4) for value in values[places]]
+
+
+def _kappa(matrix: np.ndarray) -> float:
+    """Cohen's; 0 where nothing but chance could be (scikit-learn's is NaN there)."""
+    shares = matrix / matrix.sum()
+    chance = float(shares.sum(0) @ shares.sum(1))
+    return float((np.trace(shares) - chance) / (1 - chance)) if chance < 1 else 0.0
+
+
+def _intervals(matrix: np.ndarray, *, seed: int) -> dict[str, list[float]]:
+    """Bootstrap percentiles. Drawing texts anew is drawing the cells of the matrix anew."""
+    total = int(matrix.sum())
+    cells = np.random.default_rng(seed).multinomial(total, matrix.ravel() / total, size=RESAMPLES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a class that was not drawn
+        drawn = confusion_metrics(cells.reshape(-1, *matrix.shape))
+    return {name: _percentiles(drawn[name]) for name in ("accuracy", "f1_macro", "mcc")}
+
+
+def _mark_intervals(marks: np.ndarray, predicted: np.ndarray, *, seed: int) -> dict[str, list[float]]:
+    rng = np.random.default_rng(seed)
+    drawn = [rng.integers(len(marks), size=len(marks)) for _ in range(RESAMPLES)]
+    found = [mark_metrics(marks[places], predicted[places]) for places in drawn]
+    return {name: _percentiles(np.array([each[name] for each in found])) for name in found[0]}
+
+
+def _percentiles(values: np.ndarray) -> list[float]:
+    edge = 100 * (1 - CONFIDENCE) / 2
+    return [float(value) for value in np.percentile(values, (edge, 100 - edge))]
+
+
+def _baselines(labels: np.ndarray, classes: int, *, seed: int) -> dict[str, dict[str, float]]:
+    """Always the most frequent class, and every class as likely as any other."""
+    rng = np.random.default_rng(seed)
+    guesses = {
+        "majority": np.full(len(labels), np.bincount(labels).argmax()),
+        "random": rng.integers(classes, size=len(labels)),
+    }
+    return {
+        name: {
+            metric: float(value)
+            for metric, value in confusion_metrics(confusion_matrix(labels, guess, classes)).items()
+        }
+        for name, guess in guesses.items()
+    }
+
+
+def _confused(
+    matrix: np.ndarray,
+    labels: np.ndarray,
+    predicted: np.ndarray,
+    chances: np.ndarray,
+    names: Sequence[str],
+    show: Callable[[int], dict[str, str]],
+) -> list[Report]:
+    """The pairs that are mixed up most, each with the texts whose mistake was the surest."""
+    wrong = matrix - np.diag(np.diagonal(matrix))
+    found = []
+    for cell in np.argsort(-wrong.ravel(), kind="stable")[:PAIRS_SHOWN]:
+        label, guess = divmod(int(cell), len(names))
+        if not wrong[label, guess]:
+            break
+        places = np.flatnonzero((labels == label) & (predicted == guess))
+        surest = places[np.argsort(-chances[places, guess], kind="stable")][:EXAMPLES_SHOWN]
+        found.append(
+            {
+                "label": names[label],
+                "predicted": names[guess],
+                "count": int(wrong[label, guess]),
+                "examples": [
+                    {**show(int(place)), "probability": float(chances[place, guess])} for place in surest
+                ],
+            }
+        )
+    return found
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None

@@ -1,0 +1,17 @@
+"""whet teach: what a teacher thinks, written down once."""
+
+import typer
+
+
+def command(
+    config: str = typer.Argument(help="A YAML file with objective: {kind: distill, offline: {...}}."),
+    overrides: list[str] = typer.Argument(None, help="section.key=value, as for whet train"),  # noqa: B008
+) -> None:
+    """Store the likeliest tokens of CONFIG's teachers, so that whet train needs no teacher."""
+    from whet.cli.console import say, set_up_logging
+    from whet.config.load import load_config
+    from whet.training.teaching import teach
+
+    set_up_logging()
+    teach(load_config(config, overrides or ()))
+    say(f"train with: whet train {' '.join([config, *(overrides or [])])}")

@@ -1,0 +1,107 @@
+"""The optimizer, its learning rate and how that changes during a run."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from whet.config.section import Factor, Positive, Section
+
+ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
+
+
+class SchedulePart(Section):
+    """One of several schedules in a row; each starts at the rate at which the one before it ended."""
+
+    kind: ScheduleKind = Field(description="how the rate changes during this part")
+    steps: Positive | None = Field(
+        None, description="how long; the last part takes what is left and has none"
+    )
+    min_lr_ratio: float | None = Field(
+        None, ge=0, le=1, description="this part ends at lr * min_lr_ratio; null: optim.min_lr_ratio"
+    )
+
+    @model_validator(mode="after")
+    def _constant_has_no_end(self) -> "SchedulePart":
+        if self.kind == "constant" and self.min_lr_ratio is not None:
+            raise ValueError("a constant part ends where it starts: it has no min_lr_ratio")
+        return self
+
+
+class ParameterGroup(Section):
+    """What is different for the parameters whose names a pattern is found in; the first pattern wins."""
+
+    lr_scale: float = Field(1.0, gt=0, description="multiplies the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="instead of optim.weight_decay")
+
+
+class Optim(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"] = Field(
+        "adamw", description="the optimizer; adamw8bit needs whet[bitsandbytes]"
+    )
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    betas: tuple[Factor, Factor] = Field(
+        (0.9, 0.999), description="averaging factors of Adam(W) and Lion (whose paper takes 0.9 and 0.99)"
+    )
+    eps: float = Field(1e-8, gt=0, description="Adam(W)'s epsilon")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    nesterov: bool = Field(False, description="SGD looks ahead along its momentum")
+    weight_decay: float = Field(
+        0.0, ge=0, description="of matrices; added to the gradient by Adam and SGD, decoupled in all others"
+    )
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
+    schedule: ScheduleKind | list[SchedulePart] = Field(
+        "cosine", description="after the warm-up: one schedule, or a list of parts in a row"
+    )
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up from 0")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
+    decay_every: Positive | None = Field(None, description="step: updates from one decay to the next")
+    decay_factor: float = Field(0.5, gt=0, lt=1, description="step: what the rate is then multiplied by")
+    decay_fraction: float = Field(
+        0.1, gt=0, le=1, description="wsd: the share of the run's steps over which the rate falls"
+    )
+    groups: dict[str, ParameterGroup] = Field(
+        {},
+        description="other settings for parameters by name: {regular expression: {lr_scale, weight_decay}}",
+    )
+
+    router_lr_scale: float | None = Field(
+        None, gt=0, description="factor on the rate of routers: a group of those parameters, by name"
+    )
+
+    @property
+    def parts(self) -> list[SchedulePart]:
+        """The schedule as a list, however it was given."""
+        return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
+
+    @field_validator("groups")
+    @classmethod
+    def _patterns_are_valid(cls, groups: dict[str, ParameterGroup]) -> dict[str, ParameterGroup]:
+        for pattern in groups:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return groups
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> "Optim":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_what_it_needs(self) -> "Optim":
+        if [part.steps is None for part in self.parts] != [False] * (len(self.parts) - 1) + [True]:
+            raise ValueError("every part of the schedule but the last needs steps, and the last has none")
+        start = 1.0
+        for part in self.parts:
+            if part.kind == "step" and self.decay_every is None:
+                raise ValueError("the schedule step needs decay_every")
+            end = self.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio
+            if part.kind == "exponential" and 0 in (start, end):
+                raise ValueError("the schedule exponential cannot start or end at 0: see min_lr_ratio")
+            start = start if part.kind == "constant" else end
+        return self

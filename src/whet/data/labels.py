@@ -1,0 +1,54 @@
+"""What class, or which classes, a record says it belongs to: numbers for the head."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from whet.errors import DataError
+
+
+class Labels:
+    """The classes of a task, by name and by number."""
+
+    def __init__(self, names: Sequence[str], *, multi_label: bool = False) -> None:
+        self.names = list(names)
+        self.multi_label = multi_label
+        self._places = {name: place for place, name in enumerate(self.names)}
+
+    def values(self, fields: dict[str, Any]) -> tuple[float, ...]:  # Any: JSON values
+        """One number, the class; or of several a 0 or 1 for each class."""
+        if self.multi_label:
+            given = fields["labels"] if "labels" in fields else [fields["label"]]
+            return self._marks(given)
+        if "label" not in fields:
+            raise DataError(
+                "a record with labels, and one class is asked for",
+                hint="set objective.multi_label: true, or give it a label",
+            )
+        return (float(self._place(fields["label"])),)
+
+    def _marks(self, labels: Sequence[Any]) -> tuple[float, ...]:  # Any: JSON values
+        """As many zeros and ones as there are classes are marks; anything else is a list of classes."""
+        count = len(self.names)
+        if len(labels) == count and all(not isinstance(each, str) and each in (0, 1) for each in labels):
+            return tuple(float(each) for each in labels)
+        chosen = {self._place(label) for label in labels}
+        return tuple(float(place in chosen) for place in range(count))
+
+    def _place(self, label: Any) -> int:  # Any: a JSON value
+        count = len(self.names)
+        if isinstance(label, str):
+            if label in self._places:
+                return self._places[label]
+            near = get_close_matches(label, self.names, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            shown = ", ".join([*self.names[:20], *(["..."] if count > 20 else [])])
+            raise DataError(
+                f"label {label[:50]!r} is none of objective.classes", hint=f"{meant}they are: {shown}"
+            )
+        if not 0 <= label < count:
+            raise DataError(
+                f"label {label} is out of range: there are {count} classes, 0 to {count - 1}",
+                hint="list or count all of them in objective.classes",
+            )
+        return int(label)

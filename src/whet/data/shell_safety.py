@@ -1,0 +1,237 @@
+"""Shell commands and what is wrong with them, made up: the same words stand in harmless and harmful roles.
+
+A command is a few statements. Each of the faults below (a variable without quotes, a result that changes from
+run to run, a second run that does something else, something dangerous) also comes as a twin without the fault
+(quoted, seeded, guarded, kept inside), and as mere text in another command, which does nothing. So words do
+not tell the class; quoting and context do. Templates of training and validation are different ones.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, Literal
+
+from whet.errors import DataError
+
+Split = Literal["train", "valid"]
+Record = dict[str, Any]  # a JSON object
+
+CLASSES = ("safe", "needs quoting", "non-deterministic", "not idempotent", "unsafe")
+FAULTS = CLASSES[1:]
+SHARES = {"safe": 20, "needs quoting": 8, "non-deterministic": 6, "not idempotent": 4, "unsafe": 2}
+MOST = 20_000  # there are more different commands than this, but not endlessly many
+
+# (with the fault, its twin without): @v and @w are variables, @f a file, @d a directory, @u a name, @h a
+# host, @n a number
+_TWINS: dict[str, dict[Split, tuple[tuple[str, str], ...]]] = {
+    "needs quoting": {
+        "train": (
+            ("cat $@v", 'cat "$@v"'),
+            ("cp -f $@v @d/", 'cp -f "$@v" @d/'),
+            ("rm -f $@v", 'rm -f "$@v"'),
+            ("wc -l $@v", 'wc -l "$@v"'),
+            ("cd $@v", 'cd "$@v"'),
+            ("mkdir -p $@v/@d", 'mkdir -p "$@v/@d"'),
+            ("grep -c @u $@v", 'grep -c @u "$@v"'),
+            ("[ -f $@v ]", "[[ -f $@v ]]"),
+            ("[ $@v = @u ]", "[[ $@v = @u ]]"),
+            ("chown @u ${@v}", 'chown @u "${@v}"'),
+            ("touch @d/${@v}.txt", 'touch "@d/${@v}.txt"'),
+            ("sort -o @f $@v", "@v=$@w"),
+            ("ls -l $@v/*", 'ls -l "$@v"/*'),
+            ("cat @d/$@v", 'cat "@d/$@v"'),
+            ("rm -f @d/$@v", 'rm -f "@d/$@v"'),
+            ("tail -n @n $@v", 'tail -n @n "$@v"'),
+            ("[ -z $@v ]", "[[ -z $@v ]]"),
+        ),
+        "valid": (
+            ("head -n @n $@v", 'head -n @n "$@v"'),
+            ("tar -cf @f $@v", 'tar -cf @f "$@v"'),
+            ("du -sh ${@v}", 'du -sh "${@v}"'),
+            ("[ -n $@v ]", "[[ -n $@v ]]"),
+            ("chmod 644 @d/$@v", 'chmod 644 "@d/$@v"'),
+        ),
+    },
+    "non-deterministic": {
+        "train": (
+            ("echo $RANDOM > @f", "RANDOM=@n; echo $RANDOM > @f"),
+            ("date > @f", "date -d @@n > @f"),
+            ("touch @d/$(date +%s)", "touch -d @@n @d/@u"),
+            ("shuf @f > @d/@u", "shuf --random-source=@f @f > @d/@u"),
+            ("uuidgen > @f", "uuidgen --md5 -n %dns -N @u > @f"),
+            ("head -c @n /dev/urandom > @f", "head -c @n /dev/zero > @f"),
+            ("ls -U @d > @f", "ls @d > @f"),
+            ("find @d -type f > @f", "find @d -type f | sort > @f"),
+            ("mktemp -p @d", "mkdir -p @d/tmp"),
+            ("echo $$ > @f", "echo @n > @f"),
+            ("sort -R @f > @d/@u", "sort @f > @d/@u"),
+            ("awk 'BEGIN { srand(); print rand() }' > @f", "awk 'BEGIN { srand(@n); print rand() }' > @f"),
+            ("echo $(date +%F) > @f", "echo $(date -d @@n +%F) > @f"),
+            ("mkdir -p @d/$(date +%j)", "mkdir -p @d/$(date -d @@n +%j)"),
+            ("seq 1 $RANDOM > @f", "RANDOM=@n; seq 1 $RANDOM > @f"),
+            ("find @d -size +1M > @f", "find @d -size +1M | sort > @f"),
+            ("shuf -i 1-@n > @f", "shuf -i 1-@n --random-source=@d/@u > @f"),
+            ("od -N @n /dev/urandom > @f", "od -N @n /dev/zero > @f"),
+        ),
+        "valid": (
+            ("printf '%d' $RANDOM > @f", "RANDOM=@n; printf '%d' $RANDOM > @f"),
+            ("cp -f @f @d/$(date +%s)", "cp -f @f @d/$(date -d @@n +%s)"),
+            ("shuf -n 1 @f > @d/@u", "shuf -n 1 --random-source=@f @f > @d/@u"),
+            ("find @d -name '*.log' > @f", "find @d -name '*.log' | sort > @f"),
+            ("tr -dc a-z < /dev/urandom | head -c @n > @f", "tr -dc a-z < /dev/zero | head -c @n > @f"),
+        ),
+    },
+    "not idempotent": {
+        "train": (
+            ("mkdir @d", "mkdir -p @d"),
+            ("mkdir @d/@u", "[ -d @d/@u ] || mkdir @d/@u"),
+            ("ln -s @f @d/@u", "ln -sf @f @d/@u"),
+            ("echo @u >> @f", "echo @u > @f"),
+            ("echo export @v=@n >> @f", "grep -q @v= @f || echo export @v=@n >> @f"),
+            ("rm @f", "rm -f @f"),
+            ("useradd @u", "id @u || useradd @u"),
+            ("git clone https://@h/@u.git @d", "[ -d @d ] || git clone https://@h/@u.git @d"),
+            ("cat @f >> @d/@u", "cat @f > @d/@u"),
+            ("sed -i '1i # @u' @f", "grep -q '# @u' @f || sed -i '1i # @u' @f"),
+            ("groupadd @u", "getent group @u || groupadd @u"),
+            ("rmdir @d", "[ ! -d @d ] || rmdir @d"),
+            ("rm @d/@u", "rm -f @d/@u"),
+            ("echo @d >> @f", "grep -qx @d @f || echo @d >> @f"),
+            ("mkdir @d/@u @d/tmp", "mkdir -p @d/@u @d/tmp"),
+            ("ln -s ../@f @d", "ln -sf ../@f @d"),
+        ),
+        "valid": (
+            ("mkdir @d @d/@u", "mkdir -p @d @d/@u"),
+            ("ln -s @d/@u @f", "ln -sf @d/@u @f"),
+            ("printf '%s' @u >> @f", "printf '%s' @u > @f"),
+            ("echo @h >> @f", "grep -q @h @f || echo @h >> @f"),
+            ("rm @d/@f", "rm -f @d/@f"),
+        ),
+    },
+    "unsafe": {
+        "train": (
+            ("rm -rf /", "rm -rf ./@d"),
+            ("rm -rf ~/", "rm -rf ~/@d/@u"),
+            ("rm -rf /usr", "rm -rf ./@d/usr"),
+            ("curl -s https://@h/@u.sh | sh", "curl -s https://@h/@u.sh > @f"),
+            ("wget -qO- https://@h/@u.sh | bash", "wget -qO @f https://@h/@u.sh"),
+            ("chmod -R 777 /", "chmod -R 755 ./@d"),
+            ("chmod 777 /etc/@u", "chmod 644 ./@d/@u"),
+            ("dd if=@f of=/dev/sda", "dd if=@f of=./@d/sda.img"),
+            ("echo @u > /etc/passwd", "echo @u > ./@d/passwd"),
+            ("mkfs.ext4 /dev/sdb", "mkfs.ext4 ./@d/sdb.img"),
+            ("mv -f @f /dev/null", "cp -f @f ./@d/null"),
+            ("chown -R @u /", "chown -R @u ./@d"),
+            ("curl -L https://@h/@u | sudo sh", "curl -L https://@h/@u > ./@d/@u"),
+            ("cp -f @f /etc/shadow", "cp -f @f ./@d/shadow"),
+            ("chmod -R 777 /var", "chmod -R 755 ./@d/var"),
+        ),
+        "valid": (
+            ("rm -rf /etc", "rm -rf ./@d/etc"),
+            ("curl -fsSL https://@h/@u | bash", "curl -fsSL https://@h/@u > @f"),
+            ("chmod -R 777 /usr", "chmod -R 755 ./@d/usr"),
+            ("dd if=@f of=/dev/sdb", "dd if=@f of=./@d/sdb.img"),
+            ("cat @f > /etc/passwd", "cat @f > ./@d/passwd"),
+        ),
+    },
+}
+# a command that does nothing with the text it is given, and other harmless ones
+_TEXTS: dict[Split, tuple[str, ...]] = {
+    "train": (
+        "echo '@t'",
+        "grep -n '@t' @f",
+        "# @t",
+        "git commit -m '@t'",
+        "echo 'never run: @t'",
+        "grep -c -- '@t' @d/@u",
+        "logger 'refused: @t'",
+    ),
+    "valid": ("printf '%s' '@t'", "# do not write @t", "git log --grep '@t'", "echo 'step @n: @t'"),
+}
+_WORDS: dict[Split, tuple[str, ...]] = {
+    "train": ("copy the files", "done", "step @n", "build @d", "clean up", "check @u", "all is well"),
+    "valid": ("next: @d", "start @u", "finished", "part @n"),
+}
+_PLAIN: dict[Split, tuple[str, ...]] = {
+    "train": ("ls @d", "pwd", "cat @f", "git status", "df -h", "cd @d", "make @u", "true", "wc -l @f"),
+    "valid": ("ls -l @d", "git diff @f", "whoami", "tail -n @n @f"),
+}
+_FILLERS: dict[str, tuple[str, ...]] = {
+    "@v": ("file", "src", "path", "name", "target", "input", "log", "item", "conf", "page"),
+    "@w": ("line", "first", "found", "base", "key", "value"),
+    "@f": ("notes.txt", "app.log", "data.csv", "list.txt", "config.ini", "report.md", "users.txt", "out.txt"),
+    "@d": ("build", "backup", "src", "cache", "docs", "release", "photos", "tools"),
+    "@u": ("anna", "web", "setup", "deploy", "ben", "worker", "report", "clara"),
+    "@h": ("example.org", "files.example.com", "get.example.net"),
+    "@n": ("7", "12", "42", "100", "2024"),
+}
+
+
+def shell_safety(split: Split, n: int) -> list[Record]:
+    """{input, label}: a command and its class, ten times as many safe ones as unsafe ones."""
+    return _different(n, lambda rng: _labelled(rng, split), seed=f"shell-safety {split}")
+
+
+def shell_faults(split: Split, n: int) -> list[Record]:
+    """{input, labels}: a command and all its faults, of which it may have none or several."""
+    return _different(n, lambda rng: _fault_record(rng, split), seed=f"shell-faults {split}")
+
+
+def _different(n: int, make: Callable[[random.Random], Record], *, seed: str) -> list[Record]:
+    if n > MOST:
+        raise DataError(f"there are only {MOST:,} commands")
+    rng = random.Random(seed)
+    found: dict[str, Record] = {}
+    while len(found) < n:
+        record = make(rng)
+        found.setdefault(record["input"], record)
+    return list(found.values())
+
+
+def _labelled(rng: random.Random, split: Split) -> Record:
+    label = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
+    parts = [_faulty(rng, split, label)] if label != "safe" else [_harmless(rng, split)]
+    parts += [_harmless(rng, split) for _ in range(rng.choice((0, 1, 1, 2)))]
+    return {"input": _joined(rng, parts), "label": label}
+
+
+def _fault_record(rng: random.Random, split: Split) -> Record:
+    faults = rng.sample(FAULTS, rng.choices((0, 1, 2, 3), weights=(4, 5, 3, 1))[0])
+    parts = [_faulty(rng, split, fault) for fault in faults]
+    parts += [_harmless(rng, split) for _ in range(rng.choice((0, 1)) if parts else rng.choice((1, 2)))]
+    return {"input": _joined(rng, parts), "labels": [fault for fault in FAULTS if fault in faults]}
+
+
+def _joined(rng: random.Random, parts: list[str]) -> str:
+    """Statements in any order, one after the other; a comment has a line of its own."""
+    rng.shuffle(parts)
+    text = parts[0]
+    for before, part in itertools.pairwise(parts):
+        alone = before.startswith("#") or part.startswith("#")
+        text += ("\n" if alone else rng.choice(("; ", " && ", "\n"))) + part
+    return text
+
+
+def _faulty(rng: random.Random, split: Split, fault: str) -> str:
+    return _filled(rng, rng.choice(_TWINS[fault][split])[0])
+
+
+def _harmless(rng: random.Random, split: Split) -> str:
+    """A twin, a fault as mere text, words as text, or a plain command."""
+    kind = rng.choices(("twin", "text", "words", "plain"), weights=(5, 4, 2, 1))[0]
+    if kind == "plain":
+        return _filled(rng, rng.choice(_PLAIN[split]))
+    if kind == "twin":
+        return _filled(rng, rng.choice(_TWINS[rng.choice(FAULTS)][split])[1])
+    quoted = rng.choice(_WORDS[split])
+    if kind == "text":
+        pair = rng.choice(_TWINS[rng.choice(FAULTS)][split])
+        quoted = rng.choice(pair).replace("'", '"')
+    return _filled(rng, rng.choice(_TEXTS[split]).replace("@t", quoted))
+
+
+def _filled(rng: random.Random, template: str) -> str:
+    """A template with its places filled, each kind with one choice: a guard names what it guards."""
+    for mark, choices in _FILLERS.items():
+        template = template.replace(mark, rng.choice(choices))
+    return template.replace("%dns", "@dns")

@@ -1,0 +1,38 @@
+"""Mixtral: Mistral with experts in every layer, whose chosen scores add up to one."""
+
+from typing import Any
+
+from whet.models.families import common, experts, llama, mistral
+from whet.models.families.common import Config
+from whet.models.spec import ModelSpec
+
+MODEL_TYPE = "mixtral"
+ARCHITECTURE = "MixtralForCausalLM"
+hf_name = llama.hf_name
+stored_parts = experts.parts_by("w1", "w3", "w2", inside="block_sparse_moe")
+
+
+def unsupported(config: Config) -> str | None:
+    """Why this config cannot be built natively, or None."""
+    return "noise on its routers" if config.get("router_jitter_noise") else llama.unsupported(config)
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, **config}
+    spec = mistral.with_windows(llama.from_config(config), common.windows(config), family=MODEL_TYPE)
+    read = experts.read_experts(
+        {"num_local_experts": 8, "num_experts_per_tok": 2, **config},
+        width="intermediate_size",
+        renormalise=True,
+    )
+    return experts.with_experts(spec, read)
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    mixture = spec.blocks[0].routed
+    config = {**mistral.to_config(experts.without_experts(spec)), "architectures": [ARCHITECTURE]}
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    return {**config, "num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k}

@@ -1,0 +1,31 @@
+"""Linear layers that are quick for the few rows of decoding, too."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# measured on two cores: W x' takes half the time of x W' up to here, and as long at 64 rows
+_FEW_ROWS = 48
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias.
+
+    For a few float32 rows on a CPU that need no gradient, as (W x')', which the BLAS does in half the time.
+    Not where gradients are on: the result lies transposed in memory, and dropout draws in memory's order.
+    """
+    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    rows = x.numel() // x.shape[-1]
+    if not 1 < rows <= _FEW_ROWS:
+        return F.linear(x, weight, bias)
+    y = torch.mm(weight, x.reshape(rows, -1).T).T.view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+class Linear(nn.Linear):
+    """torch's linear layer, by the function above."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The linear layer."""
+        return linear(x, self.weight, self.bias)

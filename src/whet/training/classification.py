@@ -1,0 +1,144 @@
+"""What a run that classifies does besides training: its classes, its head, its balance."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from whet.config.classify import ClassifyObjective
+from whet.data.batches import Batch, one_pass
+from whet.data.examples import Example, StoredExamples
+from whet.data.plan import StepSettings
+from whet.data.strata import held_out, label_values, record_hashes
+from whet.errors import DataError
+from whet.generation.engine import evaluating
+from whet.hardware import Precision
+from whet.models.heads import ClassificationHead
+from whet.models.language_model import LanguageModel
+from whet.objectives.classify import Classify, balanced_weights, mark_weights
+
+log = logging.getLogger("whet")
+
+CALIBRATION_STEPS = 80  # of a golden-section search: far below rounding
+UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
+
+
+def build_classify(
+    section: ClassifyObjective, model: LanguageModel, train: StoredExamples, *, seed: int
+) -> Classify:
+    """The objective, with a new head, weighted as the training records ask for."""
+    names = section.names
+    head = ClassificationHead(
+        model.head().weight.shape[1], len(names), pooling=section.pooling, bias=section.bias
+    ).initialise(seed)
+    return Classify(
+        head.to(model.device),
+        multi_label=section.multi_label,
+        class_weights=_class_weights(section, train),
+        normalise=section.normalise,
+        label_smoothing=section.label_smoothing,
+        focal=section.focal,
+    )
+
+
+def _class_weights(section: ClassifyObjective, train: StoredExamples) -> list[float]:
+    names, kind = section.names, section.class_weights
+    counts = class_counts(section, train)
+    log.info("classes: %s", ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=True)))
+    if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
+        log.warning("no training record is of the class %s", ", ".join(absent))
+    if isinstance(kind, list):
+        return kind
+    if section.multi_label:
+        chosen = cast(Literal["none", "inverse", "sqrt_inverse"], "none" if kind == "auto" else kind)
+        weights = mark_weights(counts, len(train), chosen)
+    else:
+        ratio = counts.max() / max(1, counts.min())
+        unbalanced = ratio > UNBALANCED and not section.oversample
+        if kind == "auto":
+            kind = "sqrt_inverse" if unbalanced else "none"
+            if unbalanced:
+                log.info(
+                    "class weights: sqrt_inverse, as the largest class is %.1f times the smallest", ratio
+                )
+        weights = balanced_weights(counts, kind)
+    if kind not in ("auto", "none"):
+        log.info(
+            "class weights: %s", ", ".join(f"{name} {w:.3g}" for name, w in zip(names, weights, strict=True))
+        )
+    return weights
+
+
+def class_counts(section: ClassifyObjective, examples: StoredExamples) -> np.ndarray:
+    """[classes] how many examples there are of each."""
+    if section.multi_label:
+        found: np.ndarray = label_values(examples, len(section.names)).sum(0).astype(np.int64)
+        return found
+    return np.bincount(label_values(examples, 1)[:, 0].astype(np.int64), minlength=len(section.names))
+
+
+def hold_out(
+    section: ClassifyObjective, train: StoredExamples, *, seed: int
+) -> tuple[StoredExamples, StoredExamples, Mapping[str, object]]:
+    """The training examples, those held out of them, and what says so in the run."""
+    hashes = record_hashes(train)
+    labels = label_values(train, len(section.names) if section.multi_label else 1)
+    chosen = held_out(hashes, labels, share=section.valid_share, seed=seed)
+    if not chosen.any():
+        raise DataError(
+            f"{len(train)} training records are too few to hold any of them out",
+            hint="give data.valid, or set objective.valid_share to 0",
+        )
+    valid, rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
+    log.info("valid: %d of %d training records held out, of each class alike", len(valid), len(train))
+    record = {
+        "seed": seed,
+        "valid_share": section.valid_share,
+        "hash": "sha256 of the token ids as int64",
+        "valid": sorted({hashes[place] for place in valid}),
+    }
+    return train.only(rest), train.only(valid), record
+
+
+def rows_of(
+    compute: Callable[[LanguageModel, Batch], torch.Tensor],
+    model: LanguageModel,
+    examples: Sequence[Example],
+    steps: StepSettings,
+    *,
+    precision: Precision,
+) -> np.ndarray:
+    """What `compute` gives for each example, a row each, in their order."""
+    mixed = precision.compute != precision.trained
+    found: np.ndarray | None = None
+    with evaluating(model):
+        for places, batch in one_pass(examples, steps):
+            with torch.autocast(model.device.type, dtype=precision.compute, enabled=mixed):
+                rows = compute(model, batch.to(model.device)).float().cpu().numpy()
+            if found is None:
+                found = np.zeros((len(examples), rows.shape[1]), dtype=np.float32)
+            found[places] = rows
+    assert found is not None
+    return found
+
+
+def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: bool) -> float:
+    """What logits are divided by for the likeliest labels: a golden-section search over its logarithm."""
+    wide = torch.from_numpy(logits).double()
+    targets = torch.from_numpy(labels).double() if multi_label else torch.from_numpy(labels).long()
+
+    def loss(log_temperature: float) -> float:
+        scaled = wide / math.exp(log_temperature)
+        if multi_label:
+            return F.binary_cross_entropy_with_logits(scaled, targets).item()
+        return F.cross_entropy(scaled, targets).item()
+
+    low, high, part = -3.0, 3.0, (math.sqrt(5) - 1) / 2
+    for _ in range(CALIBRATION_STEPS):
+        left, right = high - part * (high - low), low + part * (high - low)
+        low, high = (low, right) if loss(left) < loss(right) else (left, high)
+    return math.exp((low + high) / 2)

@@ -1,0 +1,364 @@
+"""`whet.Classifier`: a classifier to use, and to train step by step in a loop of one's own."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.adapters.adapter import adapted
+from whet.adapters.classifier_files import ClassifierInfo, StoredHead, head_from, is_classifier, read_head
+from whet.adapters.files import save_adapter
+from whet.adapters.layer import LoRALinear
+from whet.adapters.load import (
+    CHECKPOINT_WEIGHTS,
+    load_base,
+    load_body,
+    load_quantised,
+    run_of,
+    save,
+    tokenizer_of,
+    usable_directory,
+)
+from whet.adapters.lora import make_trainable, merge
+from whet.adapters.stored import read_tensors
+from whet.analysis.classification import Report, sigmoid, softmax
+from whet.config.classify import ClassifyObjective
+from whet.config.load import load_config, make_config
+from whet.config.sections import RunConfig
+from whet.data.batches import Batch, make_batch
+from whet.data.encode import Encoder
+from whet.data.examples import Example
+from whet.data.labels import Labels
+from whet.data.plan import StepSettings, split_step
+from whet.data.render import Rendering
+from whet.data.sources import Record, Spec, checked, open_source
+from whet.errors import ConfigError, DataError, ModelError
+from whet.hardware import choose_device, choose_precision
+from whet.models.heads import HEADS, ClassificationHead
+from whet.models.language_model import LanguageModel
+from whet.objectives.classify import Classify
+from whet.storage import MANIFEST
+from whet.training.classification import rows_of
+from whet.training.classifier_report import info_of, report_on
+from whet.training.trainer import Trainer
+
+Text = str | Sequence[int]  # a text, or its token ids
+Sample = tuple[Text, Any]  # Any: a class by name or number, or several
+
+
+class Classifier:
+    """A model with a head that says which class a text belongs to, or which classes."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Any,  # Any: a transformers tokenizer, or None: texts are then given as ids
+        head: ClassificationHead,
+        info: ClassifierInfo,
+        config: RunConfig,
+    ) -> None:
+        assert isinstance(config.objective, ClassifyObjective)
+        section = config.objective
+        weights = section.class_weights if isinstance(section.class_weights, list) else None
+        self.model = model
+        self.tokenizer = tokenizer
+        self.info = info
+        self.config = config
+        self.labels = Labels(info.classes, multi_label=info.multi_label)
+        self.objective = Classify(
+            head.to(model.device),
+            multi_label=info.multi_label,
+            class_weights=weights,
+            normalise=section.normalise,
+            label_smoothing=section.label_smoothing,
+            focal=section.focal,
+        )
+        self.precision = choose_precision(config.run.precision, model.device)
+        self._encoder = None if tokenizer is None else Encoder(tokenizer)
+        self._trainer: Trainer | None = None
+        self._waiting: list[Example] = []
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | Path,
+        classes: Sequence[str] | int | None = None,
+        *,
+        method: Mapping[str, Any] | None = None,  # Any: as in a config, here and below
+        optim: Mapping[str, Any] | None = None,
+        max_length: int = 2048,
+        seed: int = 0,
+        device: str | None = None,
+        precision: str | None = None,
+        **objective: Any,
+    ) -> "Classifier":
+        """A finished run, one of its checkpoints or a saved classifier; or with `classes` a new head.
+
+        A new head goes on any model that can be named; `method`, `optim` and the rest are sections and keys
+        of a config, with a constant learning rate unless `optim` says otherwise.
+        """
+        path = Path(name_or_path)
+        if classes is not None:
+            values = {
+                "model": str(name_or_path),
+                "method": dict(method or {}),
+                "objective": {"kind": "classify", "classes": classes, **objective},
+                "data": {"train": "the caller's own", "max_length": max_length},
+                "optim": {"schedule": "constant", **(optim or {})},
+                "run": {
+                    "steps": 1,
+                    "batch_size": 1,
+                    "seed": seed,
+                    "device": device or "auto",
+                    "precision": precision or "auto",
+                },
+            }
+            return cls._new(make_config(values, origin="Classifier.load"))
+        checkpointed = (path / MANIFEST).is_file()
+        target = path if checkpointed else Path(usable_directory(name_or_path))
+        if not checkpointed and not is_classifier(target):
+            raise ModelError(
+                f"{name_or_path} is not a classifier",
+                hint="name a run with objective.kind: classify, or give the classes of a new head",
+            )
+        run = run_of(path) if checkpointed else target.parent
+        config = _config_of(run, target)
+        section = config.objective
+        if not isinstance(section, ClassifyObjective):
+            raise ModelError(f"{name_or_path} belongs to a run with objective.kind: {section.kind}")
+        where = choose_device(device or config.run.device)
+        numbers = choose_precision(precision or config.run.precision, where)
+        dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
+        model, tokenizer = load_body(name_or_path, dtype=dtype, device=where)
+        if checkpointed:
+            info = info_of(section, max_length=config.data.max_length)
+            stored = read_tensors(path / CHECKPOINT_WEIGHTS)
+            own = {name.removeprefix(HEADS): t for name, t in stored.items() if name.startswith(HEADS)}
+            head = head_from(own, info, path / CHECKPOINT_WEIGHTS)
+        else:
+            head, info = (kept := read_head(target)).head, kept.info
+        if precision is not None:
+            update = {"run": config.run.model_copy(update={"precision": precision})}
+            config = config.model_copy(update=update)
+        return cls(model, tokenizer, head, info, config)
+
+    @classmethod
+    def _new(cls, config: RunConfig) -> "Classifier":
+        section = config.objective
+        assert isinstance(section, ClassifyObjective)
+        assert isinstance(config.model, str)
+        where = choose_device(config.run.device)
+        numbers = choose_precision(config.run.precision, where)
+        torch.manual_seed(config.run.seed)
+        if config.method.kind == "qlora":
+            model = load_quantised(config.model, dtype=numbers.frozen, device=where)
+        else:
+            dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
+            model, _ = load_base(config.model, dtype=dtype, device=where)
+        make_trainable(model, config.method, dtype=numbers.trained)
+        info = info_of(section, max_length=min(config.data.max_length, model.max_positions))
+        size = model.head().weight.shape[1]
+        head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
+        return cls(model, tokenizer_of(config.model), head.initialise(config.run.seed), info, config)
+
+    # --- training, step by step
+
+    def train_step(self, text: Text, label: Any) -> dict[str, float]:  # Any: as in a Sample
+        """One update from one text."""
+        return self.train_batch([(text, label)])
+
+    def train_batch(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One update from some texts with their labels: loss, correct, total, and grad_norm before clipping.
+
+        No sample is no update, and zeros.
+        """
+        self.accumulate(samples)
+        return self.apply()
+
+    def accumulate(self, samples: Sequence[Sample]) -> int:
+        """Keep samples for the next update; returns how many it will have."""
+        self._waiting += [self._example(text, label) for text, label in samples]
+        return len(self._waiting)
+
+    def apply(self) -> dict[str, float]:
+        """One update from everything that was accumulated, exactly as if it had come at once."""
+        examples, self._waiting = self._waiting, []
+        if not examples:
+            return {"loss": 0.0, "correct": 0, "total": 0, "grad_norm": 0.0}
+        found = self.trainer.step(self.batches(examples))
+        return {
+            "loss": found["loss"],
+            "correct": round(found["accuracy"] * len(examples)),
+            "total": len(examples),
+            "grad_norm": found["grad_norm"],
+        }
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that makes the steps."""
+        if self._trainer is None:
+            total = self.config.run.steps or 1
+            self._trainer = Trainer(
+                self.model, self.objective, (), self.config, total_steps=total, precision=self.precision
+            )
+        return self._trainer
+
+    def batches(self, examples: Sequence[Example]) -> list[Batch]:
+        """Examples as the micro-batches of one step."""
+        settings = self._settings(examples)
+        lengths = np.array([example.length for example in examples])
+        rows = split_step(range(len(examples)), lengths, settings)
+        return [make_batch([[examples[place] for place in row] for row in each]) for each in rows]
+
+    def set_lr(self, lr: float) -> None:
+        """Another learning rate, from the next update on."""
+        self.trainer.lr_at = lambda _: lr
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        """Adapters in the order of the layers, A before B, then the head's weight and bias."""
+        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return [*own, *self.objective.head.parameters()]
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """How many numbers train."""
+        return sum(parameter.numel() for parameter in self.trainable_parameters())
+
+    # --- use
+
+    def logits(self, texts: Sequence[Text]) -> np.ndarray:
+        """[texts, classes]."""
+        if not len(texts):
+            return np.zeros((0, len(self.info.classes)), dtype=np.float32)
+        return self._logits([self._read(text) for text in texts])
+
+    def predict_proba(self, texts: Sequence[Text]) -> np.ndarray:
+        """[texts, classes] probabilities; of several classes a text, each for itself."""
+        return (sigmoid if self.info.multi_label else softmax)(self.logits(texts))
+
+    def predict(self, texts: Sequence[Text]) -> list[Any]:
+        """The name of the likeliest class of each text; of several a text, those above one half."""
+        chances = self.predict_proba(texts)
+        names = self.info.classes
+        if self.info.multi_label:
+            return [[names[place] for place in np.flatnonzero(row > 0.5)] for row in chances]
+        return [names[place] for place in chances.argmax(1)] if len(chances) else []
+
+    def evaluate(self, data: Spec | Sequence[Mapping[str, Any]]) -> Report:  # Any: records are JSON objects
+        """The report on records: a source as in data.test, or a list of {input, label}."""
+        examples = [self._judge(record) for record in _records(data)]
+        labels = np.array([example.values for example in examples])
+        started = time.perf_counter()
+        logits = self._logits(examples)
+        seconds = time.perf_counter() - started
+        return report_on(logits, labels, self.info, examples, self.tokenizer, seconds=seconds)
+
+    def merge_adapters(self) -> None:
+        """Fold the adapters into the weights; after that only the head trains."""
+        merge(self.model).requires_grad_(False)
+        self._trainer = None
+
+    def save(self, directory: str | Path) -> None:
+        """Write what `load` reads: an adapter, or the whole model, and always the head."""
+        stored = StoredHead(self.objective.head, self.info)
+        if any(True for _ in adapted(self.model)):
+            save_adapter(self.model, directory, tokenizer=self.tokenizer, classifier=stored)
+        else:
+            save(self.model, self.tokenizer, directory, classifier=stored)
+
+    def summary(self) -> str:
+        """Model, tokenizer, adapters, head and what trains, for a person."""
+        head, layers = self.objective.head.score, list(adapted(self.model))
+        ranks = sorted({layer.settings.rank for _, layer in layers if isinstance(layer, LoRALinear)})
+        vocabulary = "none" if self.tokenizer is None else f"{len(self.tokenizer):,} tokens"
+        lora = f"{len(layers)} layers, rank {'/'.join(map(str, ranks))}" if layers else "none"
+        kind = "any of them" if self.info.multi_label else "one of them"
+        return "\n".join(
+            [
+                f"model      {self.model.name or 'merged'} on {self.model.device} ({self.precision.reason})",
+                f"tokenizer  {vocabulary}",
+                f"adapters   {lora}",
+                f"head       {head.in_features} -> {head.out_features}, {self.info.pooling} token, {kind}: "
+                + ", ".join(self.info.classes),
+                f"trains     {self.num_trainable_parameters:,} parameters",
+            ]
+        )
+
+    # --- texts as examples
+
+    def _settings(self, examples: Sequence[Example]) -> StepSettings:
+        """Micro-batches as in the run, unless a text is longer than those."""
+        run = self.config.run
+        usual = StepSettings(
+            None, run.batch_tokens, run.micro_batch_tokens, self.config.data.pack
+        ).micro_tokens
+        longest = max(example.length for example in examples)
+        return StepSettings(None, None, max(usual, longest), self.config.data.pack)
+
+    def _logits(self, examples: Sequence[Example]) -> np.ndarray:
+        settings = self._settings(examples)
+        return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
+
+    def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
+        several = isinstance(label, list | tuple | np.ndarray)
+        given = list(label) if several else label
+        return self._judge(Record({"input": text, "labels" if several else "label": given}, "a sample"))
+
+    def _judge(self, record: Record) -> Example:
+        text = record.fields.get("input")
+        if isinstance(text, str) or text is None:
+            record = record if record.shape else checked(record, "classification")
+            text = record.fields["input"]
+        try:
+            return self._read(text, self.labels.values(record.fields), record.origin)
+        except DataError as error:
+            where = "" if error.message.startswith(record.origin) else f"{record.origin}: "
+            raise DataError(f"{where}{error.message}", hint=error.hint) from None
+
+    def _read(self, text: Text, values: tuple[float, ...] = (), origin: str = "a text") -> Example:
+        if isinstance(text, str) and self._encoder is None:
+            raise ConfigError("this model has no tokenizer", hint="give token ids instead of texts")
+        if isinstance(text, str):
+            assert self._encoder is not None
+            whole = Rendering(text, [(0, len(text))], True, False, origin, judged=True)
+            tokens = list(self._encoder.example(whole).tokens[:-1])
+        else:
+            tokens = list(text)
+        if not tokens:
+            raise DataError(f"{origin}: a text without a token cannot be classified")
+        tokens = tokens[: min(self.info.max_length, self.model.max_positions)]
+        ids = np.array([*tokens, tokens[-1]], dtype=np.int64)
+        return Example(ids, np.ones(len(ids), dtype=bool), origin, values)
+
+
+def _records(data: Spec | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
+    if isinstance(data, str) or not (len(data) and isinstance(data[0], Mapping)):
+        return list(open_source(data, split="test", form="classification"))
+    return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]
+
+
+def _config_of(run: Path, target: Path) -> RunConfig:
+    """The config of the run that a classifier is part of, or the least that describes a saved one."""
+    if (run / "config.yaml").is_file() and (target.name == "final" or (target / MANIFEST).is_file()):
+        return load_config(run / "config.yaml")
+    info = read_head(target).info
+    shape = {
+        "classes": info.classes,
+        "multi_label": info.multi_label,
+        "pooling": info.pooling,
+        "bias": info.bias,
+    }
+    whole = not (target / "adapter_config.json").is_file()
+    return make_config(
+        {
+            "model": str(target),
+            "method": {"kind": "full"} if whole else {},
+            "objective": {"kind": "classify", **shape},
+            "data": {"train": "the caller's own", "max_length": max(2, info.max_length)},
+            "optim": {"schedule": "constant"},
+            "run": {"steps": 1, "batch_size": 1},
+        }
+    )

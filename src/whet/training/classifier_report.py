@@ -1,0 +1,191 @@
+"""The end of a run that classifies: its head calibrated and saved, and a report of what it can do."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.adapters.classifier_files import ClassifierInfo, StoredHead, read_head
+from whet.analysis.classification import Report, marked_report, sigmoid, single_report, softmax
+from whet.analysis.confusion import confusion_matrix, confusion_metrics, mark_metrics
+from whet.analysis.probe import LinearProbe
+from whet.config.classify import ClassifyObjective
+from whet.config.sections import RunConfig
+from whet.data.examples import StoredExamples
+from whet.data.strata import label_values
+from whet.errors import ConfigError, StorageError
+from whet.hardware import Precision
+from whet.models.language_model import LanguageModel
+from whet.models.weights import read_json
+from whet.objectives.classify import Classify
+from whet.storage import replace_text
+from whet.training.callbacks import Injector
+from whet.training.classification import fitted_temperature, rows_of
+from whet.training.run_data import RunData
+from whet.training.state import RunResult
+
+log = logging.getLogger("whet")
+
+REPORT = "classification.json"
+PROBE = "probe.json"
+PROBE_EXAMPLES = 10_000  # the most it is fitted on
+
+
+def info_of(section: ClassifyObjective, *, max_length: int) -> ClassifierInfo:
+    """What is stored with the head of a run."""
+    return ClassifierInfo(
+        section.names,
+        multi_label=section.multi_label,
+        pooling=section.pooling,
+        bias=section.bias,
+        max_length=max_length,
+    )
+
+
+def report_on(
+    logits: np.ndarray,
+    labels: np.ndarray,
+    info: ClassifierInfo,
+    examples: Any,  # Any: a sequence of examples
+    tokenizer: Any,  # Any: a transformers tokenizer
+    *,
+    seconds: float,
+) -> Report:
+    """The report on the logits of some examples, which took so long."""
+    tokens = int(sum(example.length for example in examples))
+    speed = {"seconds": seconds, "examples_per_s": len(examples) / seconds, "tokens_per_s": tokens / seconds}
+
+    def show(place: int) -> dict[str, str]:
+        example = examples[place]
+        return {"text": tokenizer.decode(example.tokens[:-1]), "origin": example.origin}
+
+    if info.multi_label:
+        return {**marked_report(sigmoid(logits), labels, info.classes), "throughput": speed}
+    classes = labels[:, 0].astype(np.int64)
+    return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": speed}
+
+
+class ClassificationEnd(Injector):
+    """Calibrates and keeps the head, and writes classification.json, after a run has finished."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: RunData,
+        objective: Classify,
+        *,
+        model: LanguageModel,
+        directory: Path,
+        precision: Precision,
+    ) -> None:
+        assert isinstance(config.objective, ClassifyObjective)
+        self.section = config.objective
+        self.data = data
+        self.objective = objective
+        self.model = model
+        self.directory = directory
+        self.precision = precision
+        self.info = info_of(self.section, max_length=config.data.max_length)
+        self.calibration: dict[str, float] | None = None
+        held = "test" if "test" in data.examples else "valid"
+        self.split = held if held in data.examples else None
+        self.probe = self._probe() if self.section.probe and self.split is not None else None
+
+    def _probe(self) -> dict[str, float] | None:
+        """What a line through the untrained model's features tells; measured once, before the first step."""
+        path = self.directory / PROBE
+        if path.is_file():
+            return read_json(path)
+        try:
+            probe = LinearProbe()
+        except ConfigError as error:
+            log.warning("no linear probe: %s (%s)", error.message, error.hint)
+            return None
+        assert self.split is not None
+        train = self._examples("train")
+        train = train.only(np.arange(len(train))[:: -(-len(train) // PROBE_EXAMPLES)])
+        (x, y), (x_held, y_held) = (
+            (self._rows(examples, self.objective.features), self._labels(examples))
+            for examples in (train, self._examples(self.split))
+        )
+        guessed = probe.fit(x, y).predict(x_held)
+        if self.section.multi_label:
+            found = mark_metrics(y_held.astype(bool), guessed.astype(bool))
+        else:
+            matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
+            found = {name: float(value) for name, value in confusion_metrics(matrix).items()}
+        log.info("linear probe of the untrained model: macro F1 %.3f", found["f1_macro"])
+        replace_text(path, json.dumps(found, indent=2) + "\n")
+        return found
+
+    def _examples(self, split: str) -> StoredExamples:
+        found = self.data.examples[split]
+        assert isinstance(found, StoredExamples)
+        return found
+
+    def _rows(self, examples: StoredExamples, compute: Any) -> np.ndarray:  # Any: the objective's own method
+        return rows_of(compute, self.model, examples, self.data.steps, precision=self.precision)
+
+    def _labels(self, examples: StoredExamples) -> np.ndarray:
+        if self.section.multi_label:
+            return label_values(examples, len(self.info.classes))
+        classes: np.ndarray = label_values(examples, 1)[:, 0].astype(np.int64)
+        return classes
+
+    def stored_head(self) -> StoredHead:
+        """The head as it is kept: calibrated, where the config asks for it."""
+        if self.section.calibrate:
+            self._calibrate()
+        stored = StoredHead(self.objective.head, self.info)
+        if (reason := stored.unexportable(self.model)) is not None:
+            log.info("whet alone can use this head: %s", reason)
+        return stored
+
+    def _calibrate(self) -> None:
+        """Divide the head by the temperature that fits the validation records best."""
+        valid = self._examples("valid")
+        logits, labels = self._rows(valid, self.objective.logits), self._labels(valid)
+        temperature = fitted_temperature(logits, labels, multi_label=self.section.multi_label)
+        with torch.no_grad():
+            for parameter in self.objective.head.parameters():
+                parameter.div_(temperature)
+        log.info("calibrated: temperature %.3f, on %d validation records", temperature, len(valid))
+        self.calibration = {"temperature": temperature}
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Write the report of a finished run, on its test records or else its validation ones."""
+        if result.unfinished or self.split is None:
+            return
+        kept = read_head(self.directory / "final").head.to(self.model.device)
+        self.objective.head.load_state_dict(kept.state_dict())  # a run killed after final/ has another one
+        examples = self._examples(self.split)
+        started = time.perf_counter()
+        logits = self._rows(examples, self.objective.logits)
+        seconds = time.perf_counter() - started
+        columns = len(self.info.classes) if self.section.multi_label else 1
+        try:
+            found = report_on(
+                logits,
+                label_values(examples, columns),
+                self.info,
+                examples,
+                self.data.tokenizer,
+                seconds=seconds,
+            )
+        except ConfigError as error:
+            log.warning("no classification report: %s (%s)", error.message, error.hint)
+            return
+        found |= {"split": self.split, "calibration": self.calibration}
+        if self.probe is not None:
+            found["baselines"]["linear probe"] = self.probe
+        try:
+            replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
+        except StorageError as error:  # final/ is there; whet eval makes the report again
+            log.warning(error.message)
+            return
+        scores = ("accuracy", "balanced_accuracy", "f1_macro", "mcc", "ece")
+        result.summary["classification"] = {name: found[name] for name in scores if name in found}

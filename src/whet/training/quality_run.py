@@ -1,0 +1,236 @@
+"""What a run of the quality task has of its own: its rows, its last files, its summary, and a dry run."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.config.load import to_yaml
+from whet.config.quality import Quality
+from whet.config.sections import RunConfig
+from whet.data.batches import Batch
+from whet.data.plan import StepSettings
+from whet.data.rows import Part, Rows, RowStream, read_rows, row_batches
+from whet.data.sources import Source, open_source
+from whet.errors import ConfigError
+from whet.models.routers import EXPERTS, IN_DIM
+from whet.models.tabular import ARCH, OUT_DIM, PAIRS, QualitySpec, TabularModel, architecture, save_quality
+from whet.models.tkp1 import tkp1_records, write_tkp1
+from whet.models.weights import read_json
+from whet.storage import append_text, new_directory, write_json, write_text
+from whet.training.callbacks import Injector, Metrics
+from whet.training.provenance import provenance
+from whet.training.run_data import SPLITS, EvaluationSplit
+from whet.training.schedules import create_schedule
+from whet.training.state import RunResult
+from whet.training.trainer import Trainer
+
+log = logging.getLogger("whet")
+
+CHECKPOINT = "checkpoint.tkp1"
+DRY = "dry_run"
+
+
+class RowData:
+    """The rows that a config's data section names, in the same form as the texts of other runs."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        data, run = config.data, config.run
+        self.steps = StepSettings(
+            run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
+        )
+        self.sources: dict[Part, Source] = {
+            split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record)
+            for split in SPLITS
+            if (spec := getattr(data, split)) is not None
+        }
+        self.rows: dict[Part, Rows] = {}
+        self.examples: dict[str, Any] = {}  # Any: none; an objective on texts has some
+
+    def prepare(self) -> None:
+        """Read every source; one that is named for several splits is divided between them."""
+        data = self.config.data
+        for split, source in self.sources.items():
+            rows = read_rows(source, inputs=IN_DIM, outputs=OUT_DIM)
+            sharing = [other for other in SPLITS if getattr(data, other) == getattr(data, split)]
+            if len(sharing) > 1:
+                rows = rows.only(split, among=sharing)
+            self.rows[split] = rows
+            log.info("%s: %s: %d rows", split, source.name, len(rows))
+            if source.skipped.count:
+                log.warning("%s: %s", split, source.skipped.summary())
+
+    def check(self, _: TabularModel) -> None:
+        """Widths are checked as rows are read."""
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each source's content."""
+        return {split: source.digest() for split, source in self.sources.items()}
+
+    def describe_steps(self) -> str:
+        """How large a step is, for a person."""
+        return f"{self.steps.batch_size or self.steps.batch_tokens} rows"
+
+    def stream(self) -> RowStream:
+        """The training steps."""
+        return RowStream(self.rows["train"], self.steps, seed=self.config.run.seed)
+
+    def split(self, name: Part, _: TabularModel) -> EvaluationSplit | None:
+        """The batches of valid or test."""
+        if name not in self.rows:
+            return None
+        batches: list[Batch] = list(row_batches(self.rows[name], range(len(self.rows[name])), self.steps))
+        limit = self.config.eval.batches if name == "valid" else None
+        return EvaluationSplit(batches[:limit], [])
+
+
+class Gluing(Injector):
+    """For each pair of experts, how far they disagree on the rows they share; none is shared: not there."""
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """Of a training step."""
+        glue(metrics)
+
+    def on_eval_end(self, step: int, metrics: Metrics) -> None:
+        """Of an evaluation."""
+        glue(metrics, prefix="eval_")
+
+
+def glue(metrics: Metrics, *, prefix: str = "") -> None:
+    """Turn sums over all rows into means over the shared ones."""
+    apart = metrics.pop(f"{prefix}pair_disagreement", None)
+    if apart is not None:
+        shares = metrics[f"{prefix}pair_share"]
+        metrics[f"{prefix}gluing_residual"] = {
+            f"{a}-{b}": total / share
+            for (a, b), total, share in zip(PAIRS, apart, shares, strict=True)
+            if share
+        }
+
+
+class QualitySummary(Injector):
+    """What the last line of a run says of it."""
+
+    def __init__(self, spec: QualitySpec, directory: Path) -> None:
+        self.spec = spec
+        self.directory = directory
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Add it to the summary."""
+        if not result.unfinished:
+            entropy = result.metrics.get("router_entropy_mean", math.nan)
+            result.summary["quality"] = summary_fields(
+                self.spec,
+                self.directory,
+                loss=result.metrics["loss"],
+                steps=result.steps,
+                seconds=result.summary["seconds"],
+                entropy=entropy,
+            )
+
+
+def summary_fields(
+    spec: QualitySpec, directory: Path, *, loss: float, steps: int, seconds: float, entropy: float
+) -> dict[str, Any]:  # Any: numbers and texts
+    """Size, cost and result of a run, and where it is."""
+    return {
+        "model_size": spec.size,
+        "arm": spec.arm,
+        "total_params": spec.parameter_count(),
+        "final_loss": loss,
+        "steps_run": steps,
+        "time_elapsed_sec": seconds,
+        "throughput_steps_per_sec": steps / seconds if seconds else math.nan,
+        "last_router_entropy": entropy,
+        "checkpoint": str(directory / "final" / CHECKPOINT),
+        "arch": str(directory / ARCH),
+        "fingerprint": spec.fingerprint(),
+    }
+
+
+_DECIMALS = {
+    "final_loss": 6,
+    "time_elapsed_sec": 3,
+    "throughput_steps_per_sec": 2,
+    "last_router_entropy": 4,
+}
+
+
+def summary_line(fields: Mapping[str, Any]) -> str:  # Any: as above
+    """SUMMARY: and what `summary_fields` gives, as key=value."""
+    shown = {
+        name: f"{value:.{_DECIMALS[name]}f}" if name in _DECIMALS else value for name, value in fields.items()
+    }
+    return "SUMMARY: " + " ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def write_final(trainer: Trainer, directory: Path) -> None:
+    """`final/`: the model to use, and the checkpoint that the task's other tools read."""
+    model, run = trainer.model, trainer.config.run
+    assert isinstance(model, TabularModel)
+    steps = trainer.total_steps
+    with new_directory(directory / "final") as staging:
+        save_quality(model, staging)
+        write_tkp1(
+            staging / CHECKPOINT,
+            step=steps,
+            config={"size": model.spec.size, "seed": run.seed, "steps": steps},
+            count=model.spec.tensor_count(),
+            records=tkp1_records(model, trainer.optimizer.state.__getitem__, step=trainer.state.step),
+        )
+
+
+def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summary line
+    """Go through a run with no model: its rows are read and planned, and all its files are written.
+
+    It lands beside the run, in NAME-dry-run, and may replace an earlier dry run.
+    """
+    assert isinstance(config.model, Quality)
+    spec = QualitySpec.from_config(config.model)
+    directory = Path(config.run.dir) / f"{config.run.name}-dry-run"
+    earlier = directory.is_dir() and _is_dry(directory)
+    if directory.exists() and not earlier:
+        raise ConfigError(f"{directory} exists already, and is no dry run", hint="choose another run.name")
+    data = RowData(config)
+    data.prepare()
+    stream = data.stream()
+    run, optim = config.run, config.optim
+    steps = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
+    rate = create_schedule(optim, steps)
+    rows = [_dry_row(step, rate(step), spec) for step in range(1, steps + 1)]
+    marked = {
+        "size": spec.size,
+        "seed": run.seed,
+        "steps": steps,
+        DRY: True,
+        "optimizer": optim.name,
+        "momentum": optim.momentum,
+    }
+    fields = summary_fields(spec, directory, loss=1 / steps, steps=steps, seconds=0.0, entropy=math.nan)
+    with new_directory(directory.resolve(), replace=earlier) as staging:
+        write_text(staging / "config.yaml", to_yaml(config))
+        write_json(staging / ARCH, architecture(spec))
+        write_json(staging / "provenance.json", {DRY: True, **provenance(data.digests(), "none: a dry run")})
+        summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
+        summary["summary"]["throughput_steps_per_sec"] = "nan"
+        append_text(staging / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+        write_text(staging / "log.txt", f"a dry run: {steps} steps, no model\n")
+        (staging / "final").mkdir()
+        write_json(staging / "final" / ARCH, architecture(spec))
+        write_tkp1(staging / "final" / CHECKPOINT, step=steps, config=marked, count=0, records=())
+    return fields
+
+
+def _is_dry(directory: Path) -> bool:
+    path = directory / "provenance.json"
+    return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY) is True)
+
+
+def _dry_row(step: int, lr: float, spec: QualitySpec) -> Metrics:
+    """A row of a run that did not happen: a loss that falls as 1 / step, and rows spread evenly."""
+    routed = {"router_entropy_mean": math.log(EXPERTS), "per_expert_share": [1 / EXPERTS] * EXPERTS}
+    row: Metrics = {"step": step, "loss": 1 / step, "grad_norm": 1 / step, "lr": lr, DRY: True}
+    return row if spec.arm == "dense" else row | routed

@@ -1,0 +1,121 @@
+"""Teachers: loaded and checked for a student, or what they said before, found again."""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.adapters.load import base_of, load, usable_directory
+from whet.config.objectives import DistillObjective
+from whet.data.examples import StoredExamples, StoredPairs
+from whet.data.teachings import Teaching, open_teaching
+from whet.errors import DataError, ModelError
+from whet.models.language_model import LanguageModel
+from whet.storage import sha256_of
+
+log = logging.getLogger("whet")
+Examples = Mapping[str, StoredExamples | StoredPairs]
+
+
+def load_teacher(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    student: str,
+    vocab_size: int | None,
+    tokenizer: Any,  # Any: a transformers tokenizer, as below
+) -> LanguageModel:
+    """A teacher whose opinions are about the student's own token ids."""
+    teacher, theirs = load(name, dtype=dtype, device=device)
+    if vocab_size is not None:
+        _same_size(name, teacher.vocab_size, student, vocab_size)
+    known, ours = (each.get_vocab() for each in (theirs, tokenizer)) if theirs else ({}, {})
+    differ = [token for token in {**known, **ours} if known.get(token) != ours.get(token)]
+    if differ:
+        shown = ", ".join(f"{t!r} ({known.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3])
+        raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
+    return teacher
+
+
+def _same_size(name: str, theirs: int, student: str, ours: int) -> None:
+    if theirs != ours:
+        raise ModelError(
+            f"{name} has a vocabulary of {theirs}, and {student} of {ours}: "
+            "a teacher's tokens must be the student's"
+        )
+
+
+def find_teachings(
+    examples: Examples, section: DistillObjective, *, student: str, vocab_size: int
+) -> dict[str, list[Teaching]]:
+    """What `whet teach` wrote for each split, by teacher; one error where it is missing or no longer true."""
+    return {
+        split: [
+            _teaching(name, split, plain(found), section, student=student, vocab_size=vocab_size)
+            for name, _ in section.teachers
+        ]
+        for split, found in examples.items()
+    }
+
+
+def _teaching(
+    name: str,
+    split: str,
+    examples: StoredExamples,
+    section: DistillObjective,
+    *,
+    student: str,
+    vocab_size: int,
+) -> Teaching:
+    found = open_teaching(teaching_path(name, examples, section), examples.supervised_counts())
+    if found is None:
+        raise DataError(
+            f"what {name} says of the {split} records is not in the store (or of other ones: their tokens, "
+            "data.max_length and offline.top_k all count)",
+            hint="write it with: whet teach CONFIG",
+        )
+    _same_size(name, found.facts["vocab_size"], student, vocab_size)
+    now = weights_mark(name)
+    if now is not None and now != found.facts["weights"]:
+        raise DataError(
+            f"{name} has other weights than when it was asked about the {split} records",
+            hint="ask it again with: whet teach CONFIG",
+        )
+    log.info("%s: what %s says, from the store", split, name)
+    return found
+
+
+def teaching_path(name: str, examples: StoredExamples, section: DistillObjective) -> Path:
+    """Beside the tokens, by teacher and by what was cut out of the store."""
+    assert section.offline is not None
+    key = hashlib.sha256(f"{name} {section.offline.top_k} ".encode())
+    key.update(np.stack((examples.starts, examples.stops)).tobytes())
+    return examples.store.directory / f"teacher-{key.hexdigest()[:32]}.bin"
+
+
+def weights_mark(name: str) -> str | None:
+    """What tells a teacher's weights on this machine from others; None for one known by name only."""
+    try:
+        target = usable_directory(name)
+    except ModelError:  # a run that has not finished
+        return None
+    path = Path(target)
+    if path.is_file():
+        return sha256_of(path)
+    if not path.is_dir():
+        return None
+    base = base_of(path)
+    files = sorted(path.glob("*.safetensors"))
+    marks = [*(sha256_of(file) for file in files), *([str(weights_mark(base))] if base else [])]
+    return hashlib.sha256(" ".join(marks).encode()).hexdigest()
+
+
+def plain(examples: StoredExamples | StoredPairs) -> StoredExamples:
+    """Distillation learns from examples one by one."""
+    assert isinstance(examples, StoredExamples)  # pairs are for preferences
+    return examples

@@ -1,0 +1,195 @@
+"""whet classify, eval, export and advise, on a small run that classifies."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import whet
+from tiny import run_config
+from whet.config.load import load_config, make_config
+from whet.training.advise import advise
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHELL = ["safe", "needs quoting", "non-deterministic", "not idempotent", "unsafe"]
+
+
+def settings(tiny_directory, directory, **sections):
+    objective = {"kind": "classify", "classes": SHELL, "probe": False, **sections.pop("objective", {})}
+    data = {"train": "synth:shell-safety:60", "valid": "synth:shell-safety-valid:30", "max_length": 200}
+    data |= sections.pop("data", {})
+    return run_config(tiny_directory, directory, objective=objective, data=data, **sections)
+
+
+@pytest.fixture(scope="module")
+def run(tiny_directory, tmp_path_factory):
+    return whet.train(settings(tiny_directory, tmp_path_factory.mktemp("cli"))).directory
+
+
+def test_train_shows_a_table_and_draws(cli, tiny_directory, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(settings(tiny_directory, tmp_path, objective={"probe": True}))
+    )
+    code, out, err = cli("train", tmp_path / "config.yaml")
+    assert code == 0, err
+    directory = tmp_path / "runs" / "test"
+    for said in ("f1 macro", "linear probe", "majority", "needs quoting", f"whet classify {directory}"):
+        assert said in out
+    assert (directory / "classification.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{json.loads((directory / 'classification.json').read_text())['f1_macro']:.3f}" in out
+
+
+def test_texts_are_classified(cli, run):
+    code, out, _ = cli("classify", run, "rm -rf /", "ls")
+    assert code == 0
+    first, second = out.splitlines()
+    assert first.split("  (")[0] in SHELL
+    assert "%" in second
+    code, out, _ = cli("classify", run, "ls -l", "--json")
+    found = json.loads(out)
+    assert found["text"] == "ls -l"
+    expected = whet.Classifier.load(run).predict_proba(["ls -l"])[0]
+    np.testing.assert_allclose([found["probabilities"][name] for name in SHELL], expected)
+    assert found["label"] == SHELL[int(expected.argmax())]
+
+
+def test_records_are_reported_on_by_classify_and_by_eval(cli, run):
+    kept = json.loads((run / "classification.json").read_text())
+    for command in ("classify", "eval"):
+        code, out, _ = cli(command, run, "--data", "synth:shell-safety-valid:30", "--json")
+        assert code == 0
+        assert json.loads(out)["log_loss"] == kept["log_loss"]
+        code, out, _ = cli(command, run, "--data", "synth:shell-safety-valid:30")
+        assert "precision" in out
+
+
+def test_mistakes_get_one_message(cli, run, tiny_directory):
+    for arguments, said in (
+        (("classify", run), "give either texts or --data"),
+        (("classify", tiny_directory, "x"), "is not a classifier"),
+        (("classify", run, ""), "a text without a token cannot be classified"),
+        (("chat", run), "is a classifier, not a language model"),
+        (("eval", run, "--data", "synth:house:3"), "synth:house:3#1: .*needs"),
+        (("export", run, "--to", "gguf"), "a classifier cannot be written for gguf"),
+    ):
+        code, _, err = cli(*arguments)
+        assert code == 2
+        assert re.search(said, err), err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("to", ["peft", "hf"])
+def test_exports_are_opened_by_the_libraries_they_are_for(cli, run, tmp_path, to):
+    code, out, err = cli("export", run, "--to", to, "--out", tmp_path / to, "--check")
+    assert code == 0, err + out
+    assert "checked: " in out
+    again = whet.Classifier.load(tmp_path / to, device="cpu", precision="fp32")
+    expected = whet.Classifier.load(run).predict_proba(["ls -l"])
+    np.testing.assert_allclose(again.predict_proba(["ls -l"]), expected, atol=1e-5)
+
+
+def test_an_export_that_would_lie_is_refused(cli, tiny_directory, tmp_path):
+    for name, objective, reason in (
+        ("mean", {"pooling": "mean"}, "pools the mean"),
+        ("bias", {"bias": True}, "has a bias"),
+    ):
+        result = whet.train(settings(tiny_directory, tmp_path, objective=objective, run={"name": name}))
+        code, _, err = cli("export", result.directory, "--to", "hf", "--out", tmp_path / "out")
+        assert code == 2
+        assert reason in err
+        assert "whet.Classifier.load reads it" in err
+
+
+def test_data_and_a_dry_run_show_classes_as_any_other_data(cli, tiny_directory, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tiny_directory, tmp_path)))
+    for arguments in (("data",), ("train", "--dry-run")):
+        code, out, err = cli(*arguments[:1], tmp_path / "config.yaml", *arguments[1:])
+        assert code == 0, out + err
+        assert "warning" not in out
+        assert "is learned in 0 of" not in out
+
+
+@pytest.mark.parametrize("name", ["classify-shell", "classify-shell-faults"])
+def test_the_examples_run(name, tiny_directory, tmp_path):
+    """On a tiny model and fewer records, two steps each; everything else as it stands there."""
+    config = load_config(EXAMPLES / f"{name}.yaml").model_dump(mode="json", by_alias=True)
+    source = config["data"]["train"].rpartition(":")[0]
+    config["data"] |= {"train": f"{source}:60", "valid": f"{source}-valid:30", "max_length": 256}
+    config["model"] = str(tiny_directory)
+    config["run"] |= {"dir": str(tmp_path), "steps": 2, "epochs": None, "device": "cpu", "precision": "fp32"}
+    result = whet.train(config)
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert "linear probe" in report["baselines"]
+    assert report["examples"] == 30
+    assert isinstance(whet.Classifier.load(result.directory).predict(["rm -rf /"])[0], str | list)
+
+
+def advices(tiny_directory, tmp_path, **sections):
+    config = make_config(settings(tiny_directory, tmp_path, **sections))
+    return {advice.key: advice for advice in advise(config)}
+
+
+def test_sensible_settings_are_left_alone(cli, tiny_directory, tmp_path):
+    sections = {
+        "method": {"rank": 8, "alpha": 16},
+        "optim": {"lr": 1e-3, "warmup": 2},
+        "run": {"epochs": 3, "steps": None, "batch_size": 16},
+        "data": {"max_length": 256},
+    }
+    found = advices(tiny_directory, tmp_path, **sections)
+    assert {advice.severity for advice in found.values()} == {"info"}
+    assert {
+        "optim.lr",
+        "run.batch_size",
+        "method.alpha",
+        "data.max_length",
+        "optim.clip",
+        "run.epochs",
+    } <= found.keys()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tiny_directory, tmp_path, **sections)))
+    code, out, _ = cli("advise", tmp_path / "config.yaml", "optim.clip=null")
+    assert code == 0
+    assert out.startswith("warn   optim.clip: gradients are not clipped")
+    assert "1.0" in out.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "severity", "recommendation"),
+    [
+        ({"optim": {"lr": 0.5}}, "optim.lr", "error", "0.002"),
+        ({"optim": {"lr": 5e-3}}, "optim.lr", "warn", "0.002"),
+        ({"optim": {"lr": 1e-6}}, "optim.lr", "warn", "0.0005"),
+        ({"method": {"kind": "full"}, "optim": {"lr": 1e-3}}, "optim.lr", "warn", "0.0003"),
+        ({"run": {"batch_size": 2}}, "run.batch_size", "warn", "16"),
+        ({"run": {"batch_size": 100}}, "run.batch_size", "error", "16"),
+        ({"method": {"rank": 8, "alpha": 8}}, "method.alpha", "warn", "method.alpha=16"),
+        ({"data": {"max_length": 40}}, "data.max_length", "error", "256"),
+        ({"data": {"max_length": 2048, "pack": False}}, "data.max_length", "warn", "256"),
+        ({"optim": {"clip": None}}, "optim.clip", "warn", "1.0"),
+        ({"optim": {"warmup": 50}}, "optim.warmup", "error", "0"),
+        ({"run": {"epochs": 1, "steps": None, "batch_size": 16}}, "run.epochs", "warn", "2 epochs"),
+        ({"objective": {"classes": [*SHELL, "other"]}}, "data.train", "error", "drop the class"),
+    ],
+)
+def test_settings_that_look_wrong_are_named_with_a_better_one(
+    tiny_directory, tmp_path, sections, key, severity, recommendation
+):
+    found = advices(tiny_directory, tmp_path, **sections)[key]
+    assert found.severity == severity
+    assert recommendation in found.recommendation
+
+
+def test_advice_is_for_other_objectives_too(tiny_directory, tmp_path):
+    config = make_config(run_config(tiny_directory, tmp_path))
+    keys = {advice.key for advice in advise(config)}
+    assert keys == {
+        "optim.lr",
+        "run.batch_size",
+        "method.alpha",
+        "data.max_length",
+        "optim.clip",
+        "optim.warmup",
+    }

@@ -1,0 +1,94 @@
+"""whet diagnose: its table, its JSON, its exit codes."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from tiny import run_config
+from whet.models import tabular
+
+
+@pytest.fixture
+def quality(tmp_path):
+    path = tmp_path / "quality.yaml"
+    path.write_text(
+        yaml.safe_dump({"model": {"quality": "nano"}, "run": {"batch_size": 16, "device": "cpu"}})
+    )
+    return path
+
+
+def test_a_healthy_model_is_fine_and_strict_agrees(cli, quality):
+    code, out, err = cli("diagnose", quality, "--strict")
+    assert code == 0, err
+    assert "verdict: fine" in out
+    assert "experts by row:" in out
+    assert "divergent rows 0/16" in out
+    code, out, err = cli("diagnose", quality, "--json")
+    found = json.loads(out)
+    assert (found["verdict"], found["reference"], found["batch"]) == ("fine", "fp64", 16)
+    assert [path["name"] for path in found["paths"]] == ["fp32", "bf16", "fp16", "sim-bf16", "sim-fp16"]
+    assert len(found["paths"][0]["parameters"]) == 58
+    assert set(found["paths"][0]["parameters"][0]) == {
+        "name", "verdict", "norm", "reference_norm", "ratio", "abs_diff", "rel_diff", "cosine",
+    }  # fmt: skip
+    assert len(found["routing"]) == 16
+
+
+def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch):
+    original = tabular.new_quality_model
+
+    def overflowing(spec, *, seed):
+        model = original(spec, seed=seed)
+        with torch.no_grad():
+            model.experts[1][0].weight.mul_(1e6)
+        return model
+
+    monkeypatch.setattr("whet.training.run.new_quality_model", overflowing)
+    code, out, _ = cli("diagnose", quality)
+    assert code == 0
+    assert "verdict: major" in out
+    assert "experts.1.3.weight" in out.split("sim-fp16: major")[1]
+    code, _, _ = cli("diagnose", quality, "--strict")
+    assert code == 4
+    code, out, _ = cli("diagnose", quality, "--json")
+    assert json.loads(out)["paths"][-1]["worst_ratio"] == "inf"
+
+
+def test_a_divergent_row_is_marked(cli, quality, monkeypatch):
+    original = tabular.new_quality_model
+
+    def tied(spec, *, seed):
+        model = original(spec, seed=seed)
+        with torch.no_grad():
+            model.router.bias.copy_(torch.tensor([-5.0, 0.0, 0.0, 5.0]))
+            model.router.weight[2] = model.router.weight[1] + 1e-4 * torch.randn(96)
+        return model
+
+    monkeypatch.setattr("whet.training.run.new_quality_model", tied)
+    _, out, _ = cli("diagnose", quality, "run.batch_size=128")
+    assert "[ROUTING DIVERGENT]" in out
+    assert "... and 108 more" in out
+
+
+@pytest.mark.parametrize("objective", [{"kind": "sft"}, {"kind": "orpo"}])
+def test_language_models_and_other_objectives(cli, objective, tiny_directory, tmp_path):
+    data = {"train": "synth:house-pairs:8", "valid": None} if objective["kind"] == "orpo" else {}
+    config = run_config(tiny_directory, tmp_path, objective=objective, data=data)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    code, out, err = cli("diagnose", tmp_path / "run.yaml", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["reference"] == "fp64"
+    assert found["routing"] == []
+    assert any("lora_A" in row["name"] for row in found["paths"][0]["parameters"])
+    assert found["paths"][0]["verdict"] == "fine"
+    assert not (tmp_path / "runs").exists()  # it writes nothing
+
+
+def test_four_bits_are_refused(cli, tiny_directory, tmp_path):
+    config = run_config(tiny_directory, tmp_path, method={"kind": "qlora"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    code, _, err = cli("diagnose", tmp_path / "run.yaml")
+    assert (code, "set method.kind to lora" in err) == (2, True)

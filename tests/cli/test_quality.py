@@ -1,0 +1,157 @@
+"""The commands of the quality task."""
+
+import json
+
+import pytest
+import yaml
+
+from whet.reporting.progress import RunProgress
+from whet.training.callbacks import StopRun
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "quality.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"quality": "nano"},
+                "data": {"train": "synth:quality:64", "valid": "synth:quality-valid:32"},
+                "run": {
+                    "name": "q",
+                    "dir": str(tmp_path / "runs"),
+                    "steps": 3,
+                    "batch_size": 32,
+                    "device": "cpu",
+                },
+            }
+        )
+    )
+    return path
+
+
+FIELDS = ["model_size", "total_params", "final_loss", "steps_run", "time_elapsed_sec", "throughput_steps_per_sec",
+          "last_router_entropy", "checkpoint", "arch", "fingerprint"]  # fmt: skip
+
+
+def fields_of(out):
+    [line] = [line for line in out.splitlines() if line.startswith("SUMMARY: ")]
+    return dict(part.split("=", 1) for part in line.removeprefix("SUMMARY: ").split(" "))
+
+
+def test_a_run_ends_with_its_summary_line(cli, config):
+    code, out, err = cli("train", config)
+    assert code == 0, err
+    found = fields_of(out)
+    assert set(FIELDS) <= set(found)
+    assert (found["model_size"], found["total_params"], found["steps_run"]) == ("nano", "195540", "3")
+    assert len(found["final_loss"].split(".")[1]) == 6
+    assert len(found["last_router_entropy"].split(".")[1]) == 4
+    assert "whet chat" not in out
+
+
+def test_a_dry_run_says_and_writes_the_same_without_a_model(cli, config, tmp_path):
+    code, out, err = cli("train", config, "model.quality=tiny", "--dry-run")
+    assert code == 0, err
+    found = fields_of(out)
+    assert (found["total_params"], found["last_router_entropy"]) == ("84984276", "nan")
+    assert (tmp_path / "runs" / "q-dry-run" / "final" / "checkpoint.tkp1").is_file()
+
+
+@pytest.mark.parametrize("size", ["nano", "tiny", "medium", "full"])
+@pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
+def test_plan_shows_every_size_without_allocating_it(cli, config, size, arm, monkeypatch):
+    monkeypatch.setattr("torch.nn.Linear.__init__", lambda *_, **__: pytest.fail("a layer was built"))
+    code, out, err = cli("plan", config, f"model.quality={size}", f"model.arm={arm}", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["bytes"]["total"] > 16 * found["param_count"]
+    assert found["architecture"]["size"] == size
+    assert len(found["fingerprint"]) == 64
+    code, out, err = cli("plan", config, f"model.quality={size}")
+    assert "parameters" in out
+
+
+def test_plan_of_a_language_model_is_not_there_yet(cli, config):
+    code, out, err = cli("plan", config, "model=some-model", "method.kind=lora", "objective.kind=sft")
+    assert code == 2
+    assert "only the models of the quality task" in err
+
+
+def test_ledgers_are_made_and_checked(cli, tmp_path):
+    code, out, err = cli("ledger", "create", tmp_path / "l", "--rows", 40)
+    assert (code, "36 joined" in out) == (0, True), err
+    code, out, err = cli("ledger", "check", tmp_path / "l")
+    assert (code, "40 decisions" in out) == (0, True)
+    code, out, err = cli("ledger", "create", tmp_path / "l")
+    assert (code, "exists already" in err) == (2, True)
+    (tmp_path / "l" / "quality_outcomes.db").write_bytes(b"broken" * 1000)
+    code, out, err = cli("ledger", "check", tmp_path / "l")
+    assert code == 2
+    assert err.count("error:") == 1
+    assert "quality_outcomes.db cannot be read as a ledger" in err
+
+
+def test_an_ablation_runs_every_arm_and_is_not_done_twice(cli, config, tmp_path):
+    command = ("ablate", config, "run.steps=2", "--seeds", 2)
+    code, out, err = cli(*command)
+    assert code == 0, err
+    assert out.count("cannot be told apart") + out.count("is better than") == 3
+    stored = json.loads((tmp_path / "runs" / "q" / "ablation.json").read_text())
+    assert list(stored["arms"]) == ["softmax", "sheaf-padic", "dense"]
+    assert [run["reused"] for run in stored["runs"]] == [False] * 6
+    data = set()
+    for run in stored["runs"]:
+        directory = tmp_path / "runs" / "q" / f"{run['arm']}-seed-{run['seed']}"
+        data.add(json.dumps(json.loads((directory / "provenance.json").read_text())["data_sha256"]))
+        state = json.loads((directory / "checkpoints" / "step-000002" / "state.json").read_text())
+        data.add(f"{run['seed']} {state['data']}")
+    assert len(data) == 1 + 2  # the same rows for all, the same order for all arms of a seed
+    assert len({run["value"] for run in stored["runs"]}) == 6
+    code, again, err = cli(*command)
+    assert code == 0, err
+    assert again.split("written")[0] == out.split("written")[0]
+    stored = json.loads((tmp_path / "runs" / "q" / "ablation.json").read_text())
+    assert [run["reused"] for run in stored["runs"]] == [True] * 6
+    code, _, err = cli(*command, "optim.lr=0.5")
+    assert code == 2
+    assert "optim.lr: 0.01 became 0.5" in err
+
+
+def test_an_interrupted_ablation_goes_on(cli, config, tmp_path, monkeypatch):
+    command = ("ablate", config, "run.steps=2", "checkpoint.every=1", "--seeds", 2, "--arms", "softmax,dense")
+    steps = []
+
+    class StopOnce(RunProgress):
+        def on_step_end(self, step, metrics):
+            steps.append(step)
+            return StopRun("interrupted", unfinished=True) if len(steps) == 3 else None
+
+    monkeypatch.setattr("whet.reporting.progress.RunProgress", StopOnce)
+    code, out, err = cli(*command)
+    assert (code, "the same command goes on" in err) == (3, True)
+    code, out, err = cli(*command)
+    assert code == 0, err
+    assert len(steps) == 8  # no step was taken twice
+    stored = json.loads((tmp_path / "runs" / "q" / "ablation.json").read_text())
+    assert [run["reused"] for run in stored["runs"]] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", "softmax,sparse"], "unknown arm 'sparse'"),
+        (["--arms", "softmax"], "one arm is no comparison"),
+        (["data.valid=null"], "it needs data.valid"),
+    ],
+)
+def test_an_ablation_that_cannot_be_is_refused(cli, config, arguments, message):
+    code, _, err = cli("ablate", config, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_whet_data_says_that_there_is_no_text(cli, config):
+    code, _, err = cli("data", config)
+    assert code == 2
+    assert "needs a language model" in err

@@ -1,0 +1,24 @@
+"""`whet teach`: a teacher is asked once, and the run after it needs none."""
+
+import shutil
+
+import yaml
+
+from tiny import run_config, write_tiny_model
+
+
+def test_the_command_says_how_to_go_on(cli, tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))
+    write_tiny_model(tmp_path / "teacher", hidden_size=48)
+    objective = {"kind": "distill", "teacher": str(tmp_path / "teacher"), "offline": {"top_k": 4}}
+    path = tmp_path / "distill.yaml"
+    path.write_text(yaml.safe_dump(run_config(tiny_directory, tmp_path, objective=objective)))
+    code, _, err = cli("train", path)
+    assert code == 2
+    assert "write it with: whet teach CONFIG" in err
+    code, out, err = cli("teach", path, "data.valid=null")
+    assert code == 0
+    assert f"train with: whet train {path} data.valid=null" in out
+    assert "the 4 likeliest" in err
+    shutil.rmtree(tmp_path / "teacher")
+    assert cli("train", path, "data.valid=null")[0] == 0

@@ -1,0 +1,106 @@
+"""Labels of records: names, numbers and marks, and one message for what is none of them."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.data.labels import Labels
+from whet.data.shell_safety import CLASSES, FAULTS, shell_faults, shell_safety
+from whet.data.strata import held_out, oversampled
+from whet.data.synthetic import generate
+from whet.errors import DataError
+
+ONE = Labels(["a", "b", "c"])
+MANY = Labels(["a", "b", "c"], multi_label=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "expected"),
+    [
+        (ONE, {"label": "b"}, (1.0,)),
+        (ONE, {"label": 2}, (2.0,)),
+        (MANY, {"labels": ["a", "c"]}, (1.0, 0.0, 1.0)),
+        (MANY, {"labels": [0, 1, 1]}, (0.0, 1.0, 1.0)),  # as many as there are classes: marks
+        (MANY, {"labels": [0, 2]}, (1.0, 0.0, 1.0)),  # else numbers of classes
+        (MANY, {"labels": [1]}, (0.0, 1.0, 0.0)),
+        (MANY, {"labels": []}, (0.0, 0.0, 0.0)),
+        (MANY, {"label": "b"}, (0.0, 1.0, 0.0)),
+    ],
+)
+def test_what_labels_mean(labels, fields, expected):
+    assert labels.values(fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "message"),
+    [
+        (ONE, {"label": 3}, "label 3 is out of range: there are 3 classes, 0 to 2"),
+        (ONE, {"label": "d"}, "label 'd' is none of objective.classes"),
+        (ONE, {"labels": ["a"]}, "one class is asked for"),
+        (MANY, {"labels": [0, 3]}, "label 3 is out of range"),
+        (MANY, {"labels": ["a", "cc"]}, "did you mean 'c'|label 'cc' is none"),
+    ],
+)
+def test_labels_that_are_none(labels, fields, message):
+    with pytest.raises(DataError, match=message):
+        labels.values(fields)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=80),
+    st.sampled_from([0.1, 0.2, 0.5]),
+    st.integers(0, 5),
+)
+def test_held_out_texts_are_disjoint_and_of_each_class_alike(drawn, share, seed):
+    hashes = [str(text) for text, _ in drawn]
+    label_of = {}
+    for text, label in drawn:
+        label_of.setdefault(str(text), label)
+    labels = np.array([[label] for _, label in drawn])
+    chosen = held_out(hashes, labels, share=share, seed=seed)
+    valid = {h for h, c in zip(hashes, chosen, strict=True) if c}
+    train = {h for h, c in zip(hashes, chosen, strict=True) if not c}
+    assert not valid & train
+    for label, count in Counter(label_of.values()).items():
+        if count > 1:
+            held = sum(label_of[text] == label for text in valid)
+            assert 1 <= held <= count - 1
+            assert abs(held - share * count) <= 1
+    again = held_out(hashes, labels, share=share, seed=seed)
+    assert np.array_equal(chosen, again)
+
+
+def test_oversampling_repeats_rare_classes_and_loses_nobody():
+    classes = np.array([0] * 10 + [1] * 3 + [2] * 4)
+    places = oversampled(classes, seed=0)
+    assert np.bincount(classes[places]).tolist() == [10, 10, 10]
+    assert set(places.tolist()) == set(range(17))
+    assert np.array_equal(places, oversampled(classes, seed=0))
+    counts = np.bincount(places)
+    assert all(counts[classes == c].max() - counts[classes == c].min() <= 1 for c in range(3))
+
+
+def test_shell_commands_are_imbalanced_different_and_of_other_templates_in_validation():
+    train, valid = shell_safety("train", 3000), shell_safety("valid", 600)
+    counts = Counter(record["label"] for record in train)
+    assert set(counts) == set(CLASSES)
+    assert 7 < counts["safe"] / counts["unsafe"] < 14
+    assert len({record["input"] for record in train}) == 3000
+    assert not {record["input"] for record in train} & {record["input"] for record in valid}
+    assert shell_safety("train", 100) == train[:100]
+    text = json.dumps([train, valid])
+    assert "@" not in text.replace("@dns", "").replace("-d @", "")  # every place of a template was filled
+
+
+def test_shell_faults_may_be_several():
+    sizes = Counter(len(record["labels"]) for record in shell_faults("train", 500))
+    assert set(sizes) == {0, 1, 2, 3}
+    assert all(set(record["labels"]) <= set(FAULTS) for record in shell_faults("valid", 50))
+    assert len(generate("synth:shell-faults-valid:20")) == 20
+    with pytest.raises(DataError, match="there are only"):
+        shell_safety("train", 10**6)

@@ -1,0 +1,107 @@
+"""Stop strings end an answer before themselves, whatever the tokens; streaming shows nothing it must take back."""
+
+import pytest
+
+import whet
+from whet.errors import ConfigError
+from whet.generation.engine import complete
+from whet.generation.selection import best_of_n, majority_vote, sample_answers
+from whet.generation.stops import TextStream, cut, stop_watch
+from whet.generation.text import encode_prompt
+
+
+def stream_of(tokenizer, text, stops):
+    """Feed the bytes of a text to a stream, one by one: the pieces shown, the answer, the tokens it took."""
+    pieces, tokens = [], []
+    stream = TextStream(tokenizer, stops, pieces.append)
+    for token in tokenizer(text)["input_ids"]:
+        tokens.append(token)
+        if not stream.watch(0, tokens):
+            break
+    return pieces, stream.finish(tokens), len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["four"], "one two three"),
+        ("one two three", ["three", "o t"], "one tw"),  # the first to appear, not the first listed
+        ("aab aac", ["aac"], "aab "),  # a start that turned out to be none is shown after all
+        ("ends with a star*", ["**"], "ends with a star*"),
+        ("naïve 東京 stop", ["京"], "naïve 東"),
+        ("x\n\nUser: hi", ["\nUser:", "\n\nUser"], "x"),
+    ],
+)
+def test_a_stream_is_cut_before_a_stop_string_and_never_shows_a_part_of_one(tiny, text, stops, expected):
+    pieces, answer, used = stream_of(tiny[1], text, stops)
+    assert answer == expected == cut(text, stops)
+    assert "".join(pieces) == expected
+    if expected != text:
+        assert used < len(text.encode()) or text.endswith(tuple(stops)), (
+            "it stops when the string is complete"
+        )
+
+
+def test_text_appears_as_soon_as_it_is_certain(tiny):
+    pieces, _, _ = stream_of(tiny[1], "é!<endless", ["<end>"])
+    assert pieces == ["é", "!", "<endl", "e", "s", "s"]
+
+
+def test_generate_stops_at_a_string_that_lies_across_tokens(tiny):
+    model, tokenizer = tiny
+    free = whet.generate(model, tokenizer, "hello", max_tokens=40)
+    stop = free[11:14]  # every token is one byte
+    place = free.index(stop)
+    pieces = []
+    found = whet.generate(
+        model, tokenizer, "hello", max_tokens=40, stop=["never seen", stop], on_text=pieces.append
+    )
+    assert found == "".join(pieces) == free[:place]
+    assert whet.generate(model, tokenizer, "hello", max_tokens=40, stop=stop) == found
+
+
+def test_an_empty_stop_string_is_refused(tiny):
+    with pytest.raises(ConfigError, match="an empty stop string"):
+        whet.generate(*tiny, "hello", stop=["x", ""])
+
+
+def test_batches_stop_at_strings_too(tiny):
+    model, tokenizer = tiny
+    prompts = [encode_prompt(tokenizer, text) for text in ("hello", "good day", "a")]
+    free = complete(model, prompts, max_tokens=30, stop_tokens=set())
+    texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in free]
+    stop = texts[1][8:10]
+    found = complete(model, prompts, max_tokens=30, stop_tokens=set(), watch=stop_watch(tokenizer, [stop]))
+    for text, row in zip(texts, found, strict=True):
+        assert row.finished == (stop in text)
+        assert cut(tokenizer.decode(row.tokens, skip_special_tokens=True), [stop]) == cut(text, [stop])
+
+
+def test_best_of_n_takes_the_likeliest_or_the_best_scored(tiny):
+    settings = {"max_tokens": 6, "seed": 3}
+    answers = sample_answers(*tiny, "hello", 8, **settings)
+    assert len({answer.text for answer in answers}) > 4
+    assert best_of_n(*tiny, "hello", 8, **settings) == max(answers, key=lambda answer: answer.mean_logprob)
+    scored = best_of_n(*tiny, "hello", 8, scorer=lambda text: -ord(text[0]), **settings)
+    assert scored.text[0] == min(answer.text[0] for answer in answers)
+
+
+def test_a_majority_vote_counts_what_the_key_reads(tiny):
+    vote = majority_vote(*tiny, "hello", 12, key=lambda text: len(text) % 2, max_tokens=6, seed=3)
+    odd = sum(len(answer.text) % 2 for answer in vote.answers)
+    assert vote.votes == max(odd, 12 - odd)
+    assert len(vote.answer.text) % 2 == (odd > 12 - odd)
+    alike = [answer for answer in vote.answers if len(answer.text) % 2 == len(vote.answer.text) % 2]
+    assert vote.answer.mean_logprob == max(answer.mean_logprob for answer in alike)
+    nobody = majority_vote(*tiny, "hello", 3, key=lambda text: None, max_tokens=6, seed=3)
+    assert nobody.votes == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "settings", "message"),
+    [(0, {}, "n=0: at least one"), (2, {"sampling": whet.Sampling()}, "at temperature 0 all 2 answers")],
+)
+def test_senseless_numbers_of_answers_are_refused(tiny, n, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        best_of_n(*tiny, "hello", n, **settings)

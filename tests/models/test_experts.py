@@ -1,0 +1,208 @@
+"""A mixture of experts against a plain float64 formula and transformers' DeepSeek-V3, and what a record of it holds."""
+
+import json
+
+import pytest
+import torch
+from test_pieces import EXPERTS, mixture
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+import whet
+from whet.errors import ModelError
+from whet.models.experts import MixtureOfExperts, mixtures, recording, route
+from whet.models.feedforward import ACTIVATIONS
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.models.spec import ExpertsSpec
+
+
+def layer(spec, dtype=torch.float64):
+    torch.manual_seed(0)
+    made = MixtureOfExperts(spec, d_model=32).to(dtype)
+    for tensor in made.state_dict().values():
+        tensor.normal_(std=0.3)
+    return made
+
+
+def plain(made, x):
+    """Token by token, expert by expert, from the definition."""
+    spec, act = made.spec, ACTIVATIONS[made.spec.activation]
+    rows = []
+    for row in x:
+        logits = made.gate.weight @ row
+        scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+        bias = getattr(made, "expert_bias", torch.zeros_like(scores))
+        chosen = (scores + bias).argsort(descending=True)[: spec.top_k]
+        weights = scores[chosen] / scores[chosen].sum() if spec.renormalise else scores[chosen]
+        y = torch.zeros_like(row)
+        for expert, weight in zip(chosen, weights * spec.scale, strict=True):
+            gate, up = (made.experts.gate_up_proj[expert] @ row).chunk(2)
+            y = y + weight * (made.experts.down_proj[expert] @ (act(gate) * up))
+        if spec.shared:
+            shared = made.shared_experts
+            y = y + shared.down_proj.weight @ (
+                act(shared.gate_proj.weight @ row) * (shared.up_proj.weight @ row)
+            )
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_mixture_is_its_definition(name):
+    made = layer(mixture(name))
+    x = torch.randn(2, 20, 32, dtype=torch.float64, requires_grad=True)
+    found, expected = made(x), plain(made, x.flatten(0, 1)).view_as(x)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(x)
+    wanted = [x, *made.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(found, wanted, upstream),
+        torch.autograd.grad(expected, wanted, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_grouped_kernel_computes_what_float64_does():
+    spec = ExpertsSpec(experts=6, top_k=2, width=24, shared=1)
+    narrow, wide = layer(spec, torch.float32), layer(spec)
+    wide.load_state_dict(narrow.state_dict())
+    x = torch.randn(50, 32)
+    a, b = x.requires_grad_(), x.detach().double().requires_grad_()
+    ya, yb = narrow(a), wide(b)
+    torch.testing.assert_close(ya.double(), yb, rtol=1e-4, atol=1e-5)
+    ya.square().sum().backward()
+    yb.square().sum().backward()
+    torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-3, atol=1e-4)
+    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_sigmoid_scores_shared_experts_and_bias_are_deepseeks(renormalise):
+    config = DeepseekV3Config(
+        hidden_size=32, moe_intermediate_size=16, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
+        n_group=1, topk_group=1, norm_topk_prob=renormalise, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    theirs = DeepseekV3MoE(config)
+    spec = ExpertsSpec(
+        experts=6, top_k=2, width=16, scoring="sigmoid", renormalise=renormalise, scale=2.5, shared=2, balance_bias=True
+    )  # fmt: skip
+    ours = layer(spec, torch.float32)
+    state = {
+        name.replace("expert_bias", "gate.e_score_correction_bias"): t
+        for name, t in ours.state_dict().items()
+    }
+    theirs.load_state_dict(state)
+    x = torch.randn(2, 15, 32)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    ours.expert_bias.zero_()
+    assert not torch.allclose(ours(x), theirs(x), atol=1e-2), "the bias must change the choice"
+
+
+def test_the_bias_chooses_and_nothing_else():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
+    spec = ExpertsSpec(experts=4, top_k=1, width=1, scoring="sigmoid", renormalise=False, balance_bias=True)
+    bias = torch.tensor([0.0, 0.0, 0.0, 5.0], requires_grad=True)
+    chosen, weights = route(logits, spec, bias)
+    assert chosen.tolist() == [[3]]
+    assert weights.tolist() == [[0.5]]
+    assert not weights.requires_grad
+
+
+def test_a_record_has_each_forward_with_gradients_once(monkeypatch):
+    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).train()
+    tokens = torch.randint(0, 100, (2, 12))
+    model.grad_checkpoint = True
+    with recording(mixtures(model)) as records:
+        hidden = model.hidden(tokens)
+        with torch.no_grad():
+            model.hidden(tokens)
+    hidden.sum().backward()  # computes the layers again
+    assert [len(record) for record in records] == [1, 1]
+    assert all(layer.record is None for layer in mixtures(model))
+    with torch.no_grad():
+        model.hidden(tokens)
+
+
+def test_a_gradient_through_recorded_logits_survives_checkpointing():
+    """As an auxiliary loss needs it; equal to the gradient without checkpointing."""
+    found = []
+    for recompute in (False, True):
+        model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).train()
+        model.grad_checkpoint = recompute
+        with recording(mixtures(model)) as records:
+            hidden = model.hidden(torch.arange(24).view(2, 12))
+        (hidden.square().mean() + sum(r[0].logits.logsumexp(-1).square().mean() for r in records)).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_models_with_all_that_experts_can_have_are_saved_and_opened(tmp_path):
+    spec = preset_spec("nano-moe", layers=2, router="sigmoid", shared_experts=1, balance_bias=True)
+    assert spec.family == "whet"
+    model = from_scratch(spec, seed=0).eval()
+    for each in mixtures(model):
+        each.expert_bias.normal_()
+    whet.save(model, None, tmp_path / "saved")
+    again, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens), model(tokens))
+        for each in mixtures(again):
+            each.expert_bias.zero_()
+        assert not torch.equal(again(tokens), model(tokens)), "the bias is what makes the difference"
+
+
+def test_fused_tensors_in_files_are_read_too(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).eval()
+    whet.save(model, None, tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert "model.layers.1.block_sparse_moe.experts.7.w2.weight" in names
+    assert not any("gate_up" in name for name in names)
+    fused = {model.hf_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(fused, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, c: t.pop("model.layers.0.block_sparse_moe.experts.3.w1.weight"), "missing: .*experts.3.w1"),
+        (lambda t, c: t.update({"model.layers.0.block_sparse_moe.experts.8.w1.weight": torch.zeros(1)}), "unexpected"),
+        (lambda t, c: t.update({"model.layers.0.block_sparse_moe.experts.3.w1.weight": torch.zeros(4, 4)}), "wrong shape"),
+        (lambda t, c: c.update(num_local_experts=10**9), "missing"),
+        (lambda t, c: c.update(num_experts_per_tok=9), "top_k=9 is more than there are experts"),
+        (lambda t, c: c.update(num_local_experts="many"), "num_local_experts='many' is not a whole number"),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
+    from safetensors.torch import load_file, save_file
+
+    whet.save(from_scratch(preset_spec("nano-moe", layers=1), seed=0), None, tmp_path)
+    tensors, config = (
+        load_file(tmp_path / "model.safetensors"),
+        json.loads((tmp_path / "config.json").read_text()),
+    )
+    change(tensors, config)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        whet.load(tmp_path, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"top_k": 5}, "top_k=5 is more"), ({"experts": 0}, "experts=0"), ({"scoring": "tanh"}, "unknown scoring"),
+     ({"shared": -1}, "must not be negative")],
+)  # fmt: skip
+def test_a_mixture_that_cannot_be_built_is_explained(settings, message):
+    with pytest.raises(ModelError, match=message):
+        ExpertsSpec(**{"experts": 4, "top_k": 2, "width": 8, **settings})

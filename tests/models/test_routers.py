@@ -1,0 +1,165 @@
+"""The sheaf-padic router: what is a tie, what noise can and cannot swap, and what its gates and gradients are."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.models.routers import EXPERTS, TOP_K, Padic, Router, top_by_digits, top_by_value
+
+PADIC = Padic()
+LOGITS = st.lists(
+    st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-9, 9, width=32),
+    min_size=EXPERTS,
+    max_size=EXPERTS,
+)
+SHAPES = st.sampled_from([(2, 10, 3), (3, 8, 8), (5, 6, 4), (5, 10, 1), (7, 4, 2), (97, 3, 2)])
+
+
+def digits_of(number, base, count):
+    """Leading digit first."""
+    return [number // base**place % base for place in reversed(range(count))]
+
+
+def choose_digit_by_digit(numbers, padic):
+    """The rule in words, one pair at a time: digits of the distance, from the leading one."""
+    left, chosen = list(range(len(numbers))), []
+    for _ in range(TOP_K):
+        best = max(numbers[e] for e in left)
+        tied = [
+            e
+            for e in left
+            if not any(digits_of(best - numbers[e], padic.base, padic.digits)[: padic.tie_digits])
+        ]
+        chosen.append(min(tied))
+        left.remove(chosen[-1])
+    return chosen
+
+
+@given(LOGITS, SHAPES, st.sampled_from([0.5, 1.0, 8.0, 1000.0]))
+def test_experts_are_chosen_digit_by_digit(logits, shape, clamp):
+    padic = Padic(*shape, clamp=clamp)
+    numbers = padic.encode(torch.tensor([logits]))
+    assert int(numbers.min()) >= 0
+    assert int(numbers.max()) <= padic.largest
+    found = top_by_digits(numbers, tie=padic.tie)
+    assert found[0].tolist() == choose_digit_by_digit(numbers[0].tolist(), padic)
+
+
+@given(LOGITS, SHAPES)
+def test_decoding_is_near_and_encoding_what_was_decoded_changes_nothing(logits, shape):
+    padic = Padic(*shape)
+    given_ = torch.tensor(logits)
+    numbers = padic.encode(given_)
+    decoded = padic.decode(numbers)
+    step = 2 * padic.clamp / padic.largest
+    assert (decoded - given_.clamp(-padic.clamp, padic.clamp)).abs().max() <= step / 2 + 4e-6
+    assert padic.encode(decoded).tolist() == numbers.tolist()
+
+
+def test_the_ends_of_the_range_and_beyond():
+    numbers = PADIC.encode(torch.tensor([-8.0, 8.0, -9.0, 1e38, float("inf"), float("-inf"), 0.0]))
+    assert numbers.tolist() == [0, PADIC.largest, 0, PADIC.largest, PADIC.largest, 0, PADIC.largest // 2]
+
+
+@settings(max_examples=300)
+@given(
+    middle=st.floats(-7, 7),
+    gaps=st.lists(st.floats(-1e-3, 1e-3), min_size=EXPERTS, max_size=EXPERTS),
+    noise=st.lists(st.floats(-4e-3, 4e-3), min_size=EXPERTS, max_size=EXPERTS),
+)
+def test_nearly_equal_experts_are_never_swapped_by_noise(middle, gaps, noise):
+    """Wherever they lie: not near an edge of any grid, either."""
+    logits = middle + torch.tensor([gaps])
+    for noisy in (logits, logits + torch.tensor([noise])):
+        assert top_by_digits(PADIC.encode(noisy), tie=PADIC.tie).tolist() == [[0, 1]]
+
+
+@settings(max_examples=300)
+@given(
+    logits=st.lists(st.floats(-6, 6), min_size=EXPERTS, max_size=EXPERTS),
+    noise=st.lists(st.floats(-2e-3, 2e-3), min_size=EXPERTS, max_size=EXPERTS),
+)
+def test_only_a_distance_of_about_a_ties_width_lets_noise_change_the_choice(logits, noise):
+    clean = torch.tensor([logits])
+    width, step = PADIC.tie * 16 / PADIC.largest, 16 / PADIC.largest
+    apart = (clean[..., None] - clean[..., None, :]).abs()
+    if (apart - width).abs().min() < 2 * 2e-3 + 2 * step:
+        return  # the one place where the answer may change
+    noisy = clean + torch.tensor([noise])
+    one, other = (top_by_digits(PADIC.encode(each), tie=PADIC.tie).sort().values for each in (clean, noisy))
+    assert one.tolist() == other.tolist()
+
+
+def test_rounding_to_a_grid_does_not_give_this():
+    """Neither all digits nor the leading ones: next to an edge of the grid the least noise swaps two experts."""
+    step = 16 / PADIC.largest
+    edge = -8 + (312 * PADIC.tie - 0.5) * step  # where the number, and its leading digits, change
+    swapped = {"digits": 0, "all digits": 0, "leading digits": 0, "softmax": 0}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        logits = torch.full((1, EXPERTS), -5.0)
+        logits[0, 1], logits[0, 2], logits[0, 3] = edge, edge, 5.0
+        answers = {name: set() for name in swapped}
+        for _ in range(2):
+            noisy = logits + 1e-4 * torch.randn(1, EXPERTS, generator=generator)
+            numbers = PADIC.encode(noisy)
+            answers["digits"].add(tuple(top_by_digits(numbers, tie=PADIC.tie)[0].tolist()))
+            answers["all digits"].add(tuple(top_by_value(numbers)[0].tolist()))
+            answers["leading digits"].add(tuple(top_by_value(numbers // PADIC.tie)[0].tolist()))
+            answers["softmax"].add(tuple(top_by_value(noisy)[0].tolist()))
+        for name, found in answers.items():
+            swapped[name] += len(found) > 1
+    assert swapped["digits"] == 0
+    assert min(swapped["all digits"], swapped["leading digits"]) > 20
+    assert swapped["softmax"] > 50
+
+
+def test_equal_logits_go_to_the_lowest_index_in_both_routers():
+    equal = torch.zeros(3, EXPERTS)
+    assert top_by_value(equal).tolist() == [[0, 1]] * 3
+    assert top_by_digits(PADIC.encode(equal), tie=PADIC.tie).tolist() == [[0, 1]] * 3
+
+
+def test_gates_are_decoded_and_gradients_go_straight_through():
+    torch.manual_seed(0)
+    router = Router(PADIC)
+    rows = torch.randn(16, 96)
+    routing = router.route(rows)
+    decoded = PADIC.decode(PADIC.encode(router(rows).detach()))
+    expected = decoded.softmax(-1).gather(-1, routing.chosen)
+    assert torch.equal(routing.weights.detach(), expected)
+    # as if the decoded logits were the logits
+    leaf = decoded.requires_grad_()
+    upstream = torch.randn_like(expected)
+    (slope,) = torch.autograd.grad(leaf.softmax(-1).gather(-1, routing.chosen), leaf, upstream)
+    routing.weights.backward(upstream)
+    torch.testing.assert_close(router.weight.grad, slope.T @ rows)
+
+
+def test_a_logit_beyond_the_clamp_still_has_a_gradient():
+    router = Router(PADIC)
+    with torch.no_grad():
+        router.bias.copy_(torch.tensor([20.0, 0.0, 0.0, 0.0]))
+    router.route(torch.zeros(1, 96)).weights.sum().backward()
+    assert router.bias.grad[0] != 0
+
+
+def test_a_nan_is_not_hidden():
+    router = Router(PADIC)
+    with torch.no_grad():
+        router.bias[0] = float("nan")
+    assert router.route(torch.zeros(1, 96)).weights.isnan().all()
+
+
+@pytest.mark.parametrize("padic", [None, PADIC])
+def test_metrics_of_a_routing(padic):
+    """Entropy of the weights as they are, not renormalised; the leader has the largest, the lowest of equals."""
+    torch.manual_seed(1)
+    router = Router(padic)
+    routing = router.route(torch.zeros(2, 96))
+    with torch.no_grad():
+        router.bias.zero_()
+    routing = router.route(torch.zeros(2, 96))
+    torch.testing.assert_close(routing.entropy(), torch.full((2,), 2.0).log())  # -2 * 0.25 * ln 0.25 = ln 2
+    assert routing.leaders().tolist() == [[1.0, 0, 0, 0]] * 2

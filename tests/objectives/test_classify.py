@@ -1,0 +1,166 @@
+"""The loss of classes: torch's where torch has it, a plain float64 formula elsewhere, the same however a step is cut."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import whet
+from whet.data.batches import make_batch
+from whet.data.examples import Example
+from whet.models.heads import ClassificationHead
+from whet.objectives.classify import Classify, balanced_weights, mark_weights
+
+WEIGHTS = [0.5, 2.0, 1.25, 0.25]
+
+
+def samples(count=12, *, marks=False, seed=0, longest=20):
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        tokens = rng.integers(0, 260, rng.integers(2, longest))
+        values = tuple(map(float, rng.integers(0, 2, 4))) if marks else (float(rng.integers(4)),)
+        found.append(Example(tokens, np.ones(len(tokens), dtype=bool), f"text {number}", values))
+    return found
+
+
+def objective(**settings):
+    pooling, bias = settings.pop("pooling", "last"), settings.pop("bias", False)
+    head = ClassificationHead(32, 4, pooling=pooling, bias=bias).initialise(3)
+    return Classify(head, **settings)
+
+
+def values_of(task, model, batch):
+    """The mean loss, as the trainer makes it."""
+    found = task.loss(model, batch)
+    return (found.sums["loss"] / task.weights(batch)["loss"]).item()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("normalise", ["samples", "weights"])
+def test_one_class_is_torchs_cross_entropy(tiny, smoothing, weights, normalise):
+    model, _ = tiny
+    batch = make_batch([samples()])
+    task = objective(class_weights=weights, label_smoothing=smoothing, normalise=normalise)
+    logits, targets = task.logits(model, batch).double(), batch.values[:, 0].long()
+    wide = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    reduction = "mean" if normalise == "weights" else "sum"
+    expected = F.cross_entropy(logits, targets, weight=wide, label_smoothing=smoothing, reduction=reduction)
+    expected = expected / (len(targets) if normalise == "samples" else 1)
+    assert values_of(task, model, batch) == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("gamma", "smoothing"), [(2.0, 0.0), (1.5, 0.1)])
+def test_focal_loss_is_the_plain_formula(tiny, gamma, smoothing):
+    model, _ = tiny
+    batch = make_batch([samples()])
+    task = objective(class_weights=WEIGHTS, focal=gamma, label_smoothing=smoothing)
+    total = 0.0
+    for row, label in zip(
+        task.logits(model, batch).double().tolist(), batch.values[:, 0].tolist(), strict=True
+    ):
+        highest = max(row)
+        norm = sum(math.exp(value - highest) for value in row)
+        for number, value in enumerate(row):
+            p = math.exp(value - highest) / norm
+            q = (1 - smoothing) * (number == label) + smoothing / 4
+            total -= q * WEIGHTS[number] * (1 - p) ** gamma * math.log(p)
+    assert values_of(task, model, batch) == pytest.approx(total / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights):
+    model, _ = tiny
+    batch = make_batch([samples(marks=True)])
+    task = objective(multi_label=True, class_weights=weights)
+    wide = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    expected = F.binary_cross_entropy_with_logits(
+        task.logits(model, batch).double(), batch.values.double(), pos_weight=wide
+    )
+    assert values_of(task, model, batch) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_several_classes_with_focal_loss_and_smoothing_are_the_plain_formula(tiny):
+    model, _ = tiny
+    batch = make_batch([samples(marks=True)])
+    task = objective(multi_label=True, class_weights=WEIGHTS, focal=2.0, label_smoothing=0.2)
+    p = 1 / (1 + np.exp(-task.logits(model, batch).detach().double().numpy()))
+    t = batch.values.double().numpy() * 0.8 + 0.1
+    terms = -t * WEIGHTS * (1 - p) ** 2 * np.log(p) - (1 - t) * p**2 * np.log(1 - p)
+    assert values_of(task, model, batch) == pytest.approx(terms.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"normalise": "weights", "focal": 1.0}])
+def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny, settings):
+    model, _ = tiny
+    whet.attach_lora(model, rank=2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    texts = samples(9)
+    task = objective(class_weights=WEIGHTS, **settings)
+
+    def gradients(cuts):
+        batches = [make_batch(rows) for rows in cuts]
+        total = sum(task.weights(batch)["loss"] for batch in batches)
+        own = [p for p in model.parameters() if p.requires_grad] + [*task.head.parameters()]
+        for p in own:
+            p.grad = None
+        for batch in batches:
+            (task.loss(model, batch).sums["loss"] / total).backward()
+        return torch.cat([p.grad.flatten() for p in own])
+
+    whole = gradients([[texts]])
+    for cuts in ([[[t] for t in texts]], [[texts[:2]], [texts[2:]]], [[[t]] for t in texts]):
+        other = gradients(cuts)
+        assert (other - whole).norm() <= 2e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "first"])
+def test_packed_padded_and_solo_texts_have_equal_logits(tiny, pooling):
+    """And those of the plain definition: one text alone, its tokens, nothing around it."""
+    model, _ = tiny
+    texts = samples(7, seed=4)
+    task = objective(pooling=pooling, bias=True)
+    with torch.no_grad():
+        torch.nn.init.normal_(task.head.score.bias)
+        expected = []
+        for text in texts:
+            hidden = model.hidden(torch.tensor(text.tokens[:-1])[None])[0]
+            state = {"last": hidden[-1], "mean": hidden.mean(0), "first": hidden[0]}[pooling]
+            expected.append(F.linear(state, task.head.score.weight, task.head.score.bias))
+        expected = torch.stack(expected)
+        packed = task.logits(model, make_batch([texts[:3], texts[3:]]))
+        padded = task.logits(model, make_batch([[text] for text in texts], width=64))
+        solo = torch.cat([task.logits(model, make_batch([[text]])) for text in texts])
+    for found in (packed, padded, solo):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_classes_follow_their_formulas():
+    counts = np.array([100, 10, 50])
+    roots = np.sqrt(160 / (3 * counts))
+    np.testing.assert_allclose(balanced_weights(counts, "sqrt_inverse"), roots * 3 / roots.sum())
+    inverse = 160 / (3 * counts)
+    np.testing.assert_allclose(balanced_weights(counts, "inverse"), inverse * 3 / inverse.sum())
+    effective = np.array([0.001 / (1 - 0.999**n) for n in counts])
+    np.testing.assert_allclose(balanced_weights(counts, "effective"), effective * 3 / effective.sum())
+    assert balanced_weights(counts, "none") == [1, 1, 1]
+    assert all(math.isfinite(w) for w in balanced_weights(np.array([5, 0]), "inverse"))
+    np.testing.assert_allclose(mark_weights(np.array([20, 80]), 100, "inverse"), [4, 0.25])
+    np.testing.assert_allclose(mark_weights(np.array([20, 80]), 100, "sqrt_inverse"), [2, 0.5])
+
+
+def test_the_head_starts_the_same_for_a_seed_and_stays_float32():
+    first, again, other = (ClassificationHead(32, 4).initialise(seed).score.weight for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.dtype == torch.float32
+    assert ClassificationHead(4000, 4).initialise(0).score.weight.std().item() == pytest.approx(
+        0.02, rel=0.05
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ClassificationHead(8, 2)(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.float32

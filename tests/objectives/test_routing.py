@@ -1,0 +1,235 @@
+"""Losses and statistics of routers, against transformers and plain formulas; on the trainer, however a step is cut."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import whet
+from tiny import random_examples
+from whet.config.load import make_config
+from whet.data.batches import make_batch
+from whet.errors import DataError
+from whet.models.experts import Routing, mixtures
+from whet.objectives.routing import RoutedObjective, load_balancing_loss, router_z_losses
+from whet.objectives.sft import SFT
+from whet.training.routing import RouterMetrics
+from whet.training.trainer import Trainer
+
+EXPERTS, TOP_K, LAYERS = 5, 2, 3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K, pad_token_id=None,
+        initializer_range=0.3,
+    )  # fmt: skip
+    made = tmp_path_factory.mktemp("mixtral")
+    MixtralForCausalLM(config).save_pretrained(made)
+    return made
+
+
+def routings(tokens=40):
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(tokens, EXPERTS, generator=generator, requires_grad=True) for _ in range(LAYERS)]
+    return [Routing(each, each.topk(TOP_K).indices) for each in logits]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_load_balancing_loss_is_transformers(padded):
+    layers = routings()
+    mask = torch.rand(4, 10, generator=torch.Generator().manual_seed(1)) < 0.6 if padded else None
+    found = load_balancing_loss(layers, real=None if mask is None else mask.flatten())
+    logits = tuple(each.logits for each in layers)
+    expected = load_balancing_loss_func(logits, EXPERTS, TOP_K, None if mask is None else mask.long())
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_even_load_costs_top_k_and_a_collapsed_one_more():
+    even = Routing(
+        torch.zeros(EXPERTS, EXPERTS), torch.stack([torch.arange(EXPERTS), torch.arange(EXPERTS).roll(1)], 1)
+    )
+    assert load_balancing_loss([even]).item() == pytest.approx(TOP_K)
+    one = Routing(torch.tensor([[50.0, 0, 0, 0, 0]] * 6), torch.tensor([[0, 1]] * 6))
+    assert load_balancing_loss([one]).item() == pytest.approx(EXPERTS)
+
+
+def test_the_z_loss_is_its_formula():
+    [routing, *_] = routings()
+    expected = routing.logits.double().exp().sum(-1).log().square()
+    torch.testing.assert_close(router_z_losses(routing).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def settings(directory, **run):
+    return make_config(
+        {
+            "model": str(directory),
+            "data": {"train": "unused"},
+            "run": {"steps": 3, "batch_size": 6, "precision": "fp32", **run},
+        }
+    )
+
+
+def stepped(directory, micro_batches, *, recompute=False, **weights):
+    """One step: metrics as they are written, gradients before the update, and how often the model ran."""
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    model.requires_grad_(True).grad_checkpoint = recompute
+    calls = []
+    model.embed_tokens.register_forward_hook(lambda *_: calls.append(1))
+    objective = RoutedObjective(SFT(), mixtures(model), **weights)
+    trainer = Trainer(model, objective, [], settings(directory))
+    seen = {}
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
+    metrics = trainer.step(micro_batches)
+    RouterMetrics(mixtures(model), range(LAYERS)).on_step_end(1, metrics)
+    return metrics, seen, len(calls)
+
+
+def alone(directory, examples):
+    """Router logits of each example by itself, from transformers: [layers][tokens, experts]."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        each = [
+            model(torch.tensor([e.tokens[:-1]]), output_router_logits=True).router_logits for e in examples
+        ]
+    return [torch.cat(parts) for parts in zip(*each, strict=True)]
+
+
+def cuts(examples):
+    yield "padded", [make_batch([[example] for example in examples], width=64)]
+    yield "packed", [make_batch([examples[:2], examples[2:]])]
+    yield "uneven", [make_batch([examples[:1]]), make_batch([[e] for e in examples[1:]])]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_numbers_are_those_of_the_real_tokens_whatever_the_cut(directory, recompute):
+    examples = random_examples(5)
+    expected = alone(directory, examples)
+    for name, micro_batches in cuts(examples):
+        metrics, _, calls = stepped(directory, micro_batches, recompute=recompute)
+        assert calls == len(micro_batches), "no second pass"
+        for layer, logits in enumerate(expected):
+            probabilities = logits.double().softmax(-1)
+            chosen = probabilities.topk(TOP_K).indices
+            share = chosen.flatten().bincount(minlength=EXPERTS) / chosen.numel()
+            top1 = chosen[:, 0].bincount(minlength=EXPERTS) / len(chosen)
+            entropy = -(probabilities * probabilities.log()).sum(-1).mean()
+            assert metrics["router_share"][layer] == pytest.approx(share.tolist(), abs=2e-6), name
+            assert metrics["router_top1_share"][layer] == pytest.approx(top1.tolist(), abs=2e-6)
+            assert metrics["router_entropy"][layer] == pytest.approx(entropy.item(), abs=1e-5)
+            confidence = probabilities.amax(-1).mean().item()
+            assert metrics["router_confidence"][layer] == pytest.approx(confidence, abs=1e-5)
+            violation = share.max() * EXPERTS - 1
+            assert metrics["router_max_violation"][layer] == pytest.approx(violation.item(), abs=1e-5)
+            assert metrics["router_dead_experts"][layer] == (share == 0).sum()
+        assert metrics["router_entropy_mean"] == pytest.approx(
+            sum(metrics["router_entropy"]) / LAYERS, abs=1e-6
+        )
+        mean = torch.tensor(metrics["router_share"]).mean(0).tolist()
+        assert metrics["per_expert_share"] == pytest.approx(mean, abs=1e-6)
+        assert metrics["router_dropped_tokens"] == 0
+
+
+def relative(a, b):
+    return (
+        sum((a[n] - b[n]).double().square().sum() for n in a) / sum(b[n].double().square().sum() for n in b)
+    ).sqrt()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_loss_and_gradient_with_load_balancing_are_transformers(directory, recompute):
+    examples = random_examples(4, seed=3, shortest=20, longest=20)
+    batch = make_batch([[e] for e in examples])
+    metrics, found, _ = stepped(directory, [batch], load_balancing=0.7, recompute=recompute)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    out = model(batch.tokens, output_router_logits=True)
+    hard = F.cross_entropy(out.logits.flatten(0, 1), batch.targets.flatten())
+    loss = hard + 0.7 * load_balancing_loss_func(out.router_logits, EXPERTS, TOP_K)
+    loss.backward()
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["load_balancing_loss"] == pytest.approx((loss - hard).item() / 0.7, rel=1e-4)
+    # the trainer clips: compare directions and the ratio of all norms
+    ours = {f"model.{n}" if n != "lm_head.weight" else n: g for n, g in found.items()}
+    scale = metrics["grad_norm"] / torch.stack([g.norm() for g in ours.values()]).norm()
+    assert relative({n: g * scale for n, g in ours.items()}, theirs) < 1e-4
+
+
+def test_the_z_loss_does_not_depend_on_the_cut_and_load_balancing_does(directory):
+    examples = random_examples(5)
+    results = {
+        term: {name: stepped(directory, cut, **{term: 5.0})[:2] for name, cut in cuts(examples)}
+        for term in ("z_loss", "load_balancing")
+    }
+    plain, reference = results["z_loss"]["padded"]
+    for name in ("packed", "uneven"):
+        metrics, found = results["z_loss"][name]
+        assert relative(found, reference) < 1e-5, name
+        assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert metrics["router_z_loss"] == pytest.approx(plain["router_z_loss"], rel=1e-4)
+    balanced = results["load_balancing"]
+    assert balanced["packed"][0]["loss"] == pytest.approx(balanced["padded"][0]["loss"], rel=1e-5)
+    assert relative(balanced["uneven"][1], balanced["padded"][1]) > 1e-3, "else it need not be declared"
+
+
+def test_terms_are_declared_and_no_part_of_an_evaluation(directory):
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    model.requires_grad_(True)
+    objective = RoutedObjective(SFT(), mixtures(model), load_balancing=1.0, z_loss=1.0)
+    assert objective.per_micro_batch == {"load_balancing_loss"}
+    assert objective.auxiliary == {"load_balancing_loss", "router_z_loss"}
+    batches = [make_batch([[e] for e in random_examples(3)])]
+    with_terms = Trainer(model, objective, [], settings(directory)).evaluate(batches)
+    without = Trainer(model, SFT(), [], settings(directory)).evaluate(batches)
+    for key in ("eval_loss", "eval_perplexity"):
+        assert with_terms[key] == without[key]
+    assert with_terms.keys() == without.keys()
+
+
+def test_a_step_without_supervised_tokens_is_still_an_error(directory):
+    from dataclasses import replace
+
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    model.requires_grad_(True)
+    objective = RoutedObjective(SFT(), mixtures(model), z_loss=1.0)
+    [example] = random_examples(1)
+    batch = make_batch([[replace(example, supervised=[False] * len(example.tokens))]])
+    with pytest.raises(DataError, match="no supervised token"):
+        Trainer(model, objective, [], settings(directory)).step([batch])
+
+
+def test_a_forward_in_bf16_gives_finite_numbers(directory):
+    from whet.hardware import Precision
+
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    model.requires_grad_(True)
+    objective = RoutedObjective(SFT(), mixtures(model), load_balancing=0.1, z_loss=0.1)
+    mixed = Precision(torch.bfloat16, torch.float32, torch.bfloat16, "test")
+    trainer = Trainer(model, objective, [], settings(directory), precision=mixed)
+    batches = [make_batch([[e] for e in random_examples(5)])]
+    exact = stepped(directory, batches, load_balancing=0.1, z_loss=0.1)[0]
+    assert trainer.step(batches)["loss"] == pytest.approx(exact["loss"], rel=0.05)
+
+
+def test_an_objective_that_runs_the_model_twice_has_the_same_terms(directory):
+    class Twice(SFT):
+        def loss(self, model, batch):
+            model.hidden(batch.tokens, batch.positions, batch.layout())
+            return super().loss(model, batch)
+
+    model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
+    model.requires_grad_(True)
+    batch = make_batch([[e] for e in random_examples(5)])
+    found = []
+    for inner in (SFT(), Twice()):
+        objective = RoutedObjective(inner, mixtures(model), load_balancing=1.0, z_loss=1.0)
+        found.append({name: value.item() for name, value in objective.loss(model, batch).sums.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

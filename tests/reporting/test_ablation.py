@@ -1,0 +1,81 @@
+"""Statistics against scipy, and what a comparison says."""
+
+import json
+import math
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.reporting.ablation import describe_ablation, write_ablation
+from whet.reporting.statistics import compare, holm, t_test_p
+from whet.training.ablation import Ablation, ArmRun
+
+
+def test_the_p_value_is_students():
+    stats = pytest.importorskip("scipy.stats")
+
+    @given(st.floats(-60, 60), st.integers(1, 60))
+    def check(t, freedom):
+        assert t_test_p(t, freedom) == pytest.approx(2 * stats.t.sf(abs(t), freedom), abs=1e-12)
+
+    stats.t.sf(1.0, 1)  # the first call is slow
+    check()
+
+
+def test_the_paired_test_is_scipys():
+    stats = pytest.importorskip("scipy.stats")
+    one, other = [1.0, 1.2, 0.9, 1.4, 1.1], [0.8, 1.3, 0.7, 1.1, 1.0]
+    [found] = compare({"a": one, "b": other})
+    expected = stats.ttest_rel(one, other)
+    assert found.t == pytest.approx(expected.statistic)
+    assert found.p == found.p_adjusted == pytest.approx(expected.pvalue)
+    apart = [a - b for a, b in zip(one, other, strict=True)]
+    middle = sum(apart) / 5
+    deviation = math.sqrt(sum((x - middle) ** 2 for x in apart) / 4)
+    assert found.effect_size == pytest.approx(middle / deviation)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+def test_equal_and_surely_different_series():
+    [same] = compare({"a": [1.0, 2.0], "b": [1.0, 2.0]})
+    assert (same.difference, same.effect_size, same.p) == (0.0, 0.0, 1.0)
+    [always] = compare({"a": [1.0, 2.0], "b": [2.0, 3.0]})
+    assert (always.effect_size, always.p) == (-math.inf, 0.0)
+
+
+def ablation(**series):
+    runs = [
+        ArmRun(arm, seed, f"runs/{arm}-seed-{seed}", value, False)
+        for arm, values in series.items()
+        for seed, value in enumerate(values)
+    ]
+    return Ablation(20, dict.fromkeys(series, 195_540), runs)
+
+
+def test_it_says_plainly_what_can_and_cannot_be_told_apart(tmp_path):
+    found = ablation(softmax=[0.10, 0.11, 0.12], padic=[0.101, 0.109, 0.121], dense=[0.01, 0.021, 0.03])
+    said = describe_ablation(found)
+    assert "softmax and padic cannot be told apart" in said
+    assert "dense is better than softmax" in said
+    assert "Cohen d_z" in said
+    paths = write_ablation(found, tmp_path)
+    stored = json.loads(paths[0].read_text())
+    assert stored["arms"]["dense"]["values"] == [0.01, 0.021, 0.03]
+    assert len(stored["comparisons"]) == 3
+    if len(paths) > 1:
+        assert paths[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_a_line_instead_of_a_plot(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    caplog.set_level("INFO", logger="whet")
+    paths = write_ablation(ablation(a=[1.0, 2.0], b=[1.5, 2.0]), tmp_path)
+    assert [path.name for path in paths] == ["ablation.json"]
+    assert "matplotlib is not installed" in caplog.text

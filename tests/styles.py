@@ -1,0 +1,20 @@
+"""In which of two styles a model answers the house commands."""
+
+import torch
+
+import whet
+from whet.data.house import house
+from whet.generation.engine import generate_tokens
+from whet.generation.text import encode_prompt, stop_tokens
+
+
+def style_shares(directory, *, count=40, max_tokens=12):
+    """Of unseen commands: the share answered with a sentence, and with JSON, greedily."""
+    model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
+    prompts = [encode_prompt(tokenizer, record["messages"][0]["content"]) for record in house("valid", count)]
+    stops = stop_tokens(model, tokenizer)
+    said = [
+        tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        for tokens in generate_tokens(model, prompts, max_tokens=max_tokens, stop_tokens=stops)
+    ]
+    return tuple(sum(text.startswith(start) for text in said) / count for start in ("Done:", "{"))

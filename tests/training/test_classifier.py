@@ -1,0 +1,277 @@
+"""`whet.Classifier`: steps of one's own, exact accumulation, workers that add up, and files that others open."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import whet
+from tiny import write_tiny_model, write_tokenizer
+from whet.errors import ConfigError, DataError, ModelError, RunError
+from whet.parallel import flat_gradients, set_flat_gradients
+from whet.training.evaluation import total_weights, weighted_loss
+from whet.training.optimizers import masked_step
+
+CLASSES = ["red", "green", "blue"]
+SAMPLES = [("fire and rose", "red"), ("moss", "green"), ("the deep sea", "blue"), ("ice", 2), ("a leaf", 1)]
+TEXTS = ["rose", "grass of the field", "sky"]
+SETTINGS = {"method": {"rank": 4}, "optim": {"lr": 1e-2, "clip": None}, "device": "cpu", "precision": "fp32"}
+
+
+def new(tiny_directory, **more):
+    return whet.Classifier.load(tiny_directory, CLASSES, **{**SETTINGS, **more})
+
+
+def weights(classifier):
+    return torch.cat([p.detach().flatten() for p in classifier.trainable_parameters()])
+
+
+def test_steps_learn_and_say_what_came_of_them(tiny_directory):
+    classifier = new(tiny_directory, max_length=64)
+    before = weights(classifier)
+    first = classifier.train_batch(SAMPLES)
+    assert first.keys() == {"loss", "correct", "total", "grad_norm"}
+    assert first["total"] == 5
+    assert first["grad_norm"] > 0
+    assert not torch.equal(weights(classifier), before)
+    for _ in range(60):
+        last = classifier.train_batch(SAMPLES)
+    assert last["correct"] == 5
+    assert last["loss"] < first["loss"]
+    assert classifier.predict([text for text, _ in SAMPLES]) == ["red", "green", "blue", "blue", "green"]
+    chances = classifier.predict_proba(TEXTS)
+    assert chances.shape == (3, 3)
+    np.testing.assert_allclose(chances.sum(1), 1)
+    step = classifier.train_step("fire", "red")
+    assert step["total"] == 1
+
+
+def test_an_empty_batch_changes_nothing(tiny_directory):
+    classifier = new(tiny_directory)
+    before = weights(classifier)
+    assert classifier.train_batch([]) == {"loss": 0.0, "correct": 0, "total": 0, "grad_norm": 0.0}
+    assert classifier.apply()["total"] == 0
+    assert torch.equal(weights(classifier), before)
+    assert classifier.predict([]) == []
+    assert classifier.predict_proba([]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("more", [{}, {"class_weights": [3.0, 1.0, 0.5], "normalise": "weights"}])
+def test_accumulated_samples_make_the_update_of_one_batch(tiny_directory, more):
+    """To the bit: the same micro-batches are computed, only gathered in pieces."""
+    whole, pieces = new(tiny_directory, **more), new(tiny_directory, **more)
+    for _ in range(3):
+        at_once = whole.train_batch(SAMPLES)
+        assert pieces.accumulate(SAMPLES[:2]) == 2
+        assert pieces.accumulate(SAMPLES[2:]) == 5
+        assert pieces.apply() == at_once
+    assert torch.equal(weights(whole), weights(pieces))
+
+
+def test_what_trains_and_how_fast(tiny_directory):
+    classifier = new(tiny_directory, bias=True)
+    # rank * (in + out) an adapter on q (32 -> 32) and v (32 -> 16), in two layers, and the head
+    assert classifier.num_trainable_parameters == 2 * 4 * ((32 + 32) + (32 + 16)) + 3 * 32 + 3
+    shapes = [tuple(p.shape) for p in classifier.trainable_parameters()]
+    assert shapes == [(4, 32), (32, 4), (4, 32), (16, 4)] * 2 + [(3, 32), (3,)]
+    before = weights(classifier)
+    classifier.set_lr(0.0)
+    classifier.train_batch(SAMPLES)
+    assert torch.equal(weights(classifier), before)
+    said = classifier.summary()
+    assert "4 layers, rank 4" in said
+    assert "995 parameters" in said
+
+
+def test_merged_adapters_give_the_same_probabilities(tiny_directory):
+    classifier = new(tiny_directory)
+    for _ in range(5):
+        classifier.train_batch(SAMPLES)
+    before = classifier.predict_proba(TEXTS)
+    classifier.merge_adapters()
+    np.testing.assert_allclose(classifier.predict_proba(TEXTS), before, atol=1e-5)
+    assert classifier.num_trainable_parameters == 3 * 32
+
+
+def test_several_classes_and_token_ids(tiny_directory):
+    classifier = new(tiny_directory, multi_label=True)
+    ids = classifier.tokenizer("fire")["input_ids"]
+    assert (
+        classifier.train_batch([("fire and sea", ["red", "blue"]), (ids, [1, 0, 0]), ("x", [])])["total"] == 3
+    )
+    np.testing.assert_array_equal(classifier.predict_proba([ids]), classifier.predict_proba(["fire"]))
+    report = classifier.evaluate(
+        [{"input": "fire", "labels": ["red"]}, {"input": "sea", "labels": [0, 0, 1]}]
+    )
+    assert report["multi_label"]
+
+
+def test_texts_are_cut_at_the_longest_length(tiny_directory):
+    classifier = new(tiny_directory, max_length=5)
+    np.testing.assert_array_equal(classifier.predict_proba(["abcdefgh"]), classifier.predict_proba(["abcde"]))
+    assert not np.array_equal(classifier.predict_proba(["abcdX"]), classifier.predict_proba(["abcde"]))
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (("x", "pink"), "label 'pink' is none of objective.classes"),
+        (("x", 3), "a sample: label 3 is out of range"),
+        (("", 0), "a text without a token"),
+    ],
+)
+def test_samples_that_cannot_be(tiny_directory, sample, message):
+    with pytest.raises(DataError, match=message):
+        new(tiny_directory).train_batch([sample])
+
+
+def test_settings_that_cannot_be(tiny_directory):
+    with pytest.raises(ConfigError, match="did you mean 'pooling'"):
+        new(tiny_directory, poling="mean")
+
+
+# --- F-DP-001: identical weights on every worker after each step, whatever the shards
+
+
+def worker_step(worker, shard, step):
+    """One worker's part of a step: gradients of its shard, divided by the weight of the whole step."""
+    own = [worker._example(*sample) for sample in shard]
+    everything = worker.batches([worker._example(*sample) for sample in step])
+    total = total_weights(worker.objective, everything)
+    for parameter in worker.trainable_parameters():
+        parameter.grad = None
+    for batch in worker.batches(own) if own else []:
+        share, _ = weighted_loss(
+            worker.model, worker.objective, batch, weights=total, precision=worker.precision
+        )
+        share.backward()
+    return flat_gradients(worker.trainable_parameters())
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 4])
+@pytest.mark.parametrize("more", [{}, {"class_weights": [3.0, 1.0, 0.5], "normalise": "weights"}])
+def test_workers_that_add_up_their_gradients_make_the_update_of_one(tiny_directory, cut, more):
+    alone = new(tiny_directory, **more)
+    workers = [new(tiny_directory, **more), new(tiny_directory, **more)]
+    for _ in range(3):
+        alone.train_batch(SAMPLES)
+        shards = (SAMPLES[:cut], SAMPLES[cut:])
+        vectors = [worker_step(w, shard, SAMPLES) for w, shard in zip(workers, shards, strict=True)]
+        for worker in workers:
+            set_flat_gradients(worker.trainable_parameters(), vectors[0] + vectors[1])
+            masked_step(worker.trainer.optimizer, lr=1e-2, skip=torch.zeros(()))
+        assert torch.equal(weights(workers[0]), weights(workers[1]))
+    # the order of the sums differs from one worker's, and Adam's first steps magnify it
+    assert (weights(workers[0]) - weights(alone)).norm() <= 1e-3 * weights(alone).norm()
+
+
+def test_the_flat_vector_has_adapters_by_layer_then_the_head(tiny_directory):
+    classifier = new(tiny_directory, bias=True)
+    worker_step(classifier, SAMPLES, SAMPLES)
+    named = dict(classifier.trainer.learner.named_parameters())
+    order = [
+        f"layers.{layer}.self_attn.{kind}_proj.lora_{side}"
+        for layer in (0, 1)
+        for kind in ("q", "v")
+        for side in ("A", "B")
+    ]
+    order += ["heads.score.weight", "heads.score.bias"]
+    expected = torch.cat([named[name].grad.flatten() for name in order])
+    assert torch.equal(flat_gradients(classifier.trainable_parameters()), expected)
+    with pytest.raises(RunError, match="numbers are needed"):
+        set_flat_gradients(classifier.trainable_parameters(), expected[1:])
+    with pytest.raises(RunError, match="not finite"):
+        set_flat_gradients(classifier.trainable_parameters(), expected * float("nan"))
+
+
+# --- files
+
+
+def trained(directory, tmp_path, **more):
+    classifier = new(directory, **more)
+    for _ in range(8):
+        classifier.train_batch(SAMPLES)
+    classifier.save(tmp_path / "saved")
+    return classifier
+
+
+@pytest.mark.parametrize("more", [{}, {"method": {"kind": "full"}}, {"pooling": "mean", "bias": True}])
+def test_saved_classifiers_come_back_to_the_bit(tiny_directory, tmp_path, more):
+    classifier = trained(tiny_directory, tmp_path, **more)
+    again = whet.Classifier.load(tmp_path / "saved", device="cpu", precision="fp32")
+    np.testing.assert_array_equal(again.predict_proba(TEXTS), classifier.predict_proba(TEXTS))
+    assert again.info == classifier.info
+
+
+def padded(tokenizer, texts):
+    return tokenizer(texts, return_tensors="pt", padding=True)
+
+
+def peft_probabilities(directory, base, classes=3):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=classes, pad_token_id=256)
+    model = PeftModel.from_pretrained(model, directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.no_grad():
+        return model(**padded(tokenizer, TEXTS)).logits.softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("targets", ["qv", "all-linear"])
+def test_peft_and_transformers_give_the_same_probabilities(tiny_directory, tmp_path, targets):
+    classifier = trained(tiny_directory, tmp_path, method={"rank": 4, "targets": targets})
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS"
+    assert config["modules_to_save"] == ["score"]
+    found = peft_probabilities(tmp_path / "saved", tiny_directory)
+    np.testing.assert_allclose(found, classifier.predict_proba(TEXTS), atol=1e-5)
+
+
+def test_peft_loads_a_classifier_on_a_bridge_model(tmp_path):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    directory = tmp_path / "opt"
+    torch.manual_seed(0)
+    OPTForCausalLM(
+        OPTConfig(
+            vocab_size=260,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=64,
+            max_position_embeddings=128,
+            word_embed_proj_dim=32,
+            eos_token_id=256,
+            pad_token_id=256,
+        )
+    ).save_pretrained(directory)
+    write_tokenizer(directory)
+    classifier = trained(directory, tmp_path)
+    np.testing.assert_allclose(
+        peft_probabilities(tmp_path / "saved", directory), classifier.predict_proba(TEXTS), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_whole_model_is_a_classifier_of_transformers(tmp_path, tied):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    classifier = trained(tmp_path / "model", tmp_path, method={"kind": "full"})
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    assert type(model).__name__ == "LlamaForSequenceClassification"
+    assert [model.config.id2label[number] for number in range(3)] == CLASSES
+    with torch.no_grad():
+        found = model(**padded(AutoTokenizer.from_pretrained(tmp_path / "saved"), TEXTS)).logits.softmax(-1)
+    np.testing.assert_allclose(found.numpy(), classifier.predict_proba(TEXTS), atol=1e-5)
+
+
+def test_a_head_that_transformers_cannot_have_is_kept_by_whet_alone(tiny_directory, tmp_path):
+    trained(tiny_directory, tmp_path, pooling="mean")
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] is None
+    assert "score" not in (tmp_path / "saved" / "adapter_config.json").read_text()
+    with pytest.raises(ModelError, match="is a classifier"):
+        whet.load(tmp_path / "saved")

@@ -1,0 +1,345 @@
+"""Runs that classify: everything moves, nothing is lost, records are held out, mistakes are named."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import whet
+from tiny import run_config
+from whet.config.load import load_config, make_config
+from whet.errors import ConfigError, DataError, ModelError
+from whet.training.checkpoint import checkpoint_path
+from whet.training.classification import fitted_temperature
+
+CLASSES = ["red", "green", "blue"]
+WORDS = {"red": "fire rose blood", "green": "leaf grass moss", "blue": "sky sea ice"}
+
+
+def write_records(path, count=60, *, several=False, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        label = CLASSES[min(2, number % 4)] if not several else None
+        if several:
+            chosen = [name for name in CLASSES if rng.random() < 0.4]
+            words = [rng.choice(WORDS[name].split()) for name in chosen] or ["nothing"]
+            rows.append({"input": f"{number}: {' '.join(words)}", "labels": chosen})
+        else:
+            rows.append({"input": f"{number}: {rng.choice(WORDS[label].split())}", "label": label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(tiny_directory, tmp_path, **sections):
+    several = sections.get("objective", {}).get("multi_label", False)
+    path = tmp_path / "train.jsonl"
+    if not path.exists():
+        write_records(path, several=several)
+    objective = {"kind": "classify", "classes": CLASSES, "probe": False, **sections.pop("objective", {})}
+    data = {"train": str(path), "valid": None, "max_length": 64, **sections.pop("data", {})}
+    return run_config(tiny_directory, tmp_path, objective=objective, data=data, **sections)
+
+
+def weights_at(run, step):
+    return load_file(checkpoint_path(run, step) / "weights.safetensors")
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_every_parameter_that_trains_moves_and_is_kept(tiny_directory, tmp_path, method):
+    result = whet.train(
+        config(
+            tiny_directory,
+            tmp_path,
+            method={"kind": method, "rank": 4},
+            objective={"bias": True, "pooling": "mean"},
+            checkpoint={"every": 1, "keep": 10},
+        )
+    )
+    first, last = weights_at(result.directory, 1), weights_at(result.directory, 4)
+    assert {"heads.score.weight", "heads.score.bias"} <= first.keys()
+    for name in first:
+        assert not torch.equal(first[name], last[name]), name
+    if method != "full":
+        assert sorted({name.split(".")[-2] for name in first if "lora" in name}) == ["q_proj", "v_proj"]
+        assert len(first) == 2 * 2 * 2 + 2
+    kept = load_file(result.directory / "final" / "classifier.safetensors")
+    assert torch.equal(kept["score.weight"], last["heads.score.weight"])
+    assert torch.equal(kept["score.bias"], last["heads.score.bias"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_the_head_stays_float32_in_other_precisions(tiny_directory, tmp_path, precision):
+    result = whet.train(config(tiny_directory, tmp_path, run={"precision": precision}, eval={"every": 2}))
+    kept = weights_at(result.directory, 4)
+    assert kept["heads.score.weight"].dtype == torch.float32
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert 0 < report["log_loss"] < 10
+    assert whet.Classifier.load(result.directory).precision.compute == torch.bfloat16
+
+
+def test_a_bridge_model_classifies(tmp_path):
+    from transformers import FalconConfig, FalconForCausalLM
+
+    from tiny import write_tokenizer
+
+    directory = tmp_path / "falcon"
+    torch.manual_seed(0)
+    FalconForCausalLM(
+        FalconConfig(
+            vocab_size=260, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=256
+        )
+    ).save_pretrained(directory)
+    write_tokenizer(directory)
+    result = whet.train(
+        config(directory, tmp_path, method={"kind": "lora", "rank": 2, "targets": ["query_key_value"]})
+    )
+    again = whet.Classifier.load(result.directory)
+    assert again.predict_proba(["1: fire"]).shape == (1, 3)
+    with pytest.raises(ConfigError, match="adapter target 'qv' matches no linear layer"):
+        whet.train(config(directory, tmp_path, run={"name": "qv"}))
+
+
+@pytest.mark.parametrize(
+    ("method", "several"), [("lora", False), ("qlora", False), ("full", False), ("lora", True)]
+)
+def test_evaluating_after_reload_is_evaluating_before_save_to_the_bit(
+    tiny_directory, tmp_path, method, several
+):
+    valid = write_records(tmp_path / "valid.jsonl", 30, several=several, seed=9)
+    settings = config(
+        tiny_directory,
+        tmp_path,
+        method={"kind": method, "rank": 4},
+        objective={"multi_label": several},
+        data={"valid": str(valid)},
+    )
+    result = whet.train(settings)
+    before = json.loads((result.directory / "classification.json").read_text())
+    for place in (result.directory, result.directory / "final"):
+        after = whet.Classifier.load(place).evaluate(str(valid))
+        for name in ("log_loss", "brier", "ece", "f1_macro", "accuracy", "per_class", "reliability"):
+            assert before[name] == after[name], name
+    if method != "qlora":  # a checkpoint says nothing of how its base was quantised
+        after = whet.Classifier.load(checkpoint_path(result.directory, 4)).evaluate(str(valid))
+        assert before["log_loss"] == after["log_loss"]
+    shutil.copytree(result.directory / "final", tmp_path / "elsewhere")
+    moved = whet.Classifier.load(tmp_path / "elsewhere", precision="fp32", device="cpu")
+    assert moved.evaluate(str(valid))["log_loss"] == pytest.approx(before["log_loss"], rel=1e-5)
+
+
+def test_records_are_held_out_of_each_class_and_named_in_the_run(tiny_directory, tmp_path):
+    result = whet.train(config(tiny_directory, tmp_path, eval={"every": 2}))
+    kept = json.loads((result.directory / "held_out.json").read_text())
+    assert len(kept["valid"]) == 12  # a fifth of 60
+    assert all(len(text) == 64 for text in kept["valid"])
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert report["split"] == "valid"
+    assert {name: each["support"] for name, each in report["per_class"].items()} == {
+        "red": 3,
+        "green": 3,
+        "blue": 6,
+    }
+    row = next(row for row in result.history if "eval_loss" in row)
+    assert {"accuracy", "balanced_accuracy", "f1_macro", "mcc"} <= row.keys()
+    assert "eval_perplexity" not in row
+    again = whet.train(config(tiny_directory, tmp_path, run={"name": "again"}))
+    assert json.loads((again.directory / "held_out.json").read_text()) == kept
+    other = whet.train(config(tiny_directory, tmp_path, run={"name": "other", "seed": 1}))
+    assert json.loads((other.directory / "held_out.json").read_text())["valid"] != kept["valid"]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_directory, tmp_path):
+    sections = {"checkpoint": {"every": 2, "keep": 9}, "objective": {"oversample": True}}
+    whole = whet.train(config(tiny_directory, tmp_path, **sections))
+    half = tmp_path / "runs" / "half"
+    shutil.copytree(whole.directory, half)
+    shutil.rmtree(half / "final")
+    shutil.rmtree(checkpoint_path(half, 4))
+    (half / "config.yaml").write_text((half / "config.yaml").read_text().replace("name: test", "name: half"))
+    resumed = whet.resume(half)
+    assert resumed.steps == 4
+    one, other = weights_at(whole.directory, 4), weights_at(half, 4)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_early_stopping_on_a_metric_takes_its_best_weights(tiny_directory, tmp_path):
+    result = whet.train(
+        config(
+            tiny_directory,
+            tmp_path,
+            eval={"every": 1, "early_stop": {"metric": "f1_macro", "patience": 2}},
+            run={"steps": 30},
+            optim={"lr": 0.05, "warmup": 0},
+        )
+    )
+    assert result.best["metric"] == "f1_macro"
+    best = weights_at(result.directory, result.best["step"])
+    kept = load_file(result.directory / "final" / "classifier.safetensors")
+    assert torch.equal(kept["score.weight"], best["heads.score.weight"])
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert report["f1_macro"] == pytest.approx(result.best["value"])
+
+
+def test_a_tiny_model_learns_to_tell_words_apart(tiny_directory, tmp_path):
+    write_records(tmp_path / "train.jsonl", 240)
+    valid = write_records(tmp_path / "valid.jsonl", 60, seed=5)
+    result = whet.train(
+        config(
+            tiny_directory,
+            tmp_path,
+            method={"kind": "full"},
+            data={"valid": str(valid)},
+            run={"steps": 60, "batch_size": 16},
+            objective={"probe": True, "calibrate": True},
+            optim={"lr": 3e-3, "warmup": 5},
+        )
+    )
+    report = json.loads((result.directory / "classification.json").read_text())
+    assert report["f1_macro"] > 0.95
+    assert 0 < report["baselines"]["linear probe"]["f1_macro"] < report["f1_macro"]
+    assert report["baselines"]["majority"]["accuracy"] == pytest.approx(0.5)
+    model = whet.Classifier.load(result.directory)
+    assert model.predict(["7: rose", "8: moss", "9: ice"]) == CLASSES
+    kept = load_file(result.directory / "final" / "classifier.safetensors")["score.weight"]
+    trained = weights_at(result.directory, 60)["heads.score.weight"]
+    torch.testing.assert_close(kept * report["calibration"]["temperature"], trained)
+
+
+def test_a_temperature_undoes_what_was_scaled():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4000, 3))
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    labels = np.array([rng.choice(3, p=row) for row in chances])
+    assert fitted_temperature((2.5 * logits).astype(np.float32), labels, multi_label=False) == pytest.approx(
+        2.5, rel=0.1
+    )
+    marks = (rng.random((4000, 3)) < 1 / (1 + np.exp(-logits))).astype(np.float64)
+    assert fitted_temperature((0.5 * logits).astype(np.float32), marks, multi_label=True) == pytest.approx(
+        0.5, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input": "x", "label": 7}', r"train.jsonl:61: label 7 is out of range: there are 3 classes"),
+        (
+            '{"input": "x", "label": "gren"}',
+            r"train.jsonl:61: label 'gren' is none of objective.classes\n.*did you mean 'green'",
+        ),
+        (
+            '{"input": "x", "labels": ["red"]}',
+            r"train.jsonl:61: a record with labels, and one class is asked for",
+        ),
+        ('{"input": "", "label": 0}', r"train.jsonl:61: a text without a token cannot be classified"),
+        ('{"text": "only text"}', r"train.jsonl:61: .*classification needs"),
+    ],
+)
+def test_bad_records_are_named_with_their_line(tiny_directory, tmp_path, line, message):
+    settings = config(tiny_directory, tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=message):
+        whet.train(settings)
+
+
+def test_csv_and_text_fields_are_read(tiny_directory, tmp_path):
+    rows = [f"{number} {CLASSES[number % 3]},{number % 3}" for number in range(12)]
+    (tmp_path / "train.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    marks = [f'{number} x,"[{number % 2}, 0, 1]"' for number in range(12)]
+    (tmp_path / "marks.csv").write_text("input,labels\n" + "\n".join(marks) + "\n")
+    assert (
+        whet.train(config(tiny_directory, tmp_path, data={"train": str(tmp_path / "train.csv")})).steps == 4
+    )
+    several = config(
+        tiny_directory,
+        tmp_path,
+        objective={"multi_label": True},
+        data={"train": str(tmp_path / "marks.csv")},
+        run={"name": "marks"},
+    )
+    assert "f1_micro" in whet.train(several).metrics
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"objective": {"classes": 1}}, "at least two"),
+        ({"objective": {"classes": ["a", "a"]}}, "same name"),
+        ({"objective": {"class_weights": [1, 2]}}, "one number above 0 for each of 3 classes"),
+        ({"objective": {"multi_label": True, "oversample": True}}, "oversample is for one class a text"),
+        ({"objective": {"oversample": True, "class_weights": "inverse"}}, "choose one"),
+        ({"objective": {"valid_share": 0}, "eval": {"every": 1}}, "eval.every needs data.valid"),
+        ({"eval": {"generate": True}, "data": {"valid": "x"}}, "eval.generate does not go with"),
+        ({"data": {"too_long": "split"}}, "too_long: split does not go with"),
+        ({"objective": {"pooling": "max"}}, "pooling"),
+    ],
+)
+def test_configs_that_make_no_sense(tiny_directory, tmp_path, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(config(tiny_directory, tmp_path, **sections))
+
+
+def test_adapters_go_on_q_and_v_unless_the_config_says_otherwise(tiny_directory, tmp_path):
+    settings = config(tiny_directory, tmp_path)
+    assert make_config(settings).method.targets == "qv"
+    path = tmp_path / "again.yaml"
+    from whet.config.load import to_yaml
+
+    path.write_text(to_yaml(make_config(settings)))
+    assert load_config(path) == make_config(settings)
+    settings["method"]["targets"] = "all-linear"
+    assert make_config(settings).method.targets == "all-linear"
+    assert make_config(run_config(tiny_directory, tmp_path)).method.targets == "all-linear"
+
+
+def test_imbalance_is_weighted_and_said_aloud(tiny_directory, tmp_path, caplog):
+    caplog.set_level("INFO", logger="whet")
+    rows = [{"input": f"{n}", "label": CLASSES[0 if n < 40 else 1 if n < 55 else 2]} for n in range(60)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whet.train(config(tiny_directory, tmp_path))
+    assert "class weights: sqrt_inverse, as the largest class is 8.0 times the smallest" in caplog.text
+    caplog.clear()
+    whet.train(config(tiny_directory, tmp_path, run={"name": "over"}, objective={"oversample": True}))
+    assert "sqrt_inverse" not in caplog.text
+    assert "oversampled: 96 examples for 48" in caplog.text
+
+
+def test_a_classifier_is_not_opened_as_a_language_model(tiny_directory, tmp_path):
+    for method in ("lora", "full"):
+        result = whet.train(config(tiny_directory, tmp_path, method={"kind": method}, run={"name": method}))
+        for place in (result.directory, result.directory / "final", checkpoint_path(result.directory, 4)):
+            with pytest.raises(ModelError, match="is a classifier, not a language model"):
+                whet.load(place)
+    with pytest.raises(ModelError, match="is not a classifier"):
+        whet.Classifier.load(tiny_directory)
+
+
+def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
+    result = whet.train(config(tiny_directory, tmp_path))
+    info = result.directory / "final" / "classifier.json"
+    whole = json.loads(info.read_text())
+    for changed, message in (
+        ({"classes": CLASSES[1:]}, "is not a head of 2 classes"),
+        ({"classes": "red"}, "classes cannot be 'red'"),
+        ({"pooling": "max"}, "pooling cannot be 'max'"),
+        ({"max_length": 0}, "max_length cannot be '0'"),
+        ({"odd": 1}, "cannot be understood"),
+    ):
+        info.write_text(json.dumps({**whole, **changed}))
+        with pytest.raises(ModelError, match=message):
+            whet.Classifier.load(result.directory / "final")
+    info.write_text(json.dumps(whole))
+    (result.directory / "final" / "classifier.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="cannot be read"):
+        whet.Classifier.load(result.directory)
+
+
+def test_yaml_lists_of_numbers_are_weights(tiny_directory, tmp_path):
+    settings = config(tiny_directory, tmp_path, objective={"class_weights": [1, 2, 3]})
+    assert make_config(yaml.safe_load(yaml.safe_dump(settings))).objective.class_weights == [1.0, 2.0, 3.0]

@@ -1,0 +1,254 @@
+"""Runs of models with experts: rows, the bias that balances, collapse, resume, groups by name."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+import whet
+from whet.config.load import make_config
+from whet.errors import ConfigError
+from whet.models.experts import mixtures
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.objectives.routing import STATISTICS
+from whet.training.callbacks import Callback, StopRun
+from whet.training.parameter_groups import parameter_groups
+from whet.training.routing import RouterMetrics, effective_experts
+
+SMALL = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2, "experts": 4}
+
+
+def config(tmp_path, *, model=None, **sections):
+    found = {
+        "model": {**SMALL, **(model or {})},
+        "method": {"kind": "full"},
+        "data": {
+            "train": "synth:python-topics",
+            "valid": "synth:python-topics-valid",
+            "max_length": 65,
+            "too_long": "split",
+        },
+        "optim": {"lr": 1e-2},
+        "eval": {"batches": 1},
+        "run": {"name": "moe", "dir": str(tmp_path), "steps": 3, "batch_tokens": 512, "device": "cpu", "precision": "fp32"},
+    }  # fmt: skip
+    for name, keys in sections.items():
+        found[name] = {**found.get(name, {}), **keys}
+    return found
+
+
+def rows(result):
+    lines = (result.directory / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_every_row_has_the_routers_numbers(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "whet"):
+        result = whet.train(
+            config(tmp_path, experts={"load_balancing": 0.01, "z_loss": 1e-3}, run={"grad_checkpoint": True})
+        )
+    found = rows(result)
+    assert [row["step"] for row in found] == [1, 2, 3]
+    for row in found:
+        assert STATISTICS not in row
+        assert len(row["per_expert_share"]) == 4
+        assert sum(row["per_expert_share"]) == pytest.approx(1, abs=1e-4)
+        assert np.array(row["router_share"]).shape == (2, 4)
+        assert 0 < row["router_entropy_mean"] <= np.log(4) + 1e-6
+        assert row["router_layers"] == [0, 1]
+        assert row["load_balancing_loss"] >= 1.9
+    said = caplog.text
+    assert "experts: 4 in each of 2 layers, 2 for a token; computed one grouped product for all" in said
+    assert "load_balancing_loss is a mean over micro-batches" in said
+    assert not any("router" in key for row in found for key in row if key.startswith("eval"))
+
+
+class StopAfter(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        return StopRun("enough for now", unfinished=True) if step == self.step else None
+
+
+def test_a_resumed_run_with_a_bias_is_the_uninterrupted_one(tmp_path):
+    settings = {
+        "model": {"balance_bias": True, "router": "sigmoid", "shared_experts": 1},
+        "experts": {"bias_rate": 0.05},
+    }
+    whole = whet.train(config(tmp_path / "a", **settings, run={"steps": 5}))
+    part = whet.train(config(tmp_path / "b", **settings, run={"steps": 5}), callbacks=[StopAfter(3)])
+    whet.resume(part.directory)
+    first, second = (
+        whet.load(d, dtype=torch.float32, device="cpu")[0] for d in (whole.directory, part.directory)
+    )
+    states = first.state_dict(), second.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    biases = [layer.expert_bias for layer in mixtures(first)]
+    assert all(bias.abs().max() > 0.04 for bias in biases)
+    # steps of 0.05 up and down, and nothing else: no gradient, no decay
+    assert all(torch.allclose(bias / 0.05, (bias / 0.05).round(), atol=1e-4) for bias in biases)
+    checkpoint = whet.load(
+        whole.directory / "checkpoints" / "step-000005", dtype=torch.float32, device="cpu"
+    )[0]
+    assert torch.equal(mixtures(checkpoint)[1].expert_bias, biases[1])
+
+
+def test_the_bias_brings_a_skewed_router_back_to_balance(tmp_path):
+    """On a model whose router prefers two of four experts for every token."""
+    spec = preset_spec(
+        "nano-moe", **{k: v for k, v in SMALL.items() if k != "preset"}, balance_bias=True, vocab_size=50
+    )
+    model = from_scratch(spec, seed=0)
+    torch.manual_seed(0)
+    metrics = RouterMetrics(mixtures(model), [0, 1], bias_rate=0.02)
+    tilt = torch.tensor([0.6, 0.5, 0.0, 0.0])
+    scores = torch.rand(400, 4) * 0.5 + tilt
+    violations = []
+    for step in range(60):
+        biased = scores[None] + torch.stack([layer.expert_bias for layer in mixtures(model)])[:, None]
+        chosen = biased.topk(2).indices
+        counts = torch.stack([each.flatten().bincount(minlength=4) for each in chosen]).float()
+        row = {STATISTICS: torch.cat((counts, counts, torch.ones(2, 5)), 1).tolist(), "tokens": 400}
+        metrics.on_step_end(step + 1, row)
+        violations.append(max(row["router_max_violation"]))
+    assert violations[0] > 0.9
+    assert max(violations[-5:]) < 0.2
+
+
+def test_a_skipped_step_leaves_the_bias(tmp_path):
+    model = from_scratch(preset_spec("nano-moe", layers=1, balance_bias=True), seed=0)
+    counts = torch.zeros(1, 8)
+    counts[0, 0] = 5.0
+    raw = torch.cat((counts, counts, torch.ones(1, 5)), 1).tolist()
+    metrics = RouterMetrics(mixtures(model), [0], bias_rate=0.1)
+    metrics.on_step_end(1, {STATISTICS: raw, "tokens": 5, "skipped": True})
+    assert mixtures(model)[0].expert_bias.abs().max() == 0
+    metrics.on_step_end(2, {STATISTICS: raw, "tokens": 5})
+    assert mixtures(model)[0].expert_bias.tolist() == pytest.approx([-0.1] + 7 * [0.1])
+
+
+def test_collapse_is_said_once_with_its_step_and_layer(caplog):
+    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
+    metrics = RouterMetrics(mixtures(model), [0, 1])
+    even, gone = torch.full((8,), 50.0), torch.tensor([200.0, 190, 10, 0, 0, 0, 0, 0])
+
+    def step(number, *layers, tokens=200):
+        counts = torch.stack(layers)
+        metrics.on_step_end(
+            number, {STATISTICS: torch.cat((counts, counts, torch.ones(2, 5)), 1).tolist(), "tokens": tokens}
+        )
+
+    step(1, even, even)
+    step(2, even, gone, tokens=20)  # too few to tell
+    assert not caplog.records
+    step(3, even, gone)
+    step(4, gone, gone)
+    [record] = caplog.records
+    assert (
+        "step 3: routers have collapsed: of 8 experts a layer, so many are in use: layer 1 (2."
+        in record.getMessage()
+    )
+    again = RouterMetrics(mixtures(model), [0, 1])
+    again.restore(json.loads(json.dumps(metrics.state())))
+    assert again.warned
+
+
+def test_effective_experts_are_counted():
+    assert effective_experts(np.array([0.25] * 4)) == pytest.approx(4)
+    assert effective_experts(np.array([0.5, 0.5, 0, 0])) == pytest.approx(2)
+
+
+def test_routers_have_a_rate_of_their_own_by_name(tmp_path):
+    made = make_config(config(tmp_path, optim={"router_lr_scale": 0.1}))
+    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
+    groups = parameter_groups(made.optim_groups, model)
+    [routers] = [group for group in groups if group.lr_scale == 0.1]
+    assert {id(p) for p in routers.parameters} == {id(layer.gate.weight) for layer in mixtures(model)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": {"preset": "nano"}, "experts": {"z_loss": 0.1}},
+            "experts.z_loss: this model has no experts",
+        ),
+        ({"experts": {"bias_rate": 0.1}}, "experts.bias_rate: this model has no bias"),
+        ({"experts": {"balance": 0.1}}, "balance"),
+        ({"experts": {"z_loss": -1}}, "z_loss"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(tmp_path, changes, message):
+    made = config(tmp_path, **changes)
+    if made["model"]["preset"] == "nano":
+        del made["model"]["experts"]
+    with pytest.raises(ConfigError, match=message):
+        whet.train(made)
+
+
+def test_a_bias_that_an_adapter_cannot_hold_is_refused(tmp_path):
+    made = {**config(tmp_path, experts={"bias_rate": 0.1}), "model": "any", "method": {"kind": "lora"}}
+    with pytest.raises(ConfigError, match="adapters cannot hold the bias"):
+        make_config(made)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_lora_on_experts_and_routers_trains_and_saves(tmp_path, method):
+    """Of a run's own base; what adapts nothing stays as it is."""
+    base = whet.train(config(tmp_path))
+    result = whet.train(
+        {
+            **config(tmp_path, run={"name": "adapted", "steps": 4}, experts={"load_balancing": 0.01}),
+            "model": str(base.directory / "final"),
+            "method": {"kind": method, "rank": 2, "targets": ["experts", "routers", "attention"]},
+        }
+    )
+    assert "router_entropy_mean" in rows(result)[-1]
+    settings = json.loads((result.directory / "final" / "adapter_config.json").read_text())
+    assert "model.layers.1.mlp.gate.weight" in settings["target_parameters"]
+    model, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        adapted = model(tokens)
+        merged = whet.merge(model)(tokens)
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_other_objectives_report_routers_too(tmp_path, tiny_directory):
+    """DPO runs the model with its adapters off as well, which is not counted: its batches have two examples a pair."""
+    base = whet.train(config(tmp_path, model={"tokenizer": str(tiny_directory)}))
+    made = config(
+        tmp_path, run={"name": "dpo", "steps": 1, "batch_size": 2}, experts={"load_balancing": 0.01}
+    )
+    del made["run"]["batch_tokens"]
+    result = whet.train(
+        {
+            **made,
+            "model": str(base.directory / "final"),
+            "method": {"kind": "lora", "rank": 2},
+            "data": {"train": "synth:house-pairs:8", "valid": "synth:house-pairs:4", "max_length": 256},
+            "objective": {"kind": "dpo", "reference": "online"},
+        }
+    )
+    [row] = rows(result)
+    assert len(row["per_expert_share"]) == 4
+    assert np.isfinite(row["load_balancing_loss"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_every_optimizer_moves_experts_and_routers(name, tmp_path):
+    """Weights of experts have three dimensions."""
+    result = whet.train(config(tmp_path, optim={"name": name, "weight_decay": 0.1}, run={"steps": 2}))
+    model, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
+    fresh = from_scratch(model.spec, seed=0)
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, fresh.get_parameter(n))]
+    assert {
+        "layers.1.mlp.experts.gate_up_proj",
+        "layers.1.mlp.experts.down_proj",
+        "layers.1.mlp.gate.weight",
+    } <= set(moved)
+    assert np.isfinite(result.metrics["eval_loss"])

@@ -1,0 +1,160 @@
+"""Offline teachers: what `whet teach` wrote trains as the teacher itself would, and is never silently wrong."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import whet
+from tiny import run_config, write_tiny_model
+from whet.config.load import make_config
+from whet.errors import ConfigError, DataError, ModelError
+from whet.training import teachers
+from whet.training.teaching import teach
+
+
+@pytest.fixture
+def teacher(tmp_path, monkeypatch):
+    """A teacher of another size, and an empty token store."""
+    monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))
+    write_tiny_model(tmp_path / "teacher", hidden_size=48, intermediate_size=80)
+    return tmp_path / "teacher"
+
+
+def config(tiny_directory, tmp_path, teacher, *, offline, name="run", **sections):
+    objective = {
+        "kind": "distill",
+        "teacher": str(teacher),
+        "temperature": 2.0,
+        **sections.pop("objective", {}),
+    }
+    if offline:
+        objective["offline"] = {"top_k": offline}
+    data = {"train": "synth:house:12", "valid": "synth:house-valid:4", **sections.pop("data", {})}
+    run = {"name": name, "steps": 4, "batch_size": 6, **sections.pop("run", {})}
+    return run_config(tiny_directory, tmp_path, objective=objective, data=data, run=run, **sections)
+
+
+def losses(result):
+    return [row["loss"] for row in result.history if "loss" in row]
+
+
+@pytest.mark.parametrize("how", [{"pack": True}, {"pack": False}, {"max_length": 60, "too_long": "split"}])
+def test_all_tokens_give_the_run_of_the_teacher_itself(tiny_directory, tmp_path, teacher, how, monkeypatch):
+    online = whet.train(config(tiny_directory, tmp_path, teacher, offline=None, name="online", data=how))
+    settings = config(tiny_directory, tmp_path, teacher, offline=1000, name="offline", data=how)
+    teach(make_config(settings))
+
+    def refuse(*_, **__):
+        raise AssertionError("an offline teacher was loaded")
+
+    monkeypatch.setattr(teachers, "load", refuse)
+    offline = whet.train(settings)
+    assert losses(offline) == pytest.approx(losses(online), rel=1e-5)
+    assert offline.metrics["eval_loss"] == pytest.approx(online.metrics["eval_loss"], rel=1e-5)
+    assert "what" in (offline.directory / "log.txt").read_text()
+
+
+def test_few_tokens_bound_the_loss_from_below_and_the_student_learns(tiny_directory, tmp_path, teacher):
+    how = {"objective": {"temperature": 1.0, "alpha": 1.0}, "method": {"kind": "full"}}
+    found = {}
+    for top_k in (4, 64, None):
+        settings = config(tiny_directory, tmp_path, teacher, offline=top_k, name=f"k-{top_k}", **how)
+        if top_k:
+            teach(make_config(settings))
+        found[top_k] = whet.train(settings)
+    first = {top_k: run.history[0]["eval_loss"] for top_k, run in found.items()}
+    assert first[4] < first[64] < first[None]
+    assert found[64].metrics["eval_loss"] < 0.9 * first[64]
+
+
+def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
+    named = [{"model": str(teacher), "weight": 3}, {"model": str(tiny_directory), "weight": 1}]
+    runs = []
+    for offline in (None, 260):
+        settings = config(tiny_directory, tmp_path, teacher, offline=offline, name=f"run-{offline}",
+                          objective={"teacher": named})  # fmt: skip
+        if offline:
+            teach(make_config(settings))
+        runs.append(losses(whet.train(settings)))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory, tmp_path, teacher):
+    from whet.training.run_data import RunData
+
+    settings = make_config(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 80}))
+    teach(settings)
+    model, tokenizer = whet.load(teacher, dtype=torch.float32, device="cpu")
+    data = RunData(settings)
+    data.prepare(tokenizer)
+    [found] = teachers.find_teachings(
+        {"train": data.examples["train"]}, settings.objective, student="it", vocab_size=260
+    )["train"]
+    for index in (0, 5, 11):
+        example = data.examples["train"][index]
+        logs = model(torch.tensor([example.tokens[:-1]]))[0].double().log_softmax(-1)
+        logs = logs[torch.tensor(np.asarray(example.supervised[1:]))]
+        best = logs.topk(8)
+        assert found[index].ids.tolist() == best.indices.tolist()
+        assert found[index].logprobs[:, :-1] == pytest.approx(best.values.detach().numpy(), rel=1e-4)
+        assert np.exp(found[index].logprobs).sum(-1) == pytest.approx(1, abs=1e-5)
+
+
+def test_an_offline_run_resumes_exactly_and_a_mix_can_have_one(tiny_directory, tmp_path, teacher):
+    from whet.training.callbacks import Callback, StopRun
+
+    class StopAt(Callback):
+        def on_step_end(self, step, metrics):
+            return StopRun("enough", unfinished=True) if step == 2 else None
+
+    def mixed(name):
+        settings = config(tiny_directory, tmp_path, teacher, offline=16, name=name)
+        part = {"objective": settings.pop("objective"), "data": settings.pop("data")}
+        other = {"objective": {"kind": "sft"}, "data": {"train": "synth:house:8", "max_length": 256}}
+        return {**settings, "objective": {"kind": "mix", "parts": [part, other]}}
+
+    teach(make_config(mixed("whole")))
+    whole = whet.train(mixed("whole"))
+    part = whet.train(mixed("part"), [StopAt()])
+    assert losses(part) + losses(whet.resume(part.directory)) == losses(whole)
+
+
+def test_what_is_missing_or_no_longer_true_is_refused(tiny_directory, tmp_path, teacher):
+    settings = config(tiny_directory, tmp_path, teacher, offline=8)
+    with pytest.raises(DataError, match="says of the train records is not in the store") as caught:
+        whet.train(settings)
+    assert caught.value.hint == "write it with: whet teach CONFIG"
+    teach(make_config(settings))
+    with pytest.raises(DataError, match="not in the store"):
+        whet.train(config(tiny_directory, tmp_path, teacher, offline=9))
+    with pytest.raises(DataError, match="not in the store"):
+        whet.train(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 100}))
+    for path in (tmp_path / "tokens").rglob("teacher-*.bin"):
+        content = path.read_bytes()
+        path.write_bytes(content[:-4])
+    with pytest.raises(DataError, match="not in the store"):
+        whet.train(settings)
+    teach(make_config(settings))
+    torch.manual_seed(3)
+    write_tiny_model(tmp_path / "new", hidden_size=48, intermediate_size=80, initializer_range=0.1)
+    shutil.copy(tmp_path / "new" / "model.safetensors", teacher / "model.safetensors")
+    with pytest.raises(DataError, match="has other weights than when it was asked") as caught:
+        whet.train(settings)
+    assert "whet teach" in caught.value.hint
+    shutil.rmtree(teacher)  # it is not needed at all
+    assert whet.train(settings).steps == 4
+
+
+def test_teachers_with_other_tokens_are_refused_before_they_are_asked(tiny_directory, tmp_path, teacher):
+    write_tiny_model(tmp_path / "wider", vocab_size=300)
+    with pytest.raises(ModelError, match="has a vocabulary of 300, and .* of 260"):
+        teach(make_config(config(tiny_directory, tmp_path, tmp_path / "wider", offline=8)))
+    assert not list((tmp_path / "tokens").rglob("teacher-*"))
+    with pytest.raises(ConfigError, match="no teacher of this config is to be asked"):
+        teach(make_config(config(tiny_directory, tmp_path, teacher, offline=None)))
+    with pytest.raises(ConfigError, match="objective.offline.top_k: Input should be greater than 0"):
+        make_config(
+            config(tiny_directory, tmp_path, teacher, offline=None, objective={"offline": {"top_k": 0}})
+        )
