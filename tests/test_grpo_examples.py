@@ -42,7 +42,7 @@ def test_the_house_runs(tmp_path, tiny_directory):
 @pytest.mark.slow
 def test_the_sums_go_from_about_half_to_nine_in_ten(tmp_path):
     before = train("grpo-sums-sft", tmp_path)
-    assert 0.35 < before.metrics["exact_match"] < 0.65
+    assert 0.35 < before.metrics["exact_match"] < 0.7
     after = train("grpo-sums", tmp_path, f"model={tmp_path}/grpo-sums-sft")
     print(f"{before.metrics['exact_match']:.3f} -> {after.metrics['exact_match']:.3f}")
     assert after.metrics["exact_match"] >= 0.9

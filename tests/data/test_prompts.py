@@ -69,6 +69,6 @@ def test_the_sums_are_right_and_their_splits_apart():
     carried = [sum(int(n) % 10 for n in record["prompt"].rstrip("=").split("+")) >= 10 for record in train]
     assert set(off) == {0, 10}
     assert all(carry or right == 0 for carry, right in zip(carried, off, strict=True))
-    assert 0.67 < off.count(10) / carried.count(True) < 0.73
+    assert 0.57 < off.count(10) / carried.count(True) < 0.63
     with pytest.raises(DataError, match="only 500"):
         generate("synth:sums-valid:501")

@@ -57,6 +57,7 @@ def test_rows_samples_and_evaluations(tiny_directory, tmp_path):
             "samples": 1,
             "beta": 0.1,
             "inner_epochs": 2,
+            "group_size": 8,  # enough that some differ
         },
         "eval": {"every": 2},
     }

@@ -7,7 +7,7 @@ from whet.errors import DataError
 
 LARGEST = 99
 VALID = 500  # of all 5,050 sums, kept apart
-FORGOTTEN = 0.7  # share of the carries that careless sums forget
+FORGOTTEN = 0.6  # share of the carries that careless sums forget
 
 
 def sums(

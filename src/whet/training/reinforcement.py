@@ -12,7 +12,6 @@ from whet.config.sections import RunConfig
 from whet.data.plan import StepSettings
 from whet.data.prompts import Prompt
 from whet.errors import ConfigError, RunError, StorageError
-from whet.generation.engine import Completion
 from whet.generation.exact_match import ExactMatch
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
@@ -82,11 +81,7 @@ def evaluate_rewards(
     sampler: Sampler, prompts: Sequence[Prompt], *, pause: Callable[[], None] = lambda: None
 ) -> Metrics:
     """The rewards of greedy completions, and how many are exactly the expected answer."""
-    completions: list[Completion] = []
-    rows = sampler.settings.generate_rows
-    for start in range(0, len(prompts), rows):
-        pause()
-        completions += sampler.complete(prompts[start : start + rows])
+    completions = list(sampler.complete(prompts, pause=pause))
     texts = [sampler.text(completion) for completion in completions]
     scores = sampler.score(prompts, texts)
     found: Metrics = {"eval_reward": float((scores @ sampler.reward_weights).mean())}

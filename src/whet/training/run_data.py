@@ -98,9 +98,10 @@ class RunData:
 
     def _hold_out(self) -> None:
         """Where classes are learned and no validation records are given, hold some out of the training."""
-        section, train = self.config.objective, self.examples["train"]
+        section = self.config.objective
         if "valid" in self.examples or not isinstance(section, ClassifyObjective) or not section.valid_share:
             return
+        train = self.examples["train"]
         assert isinstance(train, StoredExamples)
         self.examples["train"], self.examples["valid"], self.held_out = hold_out(
             section, train, seed=self.config.run.seed

@@ -1,6 +1,6 @@
 """The model that is trained as one that answers: completions of prompts, and what they are worth."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,17 @@ class Sampler:
         *,
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
+        pause: Callable[[], None] = lambda: None,
     ) -> Iterator[Completion]:
-        """What the model makes of each prompt, computed as in training; greedy without a sampling."""
+        """What the model makes of each prompt, computed as in training; greedy without a sampling.
+
+        `pause` is called before each new token, and may raise.
+        """
+
+        def watch(_row: int, _tokens: list[int]) -> bool:
+            pause()
+            return True
+
         rows = self.settings.generate_rows
         for start in range(0, len(prompts), rows):
             with computing(self.model, self.precision):
@@ -53,6 +62,7 @@ class Sampler:
                     stop_tokens=self.stops,
                     sampling=sampling,
                     seeds=None if seeds is None else seeds[start : start + rows],
+                    watch=watch,
                 )
             yield from found
 
