@@ -262,7 +262,8 @@ def test_recorded_steps_give_the_tokens_of_the_cpu(tiny_directory, monkeypatch, 
             whet.attach_lora(model, rank=4, variant=adapter)
             generator = torch.Generator().manual_seed(1)
             for _, layer in adapted(model):
-                layer.lora_B.data.copy_(torch.randn(layer.lora_B.shape, generator=generator) * 0.2)
+                for weight in (layer.lora_A, layer.lora_B):  # devices draw other numbers from one seed
+                    weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
         sampling = Sampling(temperature, top_k=100, top_p=0.95, repetition_penalty=1.1)
         found.append(
             complete(
