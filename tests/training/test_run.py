@@ -225,7 +225,7 @@ def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directo
     sections = {"run": {"steps": 40}, "eval": {"every": 1, "early_stop": {"patience": 2}}}
     with monkeypatch.context() as broken:
         broken.setattr(
-            "whet.training.run.save_adapter", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+            "whet.training.work.save_adapter", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
         )
         with pytest.raises(OSError, match="disk full"):
             whet.train(run_config(tiny_directory, tmp_path, **sections))
@@ -237,7 +237,7 @@ def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directo
 
 def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, monkeypatch):
     sections = {"data": {"test": "synth:house-test:5"}, "eval": {"generate": True, "max_new_tokens": 4}}
-    original, calls = whet.training.run.exact_match, []
+    original, calls = whet.generation.exact_match.exact_match, []
 
     def failing(model, tokenizer, questions, **settings):
         calls.append(len(questions))
@@ -245,7 +245,7 @@ def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, m
             raise RuntimeError("no memory")
         return original(model, tokenizer, questions, **settings)
 
-    monkeypatch.setattr("whet.training.run.exact_match", failing)
+    monkeypatch.setattr("whet.training.work.exact_match", failing)
     with pytest.raises(RuntimeError):
         whet.train(run_config(tiny_directory, tmp_path, **sections))
     assert calls[-1] == 5
