@@ -67,7 +67,16 @@ def _short(text: str) -> str:
 
 
 def draw(report: Report, path: Path) -> Path:
-    """Confusion matrix, reliability diagram and both curves, as one picture; an older one is replaced."""
+    """The plots as one picture; an older one is replaced."""
+    figure = classification_figure(report)
+    path.unlink(missing_ok=True)
+    with new_file(path) as staging:
+        figure.savefig(staging, dpi=DPI, format="png")
+    return path
+
+
+def classification_figure(report: Report) -> Any:  # Any: matplotlib has no types, here and below
+    """Confusion matrix, reliability diagram and both curves."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -78,13 +87,10 @@ def draw(report: Report, path: Path) -> Path:
     _draw_reliability(grid[0][1], report)
     _draw_curves(grid[1][0], report, "roc", ("false positives", "true positives"))
     _draw_curves(grid[1][1], report, "pr", ("recall", "precision"))
-    path.unlink(missing_ok=True)
-    with new_file(path) as staging:
-        figure.savefig(staging, dpi=DPI, format="png")
-    return path
+    return figure
 
 
-def _draw_matrix(axes: Any, report: Report) -> None:  # Any: matplotlib has no types, here and below
+def _draw_matrix(axes: Any, report: Report) -> None:
     names = report["classes"]
     if report["multi_label"]:
         scores = [report["per_class"][name]["f1"] for name in names]
