@@ -23,7 +23,8 @@ _NOT_DRAWN = {
     *("loss", "eval_loss", "eval_perplexity", "tokens", "supervised_tokens", "tokens_total"),
     *("step_s", "elapsed_s", "eval_s", "router_dropped_tokens"),
 }
-_ENDS = 3.2, 2.0  # inches of a small plot
+_EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
+_SMALL = 3.2, 2.0  # inches
 
 
 def loss_charts(metrics: dict[str, Metric]) -> list[str]:
@@ -67,21 +68,22 @@ def element_id(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", lambda found: f"-{ord(found[0])}-", name)
 
 
-def _chart(name: str, title: str, metric: Metric, size: tuple[float, float] = _ENDS) -> str:
+def _chart(name: str, title: str, metric: Metric, size: tuple[float, float] = _SMALL) -> str:
     key = element_id(name)
     label = escape(visible(f"{title} over the steps of the run"), quote=True)
     with drawing() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        _draw(axes, metric)
+        _draw(axes, metric, smooth=name not in _EXACT)
         picture = svg(figure, name=key, label=label)
     return figure_element(key, picture, _caption(title, metric))
 
 
-def _draw(axes: Any, metric: Metric) -> None:  # Any: matplotlib has no types
+def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotlib has no types
     both = bool(metric.train.values and metric.evaluation.values)
     if metric.train.values:
-        _draw_training(axes, metric.train, label="training" if both else None)
+        average = smoothed(metric.train.values) if smooth else None
+        _draw_training(axes, metric.train, average, label="training" if both else None)
     if metric.evaluation.values:
         steps, values = thinned(metric.evaluation.steps, metric.evaluation.values)
         label = "evaluation" if both else None
@@ -91,6 +93,7 @@ def _draw(axes: Any, metric: Metric) -> None:  # Any: matplotlib has no types
         )
     axes.grid(visible=True)
     axes.margins(x=0.02, y=0.08)
+    _widen(axes, [*metric.train.values, *metric.evaluation.values])
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
     axes.yaxis.get_major_locator().set_params(nbins=5)
@@ -99,8 +102,21 @@ def _draw(axes: Any, metric: Metric) -> None:  # Any: matplotlib has no types
         axes.legend(loc="best", fontsize=8)
 
 
-def _draw_training(axes: Any, series: Series, *, label: str | None) -> None:  # Any: matplotlib has no types
-    average = smoothed(series.values)
+def _widen(axes: Any, values: list[float]) -> None:  # Any: matplotlib has no types
+    """A metric that never changes is a line in the middle, not a picture of rounding errors."""
+    low, high = min(values), max(values)
+    most = max(abs(low), abs(high))
+    if high - low <= 1e-6 * most:
+        axes.set_ylim(low - (0.1 * most or 1), high + (0.1 * most or 1))
+
+
+def _draw_training(
+    axes: Any,  # Any: matplotlib has no types
+    series: Series,
+    average: list[float] | None,
+    *,
+    label: str | None,
+) -> None:
     faint = 0.35 if average else 1.0
     alone = "o" if len(series.values) == 1 else None
     axes.plot(

@@ -88,13 +88,15 @@ def _classification(run: RunFiles) -> str | None:
     try:
         with drawing():
             figure = classification_figure(run.classification)
-            picture = svg(figure, name="classification", label="confusion, reliability, ROC and PR curves")
+            picture = svg(
+                figure, name="classification-plots", label="confusion, reliability, ROC and PR curves"
+            )
         table = _scores(run.classification)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         # somebody else's file, or half of one: the rest of the page does not depend on it
         run.problems.append(f"classification.json is not a whole report: {type(error).__name__}: {error}")
         return None
-    return table + figure_element("classification", picture, "")
+    return table + figure_element("classification-plots", picture, "")
 
 
 def _scores(report: Values) -> str:

@@ -30,7 +30,7 @@ def router_section(rows: Sequence[Values]) -> str | None:
     titles = [names[place] for place in chosen]
     picture = _picture(steps, shares[:, chosen], titles)
     caption = f"<b>Load of the experts</b> <span class='quiet'>{html_text(said)}</span>"
-    return figure_element("routers", picture, caption)
+    return figure_element("router-load", picture, caption)
 
 
 def _shares(rows: Sequence[Values]) -> tuple[list[int], np.ndarray, list[str]]:
@@ -109,4 +109,4 @@ def _picture(steps: Sequence[int], shares: np.ndarray, names: Sequence[str]) -> 
                 axes.set_xlabel("step")
                 axes.tick_params(labelbottom=True)
         figure.colorbar(image, ax=grid, label="share", shrink=0.9)
-        return svg(figure, name="routers", label="share of each expert over the steps")
+        return svg(figure, name="router-load", label="share of each expert over the steps")

@@ -9,8 +9,8 @@ from whet.reporting.run_files import Values
 
 _LARGEST = 1e30  # what is beyond cannot be drawn, and says only that something went wrong
 _DRAWN = 300  # spans of a longer curve, each drawn as its lowest and its highest point
-_SMOOTHED_FROM = 20  # points: fewer need no help
-_SPAN = 20  # a smoothed point is mostly made of this part (1/20) of the curve
+_SMOOTHED_FROM = 45  # points: fewer need no help
+_SPAN = 30  # a smoothed point is mostly made of its neighbours, this part (1/30) of the curve to each side
 _NAMES = {"nan", "inf", "-inf"}  # as metrics.jsonl writes what JSON does not have
 
 
@@ -75,15 +75,23 @@ def as_number(value: object) -> float | None:
 
 
 def smoothed(values: Sequence[float]) -> list[float] | None:
-    """An exponential moving average that is not drawn towards its start; None for a short curve."""
+    """A mean that fades exponentially to both sides, so that it does not lag; None for a short curve."""
     if len(values) < _SMOOTHED_FROM:
         return None
-    keep = 1 - 2 / (len(values) / _SPAN + 1) if len(values) > _SPAN else 0.0
-    average, weight, found = 0.0, 0.0, []
+    keep = 1 - 2 / (len(values) / _SPAN + 1)
+    before, after = _faded(values, keep), _faded(values[::-1], keep)[::-1]
+    return [
+        (left - value + right) / (left_weight - 1 + right_weight)  # the point itself is in both
+        for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True)
+    ]
+
+
+def _faded(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+    """For each point, the sum of it and all before, each weighted by its distance, and the weights' sum."""
+    total, weight, found = 0.0, 0.0, []
     for value in values:
-        average = keep * average + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        found.append(average / weight)
+        total, weight = keep * total + value, keep * weight + 1
+        found.append((total, weight))
     return found
 
 

@@ -39,9 +39,7 @@ def drawing() -> Iterator[Any]:  # Any: matplotlib has no types
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "the plots of a report need matplotlib", hint="pip install 'whet[report]'"
-        ) from error
+        raise ConfigError("plots need matplotlib", hint="pip install 'whet[report]'") from error
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # whatever somebody's matplotlibrc says
         matplotlib.rcParams.update(_SETTINGS)
