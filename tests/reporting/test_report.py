@@ -67,28 +67,27 @@ class Page(HTMLParser):
 
 def training_rows(steps=60, **more):
     for step in range(1, steps + 1):
-        loss = 3 * math.exp(-step / 20) + 0.1 * (step % 3)
         yield {
             "step": step,
-            "loss": loss,
-            "lr": 1e-3 * step / steps,
-            "grad_norm": 1.0 + step % 5,
+            "loss": 3 * math.exp(-step / 20) + 0.1 * (step % 3),
             "tokens": 100,
-            "tokens_total": 100 * step,
-            "tokens_per_s": 2000.0 + step,
-            "step_s": 0.05,
             "elapsed_s": 0.05 * step,
-            "peak_gib": 1.25,
             **{name: value(step) for name, value in more.items()},
         }
         if step % 20 == 0:
-            yield {"step": step, "eval_loss": loss + 0.2, "eval_perplexity": 2.0, "eval_s": 0.1}
+            yield {"step": step, "eval_loss": 0.2, "eval_perplexity": 2.0, "eval_s": 0.1}
 
 
 def summary(steps=60, because="finished", **more):
     best = {"metric": "eval_loss", "value": 0.25, "step": 40}
     return {
-        "summary": {"steps": steps, "tokens": 6000, "seconds": 75.0, "stopped_because": because, "best": best}
+        "summary": {
+            "steps": steps,
+            "tokens": 6000,
+            "seconds": 375.0,
+            "stopped_because": because,
+            "best": best,
+        }
         | more
     }
 
@@ -116,9 +115,8 @@ def new_run(tmp_path):
 
 
 def page_of(directory):
-    """The page, after what holds for every one: well-formed, alone, and the same again."""
+    """The page, after what holds for every one: well-formed, and alone."""
     text = report_page(read_run(directory))
-    assert report_page(read_run(directory)) == text
     page = Page(text)
     assert "script" not in page.tags
     assert len(set(page.ids)) == len(page.ids)
@@ -147,13 +145,19 @@ def test_a_run_has_its_facts_curves_config_and_commands(new_run):
         "base": "abc",
         "data_sha256": {"train": "def"},
     }
-    directory = new_run([*training_rows(), summary(test={"loss": 0.5, "s": 1.0})], provenance=origins)
+    more = {
+        "lr": lambda step: 1e-5 * step,
+        "grad_norm": lambda step: 1.0 + step % 5,
+        "tokens_per_s": lambda step: 2000.0 + step,
+        "peak_gib": lambda step: 1.25,
+    }
+    directory = new_run([*training_rows(**more), summary(test={"loss": 0.5, "s": 1.0})], provenance=origins)
     page = page_of(directory)
     assert sections(page) == ["curves", "commands", "environment", "config"]
     assert charts(page) == {"loss", "lr", "grad_norm", "tokens_per_s", "peak_gib"}
     for said in (
         *("demo", "finished", "some-model", "lora, rank 8, alpha 16", "sft", "train.jsonl", "6,000"),
-        *("1 min 15 s", "eval loss 0.25 at step 40", "loss 0.5", "2.99", "rank: 8", "training", "evaluation"),
+        *("6 min 15 s", "eval loss 0.25 at step 40", "loss 0.5", "2.99", "rank: 8", "training", "evaluation"),
         *(f"whet chat {directory}", f"whet train {directory}/config.yaml run.name=demo-again"),
     ):
         assert said in page.said
@@ -176,7 +180,6 @@ def test_a_run_has_its_facts_curves_config_and_commands(new_run):
 def test_the_status_is_what_the_last_row_says(new_run, rows, final, said):
     directory = new_run(rows, final=final)
     page = page_of(directory)
-    assert read_run(directory).status == said
     assert said in page.said
     assert (f"whet resume {directory}" in page.said) is not final
     assert list_runs(directory.parent)[0].status == said.partition(":")[0]
@@ -196,7 +199,7 @@ def test_metrics_of_the_objective_are_small_multiples(new_run):
 def test_routers_have_a_panel_a_layer_up_to_a_limit(new_run, layers):
     share = [[0.5, 0.25, 0.25, 0.0]] * layers
     more = {"router_share": lambda step: share, "router_layers": lambda step: list(range(layers))}
-    rows = [*training_rows(**more), {"step": 61, "loss": 1.0, "router_share": "nan"}]
+    rows = [*training_rows(3, **more), {"step": 61, "loss": 1.0, "router_share": "nan"}]
     page = page_of(new_run(rows))
     assert "routers" in sections(page)
     assert "router-load" in charts(page)
@@ -227,7 +230,9 @@ def classified(names, *, marks=False):
 @pytest.mark.parametrize("marks", [False, True])
 def test_a_classifier_is_shown_beside_its_baselines(new_run, marks):
     report = classified(["a", "b", "c"], marks=marks)
-    directory = new_run(config=CONFIG | {"objective": {"kind": "classify"}}, classification=report)
+    directory = new_run(
+        [summary()], config=CONFIG | {"objective": {"kind": "classify"}}, classification=report
+    )
     page = page_of(directory)
     assert "classification" in sections(page)
     assert "classification-plots" in charts(page)
@@ -245,7 +250,7 @@ def sample(step, number, completion="4"):
 def test_the_first_and_the_last_samples_are_shown(new_run):
     samples = [sample(step, f"{step}-{number}") for step in (1, 10, 20) for number in range(9)]
     samples += [{"step": None}, {"step": 30, "prompt": 3, "rewards": "none", "completion": "y" * 5000}]
-    page = page_of(new_run(samples=samples))
+    page = page_of(new_run([], samples=samples))
     assert "samples" in sections(page)
     assert "prompt 1-0" in page.said
     assert "prompt 10-0" not in page.said
@@ -263,12 +268,18 @@ def test_texts_of_others_are_escaped_everywhere(new_run):
         samples=[sample(1, SCRIPT, completion=f"]]>--></td>{SCRIPT}\ud800\x1b\n")],
         provenance={"versions": {SCRIPT: SCRIPT}, SCRIPT: [SCRIPT]},
     )
-    path = write_report(directory)
-    text = path.read_text()
+    text = report_page(read_run(directory))
     assert "<script" not in text
-    page = page_of(directory)
+    text.encode()  # it can be written
+    page = Page(text)
     assert page.said.count(SCRIPT) >= 8
     assert "$x$ & \\frac{" in page.said
+
+
+def test_equal_files_give_equal_pages(new_run):
+    share = {"router_share": lambda step: [[0.5, 0.25], [0.25, 0.75]]}
+    directory = new_run([*training_rows(**share), summary()])
+    assert report_page(read_run(directory)) == report_page(read_run(directory))
 
 
 def test_numbers_that_are_not_finite_are_counted_and_not_drawn(new_run):
