@@ -124,6 +124,8 @@ def page_of(directory):
         assert link.startswith("data:image/png;base64,") or re.search(r"#([\w-]+)", link)[1] in page.ids
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
+    assert ("currentColor" in text) is ("<svg" in text)  # axes in the ink of the page, dark or light
+    assert not re.search(r"#0[0-9a-f]{5}|fill: (black|white|#ffffff)(?!.*</text>)", text)
     assert not re.search(r"https?://", text)
     return page
 

@@ -4,7 +4,7 @@ import typer
 
 
 def command(
-    directory: str = typer.Argument("runs", metavar="[DIR]", help="Where runs are kept (run.dir)."),
+    directory: str = typer.Argument("runs", metavar="DIR", help="Where runs are kept (run.dir)."),
 ) -> None:
     """List the runs in DIR, the newest first: status, last step, best or last metric, size and age."""
     import time

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.reporting.classification import SCORES, classification_figure
+from whet.reporting.classification import ERRORS, SCORES, classification_figure
 from whet.reporting.curves import chart_grid, figure_element, loss_charts, other_charts, training_charts
 from whet.reporting.page import html_lines, html_page, html_table, html_text
 from whet.reporting.report_facts import facts, number_or_text, reproduce_commands, use_commands
@@ -102,7 +102,7 @@ def _classification(run: RunFiles) -> str | None:
 def _scores(report: Values) -> str:
     """The classifier beside the baselines, and what else is known of it."""
     baselines: dict[str, Values] = {"this model": report, **report["baselines"]}
-    known = [name for name in SCORES if name in report]
+    known = [name for name in SCORES if any(name in scores for scores in report["baselines"].values())]
     head = "".join(f"<th>{html_text(name.replace('_', ' '))}</th>" for name in known)
     lines = "".join(
         f"<tr><th>{html_text(name)}</th>"
@@ -113,10 +113,11 @@ def _scores(report: Values) -> str:
     rows = [("texts", f"{report['examples']:,} ({report.get('split') or 'given'})")]
     for name, (low, high) in report.get("intervals", {}).items():
         rows.append((f"{name.replace('_', ' ')}, 95%", f"{low:.3f} to {high:.3f}"))
-    for name in ("ece", "log_loss", "brier", "roc_auc_macro", "pr_auc_macro"):
-        if report.get(name) is not None:
-            shown = "ECE" if name == "ece" else name.replace("_", " ")
-            rows.append((shown, _score(report[name])))
+    rows += [
+        (name.replace("_", " "), _score(report[name]))
+        for name in (*SCORES, *ERRORS, "roc_auc_macro", "pr_auc_macro")
+        if report.get(name) is not None and name not in known
+    ]
     return f"<table class='grid'><tr><th></th>{head}</tr>{lines}</table>{html_table(rows)}"
 
 
