@@ -22,7 +22,9 @@ from whet.cli import (
     merge,
     plan,
     pull,
+    report,
     resume,
+    runs,
     teach,
     tokenizer,
     train,
@@ -52,6 +54,8 @@ app.command("export")(export.command)
 app.command("plan")(plan.command)
 app.command("ablate")(ablate.command)
 app.command("diagnose")(diagnose.command)
+app.command("report")(report.command)
+app.command("runs")(runs.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")

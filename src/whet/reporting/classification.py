@@ -6,6 +6,8 @@ from typing import Any
 from whet.analysis.classification import Report
 from whet.errors import ConfigError
 from whet.models.weights import read_json
+from whet.reporting.shown_tokens import visible
+from whet.reporting.svg import drawing
 from whet.storage import new_file
 from whet.training.classifier_report import REPORT
 
@@ -13,6 +15,7 @@ SCORES = ("accuracy", "balanced_accuracy", "f1_macro", "f1_micro", "f1_weighted"
 ERRORS = ("log_loss", "brier", "ece", "hamming")
 LONGEST_TEXT = 70
 DPI = 120
+_COUNTED, _NAMED = 20, 12  # the most classes whose counts, and whose curves' names, can still be read
 
 
 def read_report(run: str | Path) -> Report:
@@ -67,34 +70,38 @@ def _short(text: str) -> str:
 
 
 def draw(report: Report, path: Path) -> Path:
-    """Confusion matrix, reliability diagram and both curves, as one picture; an older one is replaced."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib", hint='pip install "whet[report]"') from error
+    """The plots as one picture; an older one is replaced."""
+    with drawing():
+        figure = classification_figure(report)
+        path.unlink(missing_ok=True)
+        with new_file(path) as staging:
+            figure.savefig(staging, dpi=DPI, format="png")
+    return path
+
+
+def classification_figure(report: Report) -> Any:  # Any: matplotlib has no types, here and below
+    """Confusion matrix, reliability diagram and both curves; to be called inside `drawing`."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 9), layout="constrained")
     grid = figure.subplots(2, 2)
     _draw_matrix(grid[0][0], report)
     _draw_reliability(grid[0][1], report)
     _draw_curves(grid[1][0], report, "roc", ("false positives", "true positives"))
     _draw_curves(grid[1][1], report, "pr", ("recall", "precision"))
-    path.unlink(missing_ok=True)
-    with new_file(path) as staging:
-        figure.savefig(staging, dpi=DPI, format="png")
-    return path
+    return figure
 
 
-def _draw_matrix(axes: Any, report: Report) -> None:  # Any: matplotlib has no types, here and below
-    names = report["classes"]
+def _draw_matrix(axes: Any, report: Report) -> None:
+    names = [visible(name) for name in report["classes"]]
     if report["multi_label"]:
-        scores = [report["per_class"][name]["f1"] for name in names]
-        axes.barh(names, scores)
+        axes.barh(names, [report["per_class"][name]["f1"] for name in report["classes"]])
         axes.set(title="F1 of each class", xlim=(0, 1))
         return
     counts = report["confusion"]
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for row, line in enumerate(counts):
+    for row, line in enumerate(counts if len(names) <= _COUNTED else []):
         for column, count in enumerate(line):
             dark = shares[row][column] > 0.5
             axes.text(column, row, count, ha="center", va="center", color="white" if dark else "black")
@@ -120,7 +127,7 @@ def _draw_curves(axes: Any, report: Report, kind: str, labels: tuple[str, str]) 
     for name, curves in report["curves"].items():
         if kind in curves:
             area = report["per_class"][name][f"{kind}_auc"]
-            axes.plot(*curves[kind], label=f"{name} ({area:.3f})")
+            axes.plot(*curves[kind], label=visible(f"{name} ({area:.3f})"))
     axes.set(title=kind.upper(), xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.02))
-    if any(kind in curves for curves in report["curves"].values()):
+    if 0 < sum(kind in curves for curves in report["curves"].values()) <= _NAMED:
         axes.legend(fontsize=8)

@@ -5,31 +5,16 @@ from html import escape
 
 from whet.reporting.data_problems import Problem
 from whet.reporting.data_view import Bin, DataView, Sample, SplitFacts
-from whet.reporting.describe_data import Rows, model_line, split_rows, step_rows, tokenizer_rows
+from whet.reporting.describe_data import model_line, split_rows, step_rows, tokenizer_rows
+from whet.reporting.page import html_lines, html_page, html_table, html_text
 from whet.reporting.shown_tokens import Piece, visible
 from whet.reporting.step_plan import DrawnRow
 
-# records are other people's texts: even if one of them were not escaped, nothing in it would run or load
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
 _STYLE = """
-:root { color-scheme: light dark; --paper: #fcfcfa; --ink: #1d1f21; --quiet: #676b70; --line: #dcdcd6;
-  --learned: #c9edcf; --learned-ink: #0b4a1a; --special: #7a2ea0; --bar: #4a8f5c; --context: #d7d9dc;
-  --padding: #f0c9c4; --bad: #b3261e; --bad-paper: #fdf0ee; }
-@media (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e4e4e0; --quiet: #9a9fa6;
-  --line: #34383d; --learned: #1d4a2a; --learned-ink: #c5f2cf; --special: #d59cf0; --bar: #5aa56e;
-  --context: #484d54; --padding: #5c2f2b; --bad: #ff8a80; --bad-paper: #2c1d1c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 5rem; background: var(--paper); color:
-  var(--ink); font: 16px/1.55 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.7rem; margin: 0 0 .2rem; }
-h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; padding-top: 1rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
-.quiet { color: var(--quiet); }
-table { border-collapse: collapse; }
-th { text-align: left; font-weight: 500; color: var(--quiet); padding: .12rem 1.5rem .12rem 0;
-  vertical-align: top; white-space: nowrap; }
-td { padding: .12rem 0; }
+:root { --learned: #c9edcf; --learned-ink: #0b4a1a; --special: #7a2ea0; --context: #d7d9dc;
+  --padding: #f0c9c4; }
+@media (prefers-color-scheme: dark) { :root { --learned: #1d4a2a; --learned-ink: #c5f2cf;
+  --special: #d59cf0; --context: #484d54; --padding: #5c2f2b; } }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .2rem .8rem; margin-top:
   .8rem; align-items: center; font-variant-numeric: tabular-nums; font-size: .9rem; max-width: 44rem; }
 .bars b { font-weight: 400; text-align: right; }
@@ -49,43 +34,22 @@ td { padding: .12rem 0; }
 .learned { background: var(--bar); }
 .context { background: var(--context); }
 .padding { background: var(--padding); }
-.problems { background: var(--bad-paper); border-left: 4px solid var(--bad); padding: .8rem 1.1rem;
-  margin: 1.2rem 0; border-radius: 0 6px 6px 0; }
-.problems ul { margin: .3rem 0; padding-left: 1.2rem; }
-.problems b { color: var(--bad); }
 .fine { border-left: 4px solid var(--bar); padding: .4rem 1.1rem; margin: 1.2rem 0; }
-details { margin: .6rem 0; }
-summary { cursor: pointer; }
 """
 
 
 def data_page(view: DataView, problems: Sequence[Problem], *, title: str) -> str:
     """The whole page."""
     parts = [
-        f"<h1>What the model sees</h1><p class='quiet'>{_text(title)}</p>",
+        f"<h1>What the model sees</h1><p class='quiet'>{html_text(title)}</p>",
         _problems(problems),
-        _table([("model", model_line(view)), *tokenizer_rows(view)]),
+        html_table([("model", model_line(view)), *tokenizer_rows(view)]),
         *_template(view),
         *(_split(split, view) for split in view.splits),
-        f"<h2>Steps</h2>{_table(step_rows(view))}",
+        f"<h2>Steps</h2>{html_table(step_rows(view))}",
         *_micro_batch(view),
     ]
-    head = (
-        f"<meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\">"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{_text(title)}: what the model sees</title><style>{_STYLE}</style>"
-    )
-    body = "\n".join(parts)
-    return f"<!doctype html>\n<html lang='en'><head>{head}</head><body>\n{body}\n</body></html>\n"
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))
-
-
-def _table(rows: Rows) -> str:
-    lines = (f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows)
-    return f"<table>{''.join(lines)}</table>"
+    return html_page(parts, title=f"{title}: what the model sees", style=_STYLE)
 
 
 def _problems(problems: Sequence[Problem]) -> str:
@@ -95,17 +59,17 @@ def _problems(problems: Sequence[Problem]) -> str:
 
 
 def _problem(problem: Problem) -> str:
-    hint = f" <span class='quiet'>{_text(problem.hint)}</span>" if problem.hint else ""
-    listed = "".join(f"<li>{_text(detail)}</li>" for detail in problem.details)
+    hint = f" <span class='quiet'>{html_text(problem.hint)}</span>" if problem.hint else ""
+    listed = "".join(f"<li>{html_text(detail)}</li>" for detail in problem.details)
     return (
-        f"<p><b>{'error' if problem.stops else 'warning'}</b> {_text(problem.message)}.{hint}</p>"
+        f"<p><b>{'error' if problem.stops else 'warning'}</b> {html_text(problem.message)}.{hint}</p>"
         f"{f'<ul>{listed}</ul>' if listed else ''}"
     )
 
 
 def _template(view: DataView) -> Iterable[str]:
     if view.tokenizer is not None and view.tokenizer.template is not None:
-        shown = "\n".join(map(_text, view.tokenizer.template.split("\n")))
+        shown = html_lines(view.tokenizer.template)
         yield f"<details><summary>the chat template</summary><pre class='tokens'>{shown}</pre></details>"
 
 
@@ -116,7 +80,7 @@ def _split(split: SplitFacts, view: DataView) -> str:
     )
     samples = "".join(map(_sample, split.samples))
     return (
-        f"<h2>{_text(split.name)}: {_text(split.source)}</h2>{_table(split_rows(split, view))}"
+        f"<h2>{html_text(split.name)}: {html_text(split.source)}</h2>{html_table(split_rows(split, view))}"
         f"<h3>Tokens a record</h3>{_bars(split.bins)}{legend if samples else ''}{samples}"
     )
 
@@ -135,7 +99,9 @@ def _sample(sample: Sample) -> str:
     more = f"<span class='more'>… {sample.left_out:,} more tokens …</span>" if sample.left_out else ""
     pieces = f"{''.join(map(_piece, sample.head))}{more}{''.join(map(_piece, sample.tail))}"
     counts = f"{sample.tokens:,} tokens, {sample.supervised:,} learned"
-    return f"<h3>{_text(sample.origin)}{_text(place)}: {counts}</h3><pre class='tokens'>{pieces}</pre>"
+    return (
+        f"<h3>{html_text(sample.origin)}{html_text(place)}: {counts}</h3><pre class='tokens'>{pieces}</pre>"
+    )
 
 
 def _piece(piece: Piece) -> str:

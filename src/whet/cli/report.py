@@ -1,0 +1,24 @@
+"""whet report: a run as a page."""
+
+import typer
+
+
+def command(
+    run: str = typer.Argument(help="The directory of a run, e.g. runs/demo."),
+    out: str | None = typer.Option(None, "--out", help="Write this file instead of RUN/report.html."),
+) -> None:
+    """Write what RUN was, how it went and what came of it as one HTML file. Nothing in it is fetched."""
+    from pathlib import Path
+
+    from whet.cli.console import say
+    from whet.errors import ConfigError, StorageError
+    from whet.reporting.report import write_report
+
+    if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            f"--out {out} does not end in .html", hint="the report is a page, and replaces what is there"
+        )
+    try:
+        say(str(write_report(run, out)))
+    except StorageError as error:
+        raise ConfigError(error.message, hint="--out names a file in a directory that exists") from error

@@ -1,0 +1,153 @@
+"""The curves of a run: one small plot a metric, as figures of a page."""
+
+import math
+import re
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from whet.reporting.page import html_text
+from whet.reporting.series import Metric, Series, smoothed, thinned
+from whet.reporting.shown_tokens import visible
+from whet.reporting.svg import BLUE, ORANGE, drawing, svg
+
+MOST_CHARTS = 36
+# metrics that have a chart of their own, or that say how long something took or how much was read
+_TRAINING = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens a second",
+    "peak_gib": "peak memory, GiB",
+}
+_NOT_DRAWN = {
+    *("loss", "eval_loss", "eval_perplexity", "tokens", "supervised_tokens", "tokens_total"),
+    *("step_s", "elapsed_s", "eval_s", "router_dropped_tokens"),
+}
+_EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
+_SMALL = 3.2, 2.0  # inches
+
+
+def loss_charts(metrics: dict[str, Metric]) -> list[str]:
+    """The loss, with that of the evaluations."""
+    loss = Metric(metrics.get("loss", Metric()).train, metrics.get("eval_loss", Metric()).evaluation)
+    return [_chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.drawable else []
+
+
+def training_charts(metrics: dict[str, Metric]) -> list[str]:
+    """Learning rate, gradient norm, speed and memory."""
+    return [
+        _chart(name, title, metrics[name])
+        for name, title in _TRAINING.items()
+        if name in metrics and metrics[name].drawable
+    ]
+
+
+def other_charts(metrics: dict[str, Metric]) -> tuple[list[str], int]:
+    """What the objective itself reports, and how many there were no room for."""
+    names = [
+        name
+        for name, metric in metrics.items()
+        if metric.drawable and name not in _TRAINING and name not in _NOT_DRAWN
+    ]
+    shown = names[:MOST_CHARTS]
+    return [_chart(name, name.replace("_", " "), metrics[name]) for name in shown], len(names) - len(shown)
+
+
+def chart_grid(charts: Iterable[str]) -> str:
+    """Small plots side by side."""
+    return f"<div class='charts'>{''.join(charts)}</div>"
+
+
+def figure_element(name: str, picture: str, caption: str) -> str:
+    """A picture with what it shows above it; the caption is HTML."""
+    return f"<figure id='chart-{escape(name)}'><figcaption>{caption}</figcaption>{picture}</figure>"
+
+
+def element_id(name: str) -> str:
+    """A metric's name as part of an id; letters that an id or a link cannot have become their numbers."""
+    return re.sub(r"[^a-zA-Z0-9_]", lambda found: f"-{ord(found[0])}-", name)
+
+
+def _chart(name: str, title: str, metric: Metric, size: tuple[float, float] = _SMALL) -> str:
+    key = element_id(name)
+    label = escape(visible(f"{title} over the steps of the run"), quote=True)
+    with drawing() as new_figure:
+        figure = new_figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        _draw(axes, metric, smooth=name not in _EXACT)
+        picture = svg(figure, name=key, label=label)
+    return figure_element(key, picture, _caption(title, metric))
+
+
+def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotlib has no types
+    both = bool(metric.train.values and metric.evaluation.values)
+    if metric.train.values:
+        average = smoothed(metric.train.values) if smooth else None
+        _draw_training(axes, metric.train, average, label="training" if both else None)
+    if metric.evaluation.values:
+        steps, values = thinned(metric.evaluation.steps, metric.evaluation.values)
+        label = "evaluation" if both else None
+        few = len(values) <= 40
+        axes.plot(
+            steps, values, color=ORANGE, linewidth=1.5, label=label, marker="o" if few else None, markersize=3
+        )
+    axes.grid(visible=True)
+    axes.margins(x=0.02, y=0.08)
+    _widen(axes, [*metric.train.values, *metric.evaluation.values])
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+    if both:
+        axes.legend(loc="best", fontsize=8)
+
+
+def _widen(axes: Any, values: list[float]) -> None:  # Any: matplotlib has no types
+    """A metric that never changes is a line in the middle, not a picture of rounding errors."""
+    low, high = min(values), max(values)
+    most = max(abs(low), abs(high))
+    if high - low <= 1e-6 * most:
+        axes.set_ylim(low - (0.1 * most or 1), high + (0.1 * most or 1))
+
+
+def _draw_training(
+    axes: Any,  # Any: matplotlib has no types
+    series: Series,
+    average: list[float] | None,
+    *,
+    label: str | None,
+) -> None:
+    faint = 0.35 if average else 1.0
+    alone = "o" if len(series.values) == 1 else None
+    axes.plot(
+        *thinned(series.steps, series.values),
+        color=BLUE,
+        alpha=faint,
+        linewidth=1.0 if average else 1.5,
+        marker=alone,
+        label=None if average else label,
+    )
+    if average:
+        axes.plot(*thinned(series.steps, average), color=BLUE, linewidth=1.5, label=label)
+
+
+def _caption(title: str, metric: Metric) -> str:
+    shown = []
+    for series, kind in ((metric.train, "training"), (metric.evaluation, "evaluation")):
+        if series.values:
+            first, last = number_text(series.values[0]), number_text(series.values[-1])
+            change = last if len(series.values) == 1 else f"{first} → {last}"
+            both = metric.train.values and metric.evaluation.values
+            shown.append(f"{kind} {change}" if both else change)
+    if metric.left_out:
+        shown.append(f"{metric.left_out:,} not finite, not drawn")
+    return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(shown))}</span>"
+
+
+def number_text(value: float) -> str:
+    """A number in a few digits."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

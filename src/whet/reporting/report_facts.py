@@ -1,0 +1,129 @@
+"""What a run is, in a few lines, and the commands that go with it."""
+
+import json
+import shlex
+from collections.abc import Iterator
+
+from whet.reporting.curves import number_text
+from whet.reporting.run_files import RunFiles, Values, section
+from whet.reporting.series import as_number
+
+_LONGEST = 200  # characters of a fact: more is in the config
+
+
+def facts(run: RunFiles) -> list[tuple[str, str]]:
+    """Names and values, of what is known."""
+    return [(name, text) for name, text in _facts(run) if text]
+
+
+def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
+    config, summary = run.config, run.summary or {}
+    yield "model", _short(config.get("model"))
+    yield "method", _method(section(config, "method"))
+    yield "objective", _objective(section(config, "objective"))
+    for split in ("train", "valid", "test"):
+        yield f"data.{split}", _short(section(config, "data").get(split))
+    yield "steps", _steps(run)
+    yield "tokens", number_or_text(summary.get("tokens", _last(run, "tokens_total")), missing="")
+    yield "time", _duration(summary.get("seconds", _last(run, "elapsed_s")))
+    yield "best", best_text(summary)
+    yield (
+        "test",
+        ", ".join(
+            f"{name.replace('_', ' ')} {number_or_text(value)}"
+            for name, value in section(summary, "test").items()
+            if as_number(value) is not None and name != "s"
+        ),
+    )
+
+
+def best_text(summary: Values) -> str:
+    """The best evaluation that a summary names."""
+    best = section(summary, "best")
+    if as_number(best.get("value")) is None:
+        return ""
+    name = str(best.get("metric")).replace("_", " ")
+    return f"{name} {number_or_text(best['value'])} at step {number_or_text(best.get('step'))}"
+
+
+def number_or_text(value: object, missing: str = "-") -> str:
+    """A number in a few digits, also one that JSON does not have."""
+    number = as_number(value)
+    if number is None:
+        return missing
+    return number_text(number)
+
+
+def _method(method: Values) -> str:
+    kind = method.get("kind")
+    if not isinstance(kind, str) or kind == "full":
+        return kind if isinstance(kind, str) else ""
+    variant = method.get("variant")
+    named = f"{kind} ({variant})" if isinstance(variant, str) and variant != kind else kind
+    return f"{named}, rank {number_or_text(method.get('rank'))}, alpha {number_or_text(method.get('alpha'))}"
+
+
+def _objective(objective: Values) -> str:
+    kind = objective.get("kind")
+    parts = objective.get("parts")
+    if not isinstance(parts, list):
+        return kind if isinstance(kind, str) else ""
+    kinds = [_objective(section(part, "objective")) for part in parts if isinstance(part, dict)]
+    return f"{kind}: {' + '.join(kinds)}"
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):  # a preset: what was chosen, not what was left alone
+        value = {name: each for name, each in value.items() if each is not None}
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _last(run: RunFiles, name: str) -> object:
+    return next((row[name] for row in reversed(run.rows) if name in row), None)
+
+
+def _steps(run: RunFiles) -> str:
+    done = (run.summary or {}).get("steps", _last(run, "step"))
+    planned = section(run.config, "run").get("steps")
+    if as_number(done) is None:
+        return ""
+    unequal = as_number(planned) is not None and planned != done
+    return number_or_text(done) + (f" of {number_or_text(planned)}" if unequal else "")
+
+
+def _duration(seconds: object) -> str:
+    number = as_number(seconds)
+    if number is None or not 0 <= number < 1e12:
+        return ""
+    if number < 100:
+        return f"{number:.3g} s"
+    minutes, left = divmod(round(number), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {left} s"
+
+
+def reproduce_commands(run: RunFiles) -> list[str]:
+    """A run is never overwritten, so the same again needs another name."""
+    config = shlex.quote(str(run.directory / "config.yaml"))
+    return [f"whet train {config} {shlex.quote(f'run.name={run.name}-again')}"]
+
+
+def use_commands(run: RunFiles) -> list[str]:
+    """What to do with what is there."""
+    place = shlex.quote(str(run.directory))
+    if not run.finished:
+        return [f"whet resume {place}"]
+    kind = section(run.config, "objective").get("kind")
+    if kind == "classify":
+        return [f"whet classify {place} 'a text'", f"whet classify {place} --data test.jsonl"]
+    if kind == "regression":  # a model of rows: there is nothing to talk to
+        return [f"ls {shlex.quote(str(run.directory / 'final'))}"]
+    return [
+        f"whet chat {place}",
+        f"whet generate {place} 'a prompt'",
+        f"whet eval {place} --data test.jsonl",
+        f"whet export {place} --to gguf --check",
+    ]
