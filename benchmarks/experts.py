@@ -19,7 +19,7 @@ from whet.models.spec import ExpertsSpec, FeedForwardSpec
 from whet.ops import grouped_experts
 
 SIZES = {  # tokens, d_model, width of an expert
-    "cpu": [(4096, 256, 256), (8192, 256, 128)],
+    "cpu": [(4096, 256, 256), (4096, 512, 256), (8192, 256, 128), (8192, 256, 256)],
     "cuda": [(4096, 1024, 1024), (16384, 1024, 1024), (16384, 2048, 1024)],
 }
 

@@ -112,7 +112,9 @@ def test_sorting_is_stable_and_runs_on_no_tokens_of_some_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "d_model", "width"), [(4096, 256, 256), (8192, 256, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "d_model", "width"), [(4096, 256, 256), (4096, 512, 256), (8192, 256, 128), (8192, 256, 256)]
+)
 def test_time_grows_with_the_experts_a_token_meets_and_not_with_all(tokens, d_model, width):
     from benchmarks.experts import compare
 
