@@ -11,7 +11,7 @@ from whet.training.teaching import teach
 
 @pytest.mark.slow
 def test_preferences_flip_the_style_of_smollm2(tmp_path, smollm2_directory):
-    """The two examples, one after the other; measured: 0% spoken and 100% JSON before, 95% and 0% after."""
+    """The two examples, one after the other; measured: 0% spoken and 100% JSON before, 100% and 0% after."""
     here = [f"run.dir={tmp_path}", "run.device=cpu"]
     both = whet.train(load_config("examples/house-styles.yaml", [*here, "data.valid=null"]))
     spoken, json = style_shares(both.directory, count=20)
