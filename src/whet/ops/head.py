@@ -25,3 +25,15 @@ class Head:
             return self
         softcap = None if self.softcap is None else self.softcap / temperature
         return replace(self, scale=self.scale / temperature, softcap=softcap)
+
+
+def operands(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Hidden states in the dtype they are projected in, the weight and the bias.
+
+    Without gradients the head is detached: autograd would still ask for the gradient of a trained one.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    if torch.is_grad_enabled():
+        return hidden, head.weight, head.bias
+    return hidden, head.weight.detach(), None if head.bias is None else head.bias.detach()

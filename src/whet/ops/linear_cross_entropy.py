@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.ops.head import Head
+from whet.ops.head import Head, operands
 from whet.ops.head_gradients import HeadGradients
 from whet.ops.softmax_rows import row_losses
 
@@ -31,13 +31,8 @@ def linear_cross_entropy(
     """
     if not hidden.shape[0]:
         return hidden.float().sum()  # zero, and still attached to the graph
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    weight, bias = head.weight, head.bias
-    if not torch.is_grad_enabled():  # autograd would still ask for the gradient of a trained head
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, weights, head.scale, head.softcap
+        *operands(hidden, head), targets, weights, head.scale, head.softcap
     )
     return loss
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from whet.ops.head import Head
+from whet.ops.head import Head, operands
 from whet.ops.head_gradients import HeadGradients
 from whet.ops.linear_cross_entropy import chunk_rows
 from whet.ops.softmax_rows import widened
@@ -96,12 +96,7 @@ def linear_topk_kl(
 def _compared(hidden: torch.Tensor, head: Head, compare: Compare) -> torch.Tensor:
     if not hidden.shape[0]:
         return hidden.float().sum()
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    weight, bias = head.weight, head.bias
-    if not torch.is_grad_enabled():
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-    loss: torch.Tensor = _Compared.apply(hidden, weight, bias, head, compare)
+    loss: torch.Tensor = _Compared.apply(*operands(hidden, head), head, compare)
     return loss
 
 

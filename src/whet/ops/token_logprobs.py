@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.ops.head import Head
+from whet.ops.head import Head, operands
 from whet.ops.head_gradients import HeadGradients
 from whet.ops.linear_cross_entropy import chunk_rows
 from whet.ops.softmax_rows import row_losses
@@ -17,11 +17,7 @@ def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> t
     `hidden` is [N, D], `targets` [N]. What is done with the numbers is not known yet, so logits are made
     again, chunk by chunk, in the backward pass: the full [N, V] never exists.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    found: torch.Tensor = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, targets, head.scale, head.softcap
-    )
+    found: torch.Tensor = _TokenLogprobs.apply(*operands(hidden, head), targets, head.scale, head.softcap)
     return found
 
 
