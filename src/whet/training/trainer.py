@@ -220,9 +220,10 @@ class Trainer:
         """
         if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
             return
-        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
+        main = self.world.is_main
+        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state(), keep=main)
         best_step = self.state.best["step"] if self.state.best else None
-        if self.world.is_main:
+        if main:
             self._saver.save(self.state.step, contents, best_step=best_step)
 
     def _wait_for_save(self) -> None:
