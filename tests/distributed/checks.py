@@ -102,3 +102,10 @@ def train_and_tell(world, out, configs):
             torch.save(watch.gradient, out / f"{name}.gradient")
         found[name] = watch.found()
     return found
+
+
+def leg(world, out, config, directory, stop_at):
+    """Begin a run, or go on with one, up to a step or to its end."""
+    again = None if config is not None else f"{directory}/runs/test"
+    # one rank alone wants to stop: all do
+    return watched_train(config, again=again, stop_at=stop_at if world.rank == 1 else None).losses
