@@ -108,7 +108,7 @@ class GradientSum:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, of which some may be in shards."""
-    norms = [torch.nn.utils.get_total_norm(kind) for kind in _by_kind(gradients) if kind]
+    norms = [torch.nn.utils.get_total_norm(kind) for kind in _by_kind(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
@@ -122,11 +122,11 @@ def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
 def clip(parameters: Sequence[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
     """Scale the gradients so that their norm, which is known, is at most a limit."""
     for kind in _by_kind(parameters):
-        if kind:
-            torch.nn.utils.clip_grads_with_norm_(kind, limit, norm)
+        torch.nn.utils.clip_grads_with_norm_(kind, limit, norm)
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Whole ones and those in shards: torch's functions on lists take no mixture."""
     whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    return whole, [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    parts: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    return [kind for kind in (whole, parts) if kind]
