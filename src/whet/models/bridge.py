@@ -123,10 +123,11 @@ class Bridge(LanguageModel):
         before = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation("eager")  # the others never have the weights
-            found = self._decoder(input_ids=tokens, use_cache=False, output_attentions=True).attentions
+            output = self._decoder(input_ids=tokens, use_cache=False, output_attentions=True)
         finally:
             self.model.set_attn_implementation(before)
-        weights = {layer: each for layer, each in enumerate(found or ()) if each is not None}
+        found = getattr(output, "attentions", None) or ()
+        weights = {layer: each for layer, each in enumerate(found) if each is not None}
         if not weights:
             raise ModelError(f"{type(self.model).__name__} gives no attention weights")
         return weights
