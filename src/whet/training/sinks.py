@@ -94,7 +94,7 @@ class SinkCallback(Callback):
         """Let it finish what it has, for a while."""
         if self._thread is None:
             return
-        self._put(self.sink.finish)
+        self._put(self._finish)
         self._put(None)
         self._thread.join(self.last_s)
         if self._thread.is_alive() and not self._dropped:
@@ -113,6 +113,9 @@ class SinkCallback(Callback):
 
     def _start(self, facts: RunFacts) -> None:
         self.identity = self.sink.start(facts)
+
+    def _finish(self) -> None:
+        self.sink.finish()
 
     def _row(self, step: int, metrics: Metrics) -> None:
         numbers = dict(flat_numbers(metrics))
