@@ -229,7 +229,8 @@ def values(kind, limits=()):
             "number": "list of numbers",
             "a section": "list of sections",
         }
-        return several[values(*get_args(kind))]
+        inner = values(*get_args(kind))
+        return several.get(inner, f"list of {inner}")
     if get_origin(kind) is tuple:
         return "two numbers" + bounds(get_args(get_args(kind)[0])[1:])
     return names[kind] + (bounds(limits) if kind in (int, float) else "")

@@ -39,12 +39,12 @@ def test_rates_are_over_the_last_steps_and_leave_evaluations_out(monkeypatch):
     clock[0] = 100.0  # whatever happened before the first step
     first = step(2.0, 50, 50)
     assert first["steps_per_s"] == pytest.approx(0.5)
-    assert first["tokens_per_s_mean"] == pytest.approx(25)
+    assert first["mean_tokens_per_s"] == pytest.approx(25)
     clock[0] += 7.0
     monitor.on_eval_end(1, {"eval_s": 7.0})
     second = step(3.0, 100, 150)
     assert second["steps_per_s"] == pytest.approx(2 / 5)
-    assert second["tokens_per_s_mean"] == pytest.approx(150 / 5)
+    assert second["mean_tokens_per_s"] == pytest.approx(150 / 5)
     third = step(1.0, 100, 250)  # the first has left the window
     assert third["steps_per_s"] == pytest.approx(2 / 4)
     assert third["tflops_per_s"] == pytest.approx(3e9 * 200 / 4 / 1e12)

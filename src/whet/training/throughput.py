@@ -30,7 +30,7 @@ class ThroughputMonitor(Injector):
             self._since += metrics["eval_s"]
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """steps_per_s, tokens_per_s_mean, and where they are known flops_total, tflops_per_s and mfu."""
+        """steps_per_s, mean_tokens_per_s, and where they are known flops_total, tflops_per_s and mfu."""
         now = time.perf_counter()
         taken = metrics["step_s"] if self._since is None else now - self._since
         self._steps.append((taken, metrics["tokens"]))
@@ -38,7 +38,7 @@ class ThroughputMonitor(Injector):
         seconds = sum(taken for taken, _ in self._steps)
         tokens = sum(count for _, count in self._steps)
         metrics["steps_per_s"] = len(self._steps) / seconds
-        metrics["tokens_per_s_mean"] = tokens / seconds
+        metrics["mean_tokens_per_s"] = tokens / seconds
         if self.flops_per_token is not None:
             metrics["flops_total"] = self.flops_per_token * metrics["tokens_total"]
             metrics["tflops_per_s"] = self.flops_per_token * tokens / seconds / 1e12
