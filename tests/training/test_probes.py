@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import whet
-from tiny import random_examples, run_config, write_tiny_model
+from tiny import random_examples, run_config, write_tiny_model, write_tokenizer
 from whet.analysis.measures import effective_rank, gradient_noise
 from whet.config.load import make_config
 from whet.data.batches import BatchStream
@@ -321,6 +321,72 @@ def test_models_with_experts_and_without_attention(tmp_path):
             ranks += [entropy_rank(matrix) for matrix in matrices]
     assert found["exp_effective_rank_layer"][1] == pytest.approx(np.mean(ranks), rel=1e-6)
     assert len(found["exp_attn_entropy_layer"]) == 2
+
+
+def bridged(directory, kind):
+    """A small model that whet has no family for, with the tiny tokenizer."""
+    sizes = {
+        "gpt_neox": {"intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 512},
+        "mamba": {"state_size": 8, "time_step_rank": 4},
+    }[kind]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=260, hidden_size=32, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=256, **sizes
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mamba"])
+def test_models_behind_the_bridge(tmp_path, kind, caplog):
+    directory = bridged(tmp_path / kind, kind)
+    method = (
+        {"kind": "full"} if kind == "mamba" else {"kind": "lora", "rank": 4, "targets": ["query_key_value"]}
+    )
+    sections = {"method": method, "data": {"max_length": 64, "valid": None}, "run": {"steps": 4}}
+    plain = whet.train(run_config(directory, tmp_path / "plain", **sections))
+    result = whet.train(run_config(directory, tmp_path / "watched", **sections, log={"probes": ALL}))
+    found = probed(rows(result.directory))
+    assert len(found) == 2
+    assert all(
+        len(row[f"exp_{name}_layer"]) == 2
+        for row in found
+        for name in ("grad_norm", "weight_delta", "act_norm")
+    )
+    if kind == "gpt_neox":
+        assert all(entropy > 0 for row in found for entropy in row["exp_attn_entropy_layer"])
+    else:
+        assert "exp_attn_entropy_mean" not in found[0]
+        assert (
+            caplog.text.count("AttentionEntropy is off from here on: ModelError: MambaForCausalLM gives no")
+            == 1
+        )
+    name = "checkpoints/step-000004/weights.safetensors"
+    expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
+    assert all(torch.equal(expected[key], weights[key]) for key in expected)
+
+
+@pytest.mark.parametrize("kind", ["qlora", "classify"])
+def test_quantised_bases_and_classifiers(tiny_directory, tmp_path, kind):
+    sections = {"method": {"kind": "qlora", "rank": 4}} if kind == "qlora" else {}
+    if kind == "classify":
+        texts = [{"input": f"{word} {n}", "label": word} for n in range(12) for word in ("red", "blue")]
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+        sections["objective"] = {"kind": "classify", "classes": ["red", "blue"], "probe": False}
+        sections["data"] = {"train": str(tmp_path / "texts.jsonl"), "valid": None, "max_length": 64}
+    plain = whet.train(run_config(tiny_directory, tmp_path / "plain", **sections))
+    result = whet.train(run_config(tiny_directory, tmp_path / "watched", **sections, log={"probes": ALL}))
+    found = probed(rows(result.directory))
+    assert len(found) == 2
+    assert all(
+        {"exp_grad_norm_mean", "exp_weight_delta", "exp_attn_entropy_mean", "exp_grad_noise"} <= set(row)
+        for row in found
+    )
+    assert (found[0]["exp_grad_norm_rest"] > 0) == (kind == "classify"), "the head is outside the layers"
+    name = "checkpoints/step-000004/weights.safetensors"
+    expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
+    assert all(torch.equal(expected[key], weights[key]) for key in expected)
 
 
 def test_rows_of_numbers_have_no_attention(tmp_path, caplog):
