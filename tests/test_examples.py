@@ -108,7 +108,10 @@ def test_the_pretraining_examples_run(tmp_path, monkeypatch):
 
 def test_the_probes_example_runs(tmp_path):
     """Its probes and samples, more often than it says and for fewer steps."""
-    often = [f"log.probes.{name}=2" for name in ("gradients", "weights", "activations", "attention", "noise", "rank")]
+    often = [
+        f"log.probes.{name}=2"
+        for name in ("gradients", "weights", "activations", "attention", "noise", "rank")
+    ]
     small = ["run.steps=4", "run.batch_tokens=512", "run.device=cpu", "eval.every=2", "eval.batches=1"]
     config = load_config(
         EXAMPLES / "probes-nano.yaml", [*small, *often, f"run.dir={tmp_path}", "log.samples.max_tokens=4"]

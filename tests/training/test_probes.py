@@ -534,3 +534,22 @@ def test_looking_leaves_no_trace(tiny):
     assert torch.equal(found[0], expected[0])
     assert found[1:] == expected[1:]
     assert [module.training for module in model.modules()] == modes
+
+
+def test_only_steps_with_a_measurement_are_not_computed_ahead(tiny_directory, tmp_path, monkeypatch):
+    """A GPU is given the next step before this one's numbers are read: not where a probe looks at the model."""
+    plain = whet.train(run_config(tiny_directory, tmp_path / "plain", run={"steps": 6}))
+    seen, may = {}, Trainer._may_look_ahead
+    monkeypatch.setattr(Trainer, "_may_look_ahead", lambda run, step: seen.setdefault(step, may(run, step)))
+    monkeypatch.setattr(
+        Trainer, "looks_ahead", property(lambda run: True, lambda run, value: None), raising=False
+    )
+    log = {
+        "probes": {"gradients": 3, "weights": 3},
+        "samples": {"prompts": ["Hello"], "every": 4, "max_tokens": 2},
+    }
+    result = whet.train(run_config(tiny_directory, tmp_path / "watched", run={"steps": 6}, log=log))
+    assert seen == {1: True, 2: True, 3: False, 4: False, 5: True, 6: False}
+    name = "checkpoints/step-000006/weights.safetensors"
+    expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
+    assert all(torch.equal(expected[key], weights[key]) for key in expected)

@@ -18,8 +18,9 @@ from whet.data.batches import Batch
 from whet.errors import StorageError
 from whet.models.language_model import LanguageModel
 from whet.storage import new_file, write_safetensors
+from whet.training.ahead import Reading
 from whet.training.callbacks import Injector, Metrics
-from whet.training.evaluation import read_together, total_weights, weighted_loss
+from whet.training.evaluation import total_weights, weighted_loss
 from whet.training.layers import Layers, mean, spread
 from whet.training.probe_batches import texts_of, units
 from whet.training.undisturbed import undisturbed
@@ -49,9 +50,13 @@ class Probe(Injector, abc.ABC):
         self.run = run
         self.layers = Layers(run.model)
 
+    def touches_model(self, step: int) -> bool:
+        """Where it is time to measure."""
+        return not self.failed and step % self.every == 0
+
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Measure, where it is time to."""
-        if self.failed or step % self.every:
+        if not self.touches_model(step):
             return
         started = time.perf_counter()
         try:
@@ -191,7 +196,7 @@ class WeightStats(Probe):
     def _distances(self, begin: Any) -> list[float | None]:  # Any: a function from names to tensors
         with torch.no_grad():
             ways = [(p - begin(name).to(p.device)).float().norm() for name, p in self.named.items()]
-        return list(read_together(*ways))
+        return list(Reading(*ways).values())
 
 
 class ActivationStats(Probe):
@@ -211,7 +216,7 @@ class ActivationStats(Probe):
                 model.hidden(text.to(self.run.device))
             for name, found in captured.outputs.items():
                 sums[name] = sums[name] + found if name in sums else found
-        measured = read_together(*sums.values())
+        measured = Reading(*sums.values()).values()
         sizes = [(squares / count) ** 0.5 for squares, _, count in measured]
         sparse = [near / count for _, near, count in measured]
         return {
@@ -243,7 +248,7 @@ class AttentionEntropy(Probe):
             with _precision(self.run):
                 visit_attention(model, text.to(self.run.device), visit)
         positions = sum(text.numel() for text in self.texts)
-        totals = dict(zip(sums, read_together(*sums.values()), strict=True))
+        totals = dict(zip(sums, Reading(*sums.values()).values(), strict=True))
         by_layer = [totals[n] / positions if n in totals else None for n in range(len(self.layers))]
         known = [entropy for entropy in by_layer if entropy is not None]
         return {
@@ -278,7 +283,7 @@ class EffectiveRank(Probe):
 def _norms(tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
     """The norm of each tensor, read from the device at once."""
     present = [tensor.detach() for tensor in tensors if tensor is not None]
-    values = iter(read_together(*torch._foreach_norm(present, dtype=torch.float32)) if present else ())
+    values = iter(Reading(*torch._foreach_norm(present, dtype=torch.float32)).values() if present else ())
     return [None if tensor is None else next(values) for tensor in tensors]
 
 

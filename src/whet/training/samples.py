@@ -58,9 +58,13 @@ class SampleGenerations(Callback):
         if step == 0:
             self._write(0)
 
+    def touches_model(self, step: int) -> bool:
+        """Where answers are due; those of the last step come at the end."""
+        return self.every is not None and step % self.every == 0 and step < self.run.total_steps
+
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """What it says now; the last step's answers come at the end."""
-        if self.every is not None and step % self.every == 0 and step < self.run.total_steps:
+        """What it says now."""
+        if self.touches_model(step):
             self._write(step)
 
     def on_train_end(self, result: "RunResult") -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.config.load import to_dict
-from whet.training.callbacks import Callback, Metrics
+from whet.training.callbacks import Metrics, NumbersOnly
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -47,7 +47,7 @@ class Sink(Protocol):
         """Close; the run is over, or goes on another time."""
 
 
-class SinkCallback(Callback):
+class SinkCallback(NumbersOnly):
     """Hands rows to a sink: training rows every `every` steps and with every probe, all evaluation rows."""
 
     def __init__(self, name: str, sink: Sink, *, every: int = 1, last_s: float = _LAST_S) -> None:

@@ -4,10 +4,10 @@ import time
 from collections import deque
 
 from whet.errors import ConfigError
-from whet.training.callbacks import Callback, Injector, Metrics, StopRun
+from whet.training.callbacks import Injector, Metrics, NumbersOnly, StopRun
 
 
-class ThroughputMonitor(Injector):
+class ThroughputMonitor(Injector, NumbersOnly):
     """Rates over the last `every` steps, with everything that happens between them but evaluations.
 
     With `flops_per_token`, what training takes for one, it also counts FLOPs; with the device's `peak_tflops`
@@ -46,7 +46,7 @@ class ThroughputMonitor(Injector):
                 metrics["mfu"] = metrics["tflops_per_s"] / self.peak_tflops
 
 
-class Budget(Callback):
+class Budget(NumbersOnly):
     """Ends a run, as finished, when its steps together have cost enough; resumed ones go on counting."""
 
     def __init__(
