@@ -1,13 +1,11 @@
-"""Pictures of maps, layers and probes are drawn from what is there, and say what is not."""
+"""Pictures of maps and layers are drawn from what is there, and say what is not."""
 
 import pytest
 import torch
 
-import whet
-from tiny import run_config
 from whet.analysis import attention_maps
 from whet.errors import ConfigError
-from whet.reporting.inside import draw_attention, draw_layers, draw_probes, probe_maps
+from whet.reporting.inside import draw_attention, draw_layers
 
 pytest.importorskip("matplotlib")
 PNG = b"\x89PNG"
@@ -32,20 +30,3 @@ def test_one_number_a_layer(tmp_path):
     assert "layers.1" in text
     with pytest.raises(ConfigError, match="no layer to draw"):
         draw_layers({}, tmp_path / "b.svg", title="none")
-
-
-def test_probes_over_a_run(tiny_directory, tmp_path):
-    log = {"probes": {"weights": 1, "gradients": 2}}
-    result = whet.train(run_config(tiny_directory, tmp_path, log=log))
-    found = probe_maps(result.history)
-    assert list(found) == ["exp_weight_norm", "exp_weight_delta", "exp_grad_norm"]
-    steps, lines = found["exp_weight_norm"]
-    assert steps == [1, 2, 3, 4]
-    rows = [row for row in result.history if "exp_weight_norm_layer" in row]
-    assert lines == [[row["exp_weight_norm_layer"][layer] for row in rows] for layer in (0, 1)]
-    assert found["exp_grad_norm"][0] == [2, 4]
-    text = draw_probes(result.directory, tmp_path / "a.svg").read_text()
-    assert all(name in text for name in found)
-    plain = whet.train(run_config(tiny_directory, tmp_path / "plain"))
-    with pytest.raises(ConfigError, match="has no numbers of probes"):
-        draw_probes(plain.directory, tmp_path / "b.svg")

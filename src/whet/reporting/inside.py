@@ -1,4 +1,4 @@
-"""Pictures of what goes on inside a model: attention maps, numbers by layer, probes over a run."""
+"""Pictures of what goes on inside a model: attention maps, and numbers by layer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,14 +7,12 @@ from typing import Any
 import torch
 
 from whet.errors import ConfigError
-from whet.reporting.run_files import Values, read_run
 from whet.reporting.shown_tokens import visible
 from whet.reporting.svg import BLUE, drawing
 
 DPI = 120
 _COLUMNS = 4
 _NAMED = 32  # tokens that still fit beside a map
-_LAYERED = "_layer"  # how the keys end whose values are lists, one number a layer
 
 
 def draw_attention(
@@ -58,39 +56,6 @@ def draw_layers(values: Mapping[str, float], path: str | Path, *, title: str) ->
         axes.set_xticks(range(len(values)), [visible(name) for name in values], rotation=90, fontsize=7)
         axes.set_title(visible(title))
         return _saved(figure, path)
-
-
-def draw_probes(run: str | Path, path: str | Path) -> Path:
-    """What a run's probes found, layer by layer over its steps: a map for each kind of number."""
-    found = probe_maps(read_run(Path(run)).rows)
-    if not found:
-        raise ConfigError(f"{run} has no numbers of probes", hint="log.probes asks for them")
-    with drawing() as new_figure:
-        figure = new_figure(figsize=(7.0, 2.2 * len(found)), layout="constrained")
-        grid = figure.subplots(len(found), 1, squeeze=False).flat
-        for axes, (name, (steps, values)) in zip(grid, found.items(), strict=True):
-            edges = range(len(steps) + 1), range(len(values) + 1)
-            picture = axes.pcolormesh(*edges, values, cmap="viridis")
-            marks = range(0, len(steps), max(1, len(steps) // 8))
-            axes.set_xticks([mark + 0.5 for mark in marks], [str(steps[mark]) for mark in marks])
-            axes.set(title=name, ylabel="layer")
-            figure.colorbar(picture, ax=axes)
-        figure.supxlabel("step")
-        return _saved(figure, path)
-
-
-def probe_maps(rows: Sequence[Values]) -> dict[str, tuple[list[int], list[list[float]]]]:
-    """For each kind of number: the steps it was measured at, and a line of values a layer; NaN: none."""
-    found: dict[str, tuple[list[int], list[list[float]]]] = {}
-    for row in rows:
-        for name, values in row.items():
-            if name.startswith("exp_") and name.endswith(_LAYERED) and isinstance(values, list):
-                steps, lines = found.setdefault(name.removesuffix(_LAYERED), ([], [[] for _ in values]))
-                if len(values) == len(lines):
-                    steps.append(row["step"])
-                    for line, value in zip(lines, values, strict=True):
-                        line.append(float(value) if isinstance(value, int | float | str) else float("nan"))
-    return found
 
 
 def _saved(figure: Any, path: str | Path) -> Path:  # Any: matplotlib has no types
