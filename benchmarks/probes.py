@@ -60,17 +60,16 @@ def measure(case, *, rounds, device, directory):
         for probe in probes.values():
             probe.on_train_begin(trainer)
         steps, seconds = [], {name: [] for name in probes}
-        for number in range(rounds + 1):
-            for _ in range(STEPS):
-                taken = trainer.step(next(work.stream))["step_s"]
-                steps += [taken] if number else []
+        trainer.step(next(work.stream))  # the first one warms up
+        for _ in range(rounds):
+            steps += [trainer.step(next(work.stream))["step_s"] for _ in range(STEPS)]
             for name, probe in probes.items():
                 started = time.perf_counter()
                 probe.on_step_end(probe.every, found := {})
                 if device == "cuda":
                     torch.cuda.synchronize()
                 assert any(key.startswith("exp_") for key in found), name
-                seconds[name] += [time.perf_counter() - started] if number else []  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
         step = statistics.median(steps)
         each = {name: statistics.median(values) for name, values in seconds.items()}
         return {
