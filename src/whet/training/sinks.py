@@ -118,8 +118,8 @@ class SinkCallback(NumbersOnly):
         self.sink.finish()
 
     def _row(self, step: int, metrics: Metrics) -> None:
-        numbers = dict(flat_numbers(metrics))
-        self._put(lambda: self.sink.write(step, numbers))
+        row = dict(metrics)
+        self._put(lambda: self.sink.write(step, dict(flat_numbers(row))))
 
     def _put(self, task: Callable[[], None] | None) -> None:
         if self._dropped:
