@@ -1,6 +1,6 @@
 """What the probes of a run cost at their usual intervals, as a share of its steps.
 
-    python benchmarks/probes.py [--rounds N] [CASE...]      cases: nano, smollm2-lora, smollm2-full
+    python benchmarks/probes.py [--rounds N] [--plain-steps N] [--device D] [CASE...]; cases: nano, smollm2-lora, smollm2-full
 
 Rounds alternate: some plain steps, then every probe once, so that a machine that slows down slows both. The cost
 is the sum over probes of (median seconds / interval), divided by the median seconds of a step. Writes
@@ -25,7 +25,6 @@ from whet.training.run import assembled
 from whet.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = 3  # in a round
 SMOLLM2 = {
     "model": "smollm2-135m-instruct",
     "data": {"train": "synth:house:400", "max_length": 512},
@@ -43,7 +42,7 @@ CASES = {
 }
 
 
-def measure(case, *, rounds, device, directory):
+def measure(case, *, rounds, plain_steps, device, directory):
     settings = {**CASES[case], "run": {**CASES[case]["run"], "device": device, "dir": str(directory)}}
     config, usual = make_config(settings), Probes()
     with assembled(config) as work:
@@ -62,7 +61,7 @@ def measure(case, *, rounds, device, directory):
         steps, seconds = [], {name: [] for name in probes}
         trainer.step(next(work.stream))  # the first one warms up
         for _ in range(rounds):
-            steps += [trainer.step(next(work.stream))["step_s"] for _ in range(STEPS)]
+            steps += [trainer.step(next(work.stream))["step_s"] for _ in range(plain_steps)]
             for name, probe in probes.items():
                 started = time.perf_counter()
                 probe.on_step_end(probe.every, found := {})
@@ -94,6 +93,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--plain-steps", type=int, default=3, help="in a round")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--note", default="")
     options = parser.parse_args()
@@ -101,7 +101,13 @@ def main():
     path = RESULTS / ("probes.json" if options.device == "cpu" else f"probes-{options.device}.json")
     results = json.loads(path.read_text())["cases"] if path.is_file() else {}
     for case in options.cases:
-        found = measure(case, rounds=options.rounds, device=options.device, directory=path.parent / "none")
+        found = measure(
+            case,
+            rounds=options.rounds,
+            plain_steps=options.plain_steps,
+            device=options.device,
+            directory=path.parent / "none",
+        )
         results[case] = {**found, "note": options.note} if options.note else found
         parts = ", ".join(f"{name} {each['share']:.2%}" for name, each in found["probes"].items())
         print(f"{case}: step {found['step_s']:.3f} s; probes {found['share']:.2%} ({parts})", flush=True)
