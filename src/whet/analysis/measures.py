@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+_SMALL = 256  # rows or columns
+
 
 def attention_entropy(weights: torch.Tensor) -> torch.Tensor:
     """Shannon's entropy, in nats, of distributions over the last dimension."""
@@ -17,7 +19,9 @@ def effective_rank(matrices: torch.Tensor) -> torch.Tensor:
     Roy and Vetterli, 2007. The singular values are the roots of the eigenvalues of the smaller Gram matrix,
     in float64: several times as fast, and what is lost (values under 1e-8 of the largest) weighs nothing.
     """
-    wide = matrices.detach().to("cpu" if matrices.device.type == "mps" else matrices.device, torch.float64)
+    # a GPU is slower at small ones, and Apple's has no float64
+    on_host = matrices.device.type == "mps" or min(matrices.shape[-2:]) <= _SMALL
+    wide = matrices.detach().to("cpu" if on_host else matrices.device, torch.float64)
     flat = wide if wide.shape[-2] <= wide.shape[-1] else wide.mT
     values = torch.linalg.eigvalsh(flat @ flat.mT).clamp(min=0).sqrt()
     shares = values / values.sum(-1, keepdim=True)

@@ -27,12 +27,12 @@ class Samples(Section):
 class Probes(Section):
     """Measurements on a fixed batch: steps between two of them, or null for none. They change nothing."""
 
-    gradients: Positive | None = Field(100, description="gradient norms by layer")
-    weights: Positive | None = Field(100, description="weight norms by layer, and the way from the start")
+    gradients: Positive | None = Field(200, description="gradient norms by layer")
+    weights: Positive | None = Field(200, description="weight norms by layer, and the way from the start")
     activations: Positive | None = Field(500, description="size and sparsity of the layers' outputs")
     attention: Positive | None = Field(500, description="entropy of the attention weights by layer")
-    noise: Positive | None = Field(1000, description="gradient noise scale, from four batches")
-    rank: Positive | None = Field(1000, description="effective rank of the trained matrices by layer")
+    noise: Positive | None = Field(2000, description="gradient noise scale, from four batches")
+    rank: Positive | None = Field(2000, description="effective rank of the trained matrices by layer")
 
 
 class Log(Section):

@@ -42,7 +42,7 @@ class Probe(Injector, abc.ABC):
     probe that fails says so once and is not asked again.
     """
 
-    every = 100
+    every = 200
     failed = False
 
     def on_train_begin(self, run: "Trainer") -> None:
@@ -89,13 +89,13 @@ class Probe(Injector, abc.ABC):
                 if gradient is not None:
                     before = totals[place]
                     totals[place] = gradient if before is None else before + gradient
-        return [None if total is None else total / scale for total in totals]
+        return totals if scale == 1.0 else [None if total is None else total / scale for total in totals]
 
 
 class GradientStats(Probe):
     """The norm of each layer's gradient on some micro-batches: mean, spread, and where it is largest."""
 
-    def __init__(self, batches: Sequence[Batch], every: int = 100) -> None:
+    def __init__(self, batches: Sequence[Batch], every: int = 200) -> None:
         self.batches = batches
         self.every = every
 
@@ -117,7 +117,7 @@ class GradientNoise(Probe):
     `pieces` are lists of micro-batches, at least two: each is a small batch, all together are the large one.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Batch]], every: int = 1000) -> None:
+    def __init__(self, pieces: Sequence[Sequence[Batch]], every: int = 2000) -> None:
         self.pieces = pieces
         self.every = every
 
@@ -145,7 +145,7 @@ class WeightStats(Probe):
     The start is kept in the run's directory, so that a resumed run measures from the same one.
     """
 
-    def __init__(self, every: int = 100) -> None:
+    def __init__(self, every: int = 200) -> None:
         self.every = every
         self.start: dict[str, torch.Tensor] | Path | None = None
 
@@ -195,7 +195,7 @@ class WeightStats(Probe):
 
     def _distances(self, begin: Any) -> list[float | None]:  # Any: a function from names to tensors
         with torch.no_grad():
-            ways = [(p - begin(name).to(p.device)).float().norm() for name, p in self.named.items()]
+            ways = [(p.float() - begin(name).to(p.device).float()).norm() for name, p in self.named.items()]
         return list(Reading(*ways).values())
 
 
@@ -261,7 +261,7 @@ class AttentionEntropy(Probe):
 class EffectiveRank(Probe):
     """exp(entropy of the normalised singular values) of the trained matrices; each expert's is its own."""
 
-    def __init__(self, every: int = 1000) -> None:
+    def __init__(self, every: int = 2000) -> None:
         self.every = every
 
     def measure(self) -> Metrics:
