@@ -115,7 +115,8 @@ def test_mlflow_is_told(tmp_path, monkeypatch):
             return lambda *args, **kwargs: calls.append((name, args, kwargs)) or answers.get(name)
 
     tracking, entities = ModuleType("mlflow.tracking"), ModuleType("mlflow.entities")
-    tracking.MlflowClient, entities.Metric = Client, lambda *args: args
+    tracking.MlflowClient = Client
+    entities.Metric = entities.Param = lambda *args: args
     for name, module in {
         "mlflow": ModuleType("mlflow"),
         "mlflow.tracking": tracking,
@@ -130,7 +131,7 @@ def test_mlflow_is_told(tmp_path, monkeypatch):
         ("get_experiment_by_name", ("runs",), {}),
         ("create_experiment", ("runs",), {}),
         ("create_run", ("7",), {"run_name": "one"}),
-        ("log_param", ("abc", "optim.lr", "0.1"), {}),
+        ("log_batch", ("abc",), {"params": [("optim.lr", "0.1")]}),
     ]
     name, args, kwargs = calls[4]
     assert (name, args) == ("log_batch", ("abc",))

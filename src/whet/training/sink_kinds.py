@@ -12,6 +12,8 @@ from whet.config.log import SinkName
 from whet.errors import ConfigError
 from whet.training.sinks import RunFacts, Sink
 
+_PARAMS = 100  # the most that MLflow takes at once
+
 
 class TensorBoardSink:
     """Event files in the run's own directory: tensorboard --logdir runs."""
@@ -68,6 +70,7 @@ class MlflowSink:
 
     def start(self, run: RunFacts) -> str:
         """Open a run, or the one that an earlier part opened."""
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self.client: Any = MlflowClient()
@@ -80,8 +83,9 @@ class MlflowSink:
             self.client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         )
         self.identity = str(self.client.create_run(number, run_name=run.name).info.run_id)
-        for name, value in _settings(run.config):
-            self.client.log_param(self.identity, name, value)
+        params = [Param(name, value) for name, value in _settings(run.config)]
+        for start in range(0, len(params), _PARAMS):
+            self.client.log_batch(self.identity, params=params[start : start + _PARAMS])
         return self.identity
 
     def write(self, step: int, numbers: dict[str, float]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("whet")
 
 _ROWS = 1000  # that may wait
-_LAST_S = 10.0  # for what still waits when the run is over
+_LAST_S = 30.0  # for what still waits when the run is over
 
 
 @dataclass(frozen=True)
