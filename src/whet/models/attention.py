@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Attend over x [B, T, d_model], and over what the cache holds."""
         spec = self.spec
-        queries, keys, values = self._project(x)
+        queries, keys, values = self.project(x)
         if rotation is not None:
             queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
         if cache is not None:
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values as [B, heads, T, head_dim]."""
         if self.spec.fused:
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
