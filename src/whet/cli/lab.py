@@ -48,7 +48,7 @@ def lr_sweep(
     overrides: list[str] = OVERRIDES,
     widths: str = typer.Option("32,64,128,256", help="Values of d_model, with commas."),
     lrs: str = typer.Option(
-        None, help="Learning rates, with commas; if not given, optim.lr times 1/16, 1/8, ... 16."
+        None, help="Learning rates, with commas; if not given, optim.lr times 1/8, 1/4, ... 8."
     ),
     seeds: int = SEEDS,
     out: str = OUT,
@@ -63,7 +63,7 @@ def lr_sweep(
 
     settings = load_config(config, overrides or ())
     rates = (
-        [settings.optim.lr * 2.0**n for n in range(-4, 5)] if lrs is None else _numbers("--lrs", lrs, float)
+        [settings.optim.lr * 2.0**n for n in range(-3, 4)] if lrs is None else _numbers("--lrs", lrs, float)
     )
     directory = Path(out or f"{settings.run.dir}/{settings.run.name}-lr-sweep")
     directory.mkdir(parents=True, exist_ok=True)
