@@ -18,7 +18,7 @@ from whet.training.lr_sweep import Sweep, SweepPoint, lr_sweep
 from whet.training.widths import at_width, slope
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mup-nano.yaml"
-STEPS = 20
+STEPS = 12
 
 TEXT = [{"text": f"Line {n}: the cat number {n % 7} sits on mat {n % 5}, and sees {n}."} for n in range(40)]
 
@@ -219,7 +219,10 @@ def test_sizes_are_root_mean_squares():
 @pytest.mark.slow
 def test_activations_of_the_example_are_flat_from_64_to_1024():
     """The figures of docs/mup.md."""
-    config = load_config(EXAMPLE, ["run.device=cpu", "run.precision=fp32"])
+    optim = ["mup.base_width=16", "lr=1e-2", "warmup=0", "schedule=constant"]
+    config = load_config(
+        EXAMPLE, [f"optim.{each}" for each in optim] + ["run.device=cpu", "run.precision=fp32"]
+    )
     check = coordinate_check(config, widths=[64, 128, 256, 512, 1024], steps=STEPS, seeds=2)
     assert check.is_flat("mup"), check.slopes("mup")
     assert max(check.slopes("standard").values()) > 1
