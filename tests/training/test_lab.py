@@ -186,6 +186,10 @@ def test_a_stopped_sweep_goes_on_and_other_settings_begin_anew(tmp_path, monkeyp
     pytest.importorskip("matplotlib")
     assert (out / "lr-sweep.png").read_bytes().startswith(b"\x89PNG")
     again.clear()
+    assert run_lab(*arguments[:3], "16,64", *arguments[4:]).exit_code == 0  # what is known of 32 is kept
+    assert len(again) == 6
+    assert len(json.loads((out / "lr-sweep.json").read_text())["runs"]) == 18
+    again.clear()
     monkeypatch.setattr(sweeps, "_last_loss", lambda plan: again.append(1) or 1.0)
     run_lab("lr-sweep", path, "run.steps=6", *arguments[2:])
     assert len(again) == 12

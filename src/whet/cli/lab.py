@@ -58,7 +58,7 @@ def lr_sweep(
 
     from whet.cli.console import notes, say
     from whet.config.load import load_config, to_dict
-    from whet.reporting.lab import describe_sweep, keep_sweep, kept_points, write_sweep
+    from whet.reporting.lab import describe_sweep, keep_sweep, kept_points, plot_sweep
     from whet.training.lr_sweep import lr_sweep as sweep_rates
 
     settings = load_config(config, overrides or ())
@@ -79,7 +79,7 @@ def lr_sweep(
         tell=notes().print,
     )
     say(describe_sweep(found))
-    for path in write_sweep(found, directory, settings=shared):
+    for path in (directory / "lr-sweep.json", *plot_sweep(found, directory)):
         say(f"written: {path}")
 
 

@@ -91,23 +91,20 @@ def describe_sweep(sweep: Sweep) -> str:
     )
 
 
-def write_sweep(sweep: Sweep, directory: Path, *, settings: dict[str, Any]) -> list[Path]:  # Any: JSON values
-    """lr-sweep.json, and lr-sweep.png where matplotlib is installed."""
-    path = keep_sweep(sweep, directory, settings=settings)
-    return [path, *_plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))]
+def plot_sweep(sweep: Sweep, directory: Path) -> list[Path]:
+    """lr-sweep.png, where matplotlib is installed."""
+    return _plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))
 
 
-def keep_sweep(sweep: Sweep, directory: Path, *, settings: dict[str, Any]) -> Path:  # Any: JSON values
-    """The file from which a sweep goes on: its runs, and the settings they share."""
+def keep_sweep(sweep: Sweep, directory: Path, *, settings: dict[str, Any]) -> None:  # Any: JSON values
+    """lr-sweep.json, from which a sweep goes on: its runs, and the settings they share."""
     found = {
         "what": "mean training loss over the last tenth of the steps, by learning rate and width",
         "settings": settings,
         "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
         "runs": [{**dataclasses.asdict(point), "loss": _plain(point.loss)} for point in sweep.points],
     }
-    path = directory / "lr-sweep.json"
-    replace_text(path, json.dumps(found, indent=2) + "\n")
-    return path
+    replace_text(directory / "lr-sweep.json", json.dumps(found, indent=2) + "\n")
 
 
 def kept_points(directory: Path, *, settings: dict[str, Any]) -> list[SweepPoint]:  # Any: JSON values

@@ -68,7 +68,7 @@ def lr_sweep(
 ) -> Sweep:
     """Run every rate at every width, by muP and as usual; `known` runs are not run again.
 
-    `keep` gets what there is after each run, so that a sweep that is stopped can go on.
+    `keep` gets what there is after each run, known ones too, so that a sweep that is stopped can go on.
     """
     if config.run.steps is None:
         raise ConfigError("a sweep of learning rates is counted in steps", hint="set run.steps")
@@ -83,11 +83,11 @@ def lr_sweep(
                 plan = at_width(config, width, parametrisation, lr=lr)
                 for seed in range(config.run.seed, config.run.seed + seeds):
                     key = parametrisation, width, lr, seed
-                    point = done.get(key) or SweepPoint(*key, _last_loss(with_seed(plan, seed)))
-                    points.append(point)
                     if key not in done:
-                        tell(f"{parametrisation}, width {width}, lr {lr:.3g}: loss {point.loss:.4f}")
-                        keep(Sweep(points))
+                        done[key] = SweepPoint(*key, _last_loss(with_seed(plan, seed)))
+                        tell(f"{parametrisation}, width {width}, lr {lr:.3g}: loss {done[key].loss:.4f}")
+                        keep(Sweep(list(done.values())))
+                    points.append(done[key])
     return Sweep(points)
 
 
