@@ -4,11 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
+from whet.config.budget import Budget
 from whet.config.classify import ClassifyObjective
 from whet.config.experts import Experts
+from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.optim import Optim, ParameterGroup, unfit_for_mup
+from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
 from whet.config.section import Positive, Section, Text
@@ -198,6 +201,7 @@ class Run(Section):
     precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"] = Field(
         "auto", description="number format; fp16 is for GPUs without bf16"
     )
+    fp8: bool = Field(False, description="multiply in 8 bits in the layers' products; method full")
     compile: bool = Field(False, description="torch.compile each layer")
     grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")
     on_nonfinite: Literal["stop", "skip"] = Field(
@@ -210,6 +214,7 @@ class Run(Section):
         None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"
     )
     max_memory: float | None = Field(None, gt=0, description="GiB at which the run saves and stops")
+    budget: Budget | None = Field(None, description="what the run may cost: when it is spent, it is done")
 
     @field_validator("name")
     @classmethod
@@ -225,12 +230,6 @@ class Run(Section):
         if (self.batch_size is None) == (self.batch_tokens is None):
             raise ValueError("give either batch_size or batch_tokens")
         return self
-
-
-class Log(Section):
-    """What is written while it runs."""
-
-    every: Positive = Field(1, description="steps between training rows of metrics.jsonl")
 
 
 def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after
@@ -264,6 +263,7 @@ class RunConfig(Section):
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run
+    parallel: Parallel = Parallel()
     log: Log = Log()
 
     @property

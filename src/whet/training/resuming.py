@@ -20,6 +20,9 @@ MAY_CHANGE = (
     "run.epochs",
     "run.max_time",
     "run.max_memory",
+    "run.budget",
+    "run.budget.flops",
+    "run.budget.minutes",
     "run.on_nonfinite",
     "run.nonfinite_limit",
     "run.micro_batch_tokens",
@@ -33,6 +36,7 @@ MAY_CHANGE = (
     "objective.reward_workers",
     "objective.samples_every",
     "checkpoint",
+    "parallel",
     "log",
 )
 
