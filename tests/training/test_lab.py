@@ -225,7 +225,8 @@ def test_activations_of_the_example_are_flat_from_64_to_1024():
     """The figures of docs/mup.md."""
     optim = ["mup.base_width=16", "mup.base_head_dim=16", "lr=1e-2", "warmup=0", "schedule=constant"]
     config = load_config(
-        EXAMPLE, [f"optim.{each}" for each in optim] + ["run.device=cpu", "run.precision=fp32"]
+        EXAMPLE,
+        [f"optim.{each}" for each in optim] + ["model.heads=16", "run.device=cpu", "run.precision=fp32"],
     )
     check = coordinate_check(config, widths=[64, 128, 256, 512, 1024], steps=STEPS, seeds=2)
     assert check.is_flat("mup"), check.slopes("mup")
