@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -13,16 +13,30 @@ from whet.reporting.svg import BLUE, ORANGE, drawing, svg
 
 MOST_CHARTS = 36
 # metrics that have a chart of their own, or that say how long something took or how much was read
-_TRAINING = {
+TRAINING = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_s": "tokens a second",
     "peak_gib": "peak memory, GiB",
 }
-_NOT_DRAWN = {
+NOT_DRAWN = {
     *("loss", "eval_loss", "eval_perplexity", "tokens", "supervised_tokens", "tokens_total"),
     *("step_s", "elapsed_s", "eval_s", "router_dropped_tokens"),
 }
+CHARTS_STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
+figure { margin: 1rem 0; break-inside: avoid; }
+.charts figure { margin: 0; }
+figcaption { font-size: .9rem; margin-bottom: .2rem; }
+svg { display: block; width: 100%; height: auto; }
+svg * { stroke-linejoin: round; }
+svg text { font-family: system-ui, sans-serif !important; }
+.grid th, .grid td { border-top: 1px solid var(--line); padding: .3rem 1rem .3rem 0; vertical-align: top; }
+.grid { width: 100%; font-size: .9rem; }
+.grid td { white-space: pre-wrap; }
+@media print { body { max-width: none; padding: 0; font-size: 11pt; } h2, h3 { break-after: avoid; }
+  tr { break-inside: avoid; } }
+"""
 _EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
 _SMALL = 3.2, 2.0  # inches
 
@@ -37,7 +51,7 @@ def training_charts(metrics: dict[str, Metric]) -> list[str]:
     """Learning rate, gradient norm, speed and memory."""
     return [
         _chart(name, title, metrics[name])
-        for name, title in _TRAINING.items()
+        for name, title in TRAINING.items()
         if name in metrics and metrics[name].drawable
     ]
 
@@ -47,7 +61,7 @@ def other_charts(metrics: dict[str, Metric]) -> tuple[list[str], int]:
     names = [
         name
         for name, metric in metrics.items()
-        if metric.drawable and name not in _TRAINING and name not in _NOT_DRAWN
+        if metric.drawable and name not in TRAINING and name not in NOT_DRAWN
     ]
     shown = names[:MOST_CHARTS]
     return [_chart(name, name.replace("_", " "), metrics[name]) for name in shown], len(names) - len(shown)
@@ -91,18 +105,23 @@ def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotli
         axes.plot(
             steps, values, color=ORANGE, linewidth=1.5, label=label, marker="o" if few else None, markersize=3
         )
-    axes.grid(visible=True)
-    axes.margins(x=0.02, y=0.08)
-    _widen(axes, [*metric.train.values, *metric.evaluation.values])
-    axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-    axes.yaxis.get_major_locator().set_params(nbins=5)
-    axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+    finish_axes(axes, [*metric.train.values, *metric.evaluation.values])
     if both:
         axes.legend(loc="best", fontsize=8)
 
 
-def _widen(axes: Any, values: list[float]) -> None:  # Any: matplotlib has no types
+def finish_axes(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
+    """Grid, margins and ticks of a plot over steps that shows these values."""
+    axes.grid(visible=True)
+    axes.margins(x=0.02, y=0.08)
+    _widen(axes, values)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+
+
+def _widen(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
     """A metric that never changes is a line in the middle, not a picture of rounding errors."""
     low, high = min(values), max(values)
     most = max(abs(low), abs(high))

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whet.reporting.classification import ERRORS, SCORES, classification_figure
-from whet.reporting.curves import chart_grid, figure_element, loss_charts, other_charts, training_charts
+from whet.reporting.curves import (
+    CHARTS_STYLE,
+    chart_grid,
+    figure_element,
+    loss_charts,
+    other_charts,
+    training_charts,
+)
 from whet.reporting.page import html_lines, html_page, html_table, html_text
 from whet.reporting.report_facts import facts, number_or_text, reproduce_commands, use_commands
 from whet.reporting.router_maps import router_section
@@ -17,24 +24,15 @@ from whet.storage import replace_text
 _SAMPLES_SHOWN = 6  # of the first step that has some, and of the last
 _LONGEST_TEXT = 2000
 
-_STYLE = """
+_STYLE = (
+    CHARTS_STYLE
+    + """
 .status { display: inline-block; padding: .05rem .6rem; border: 1px solid var(--line); border-radius: 1rem;
   font-size: .9rem; margin: .3rem 0 .8rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
-figure { margin: 1rem 0; break-inside: avoid; }
-.charts figure { margin: 0; }
-figcaption { font-size: .9rem; margin-bottom: .2rem; }
-svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; }
-svg text { font-family: system-ui, sans-serif !important; }
 pre { font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; margin: .4rem 0;
   padding: .8rem 1rem; border: 1px solid var(--line); border-radius: 6px; }
-.grid th, .grid td { border-top: 1px solid var(--line); padding: .3rem 1rem .3rem 0; vertical-align: top; }
-.grid { width: 100%; font-size: .9rem; }
-.grid td { white-space: pre-wrap; }
-@media print { body { max-width: none; padding: 0; font-size: 11pt; } h2, h3 { break-after: avoid; }
-  tr { break-inside: avoid; } }
 """
+)
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:

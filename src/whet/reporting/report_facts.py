@@ -23,9 +23,9 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "objective", _objective(section(config, "objective"))
     for split in ("train", "valid", "test"):
         yield f"data.{split}", _short(section(config, "data").get(split))
-    yield "steps", _steps(run)
+    yield "steps", steps_text(run)
     yield "tokens", number_or_text(summary.get("tokens", _last(run, "tokens_total")), missing="")
-    yield "time", _duration(summary.get("seconds", _last(run, "elapsed_s")))
+    yield "time", duration(summary.get("seconds", _last(run, "elapsed_s")))
     yield "best", best_text(summary)
     yield (
         "test",
@@ -85,7 +85,8 @@ def _last(run: RunFiles, name: str) -> object:
     return next((row[name] for row in reversed(run.rows) if name in row), None)
 
 
-def _steps(run: RunFiles) -> str:
+def steps_text(run: RunFiles) -> str:
+    """How many were made, and of how many where that is another number."""
     done = (run.summary or {}).get("steps", _last(run, "step"))
     planned = section(run.config, "run").get("steps")
     if as_number(done) is None:
@@ -94,7 +95,8 @@ def _steps(run: RunFiles) -> str:
     return number_or_text(done) + (f" of {number_or_text(planned)}" if unequal else "")
 
 
-def _duration(seconds: object) -> str:
+def duration(seconds: object) -> str:
+    """Seconds as people say them."""
     number = as_number(seconds)
     if number is None or not 0 <= number < 1e12:
         return ""
