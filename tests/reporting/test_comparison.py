@@ -15,38 +15,37 @@ from whet.errors import CheckpointError, ConfigError
 from whet.reporting.compare_page import comparison_page, write_comparison
 from whet.reporting.compare_text import comparison_text
 from whet.reporting.comparison import as_json, compare_runs
-from whet.reporting.overlay import COLOURS
 from whet.reporting.statistics import hedges_g, interval
+from whet.reporting.svg import COLOURS
 
 LOSSES = {1e-4: [1.0, 1.3, 0.9], 1e-3: [0.5, 0.7, 0.55], 1e-2: [2.0, 1.8, 2.5]}
+
+
+def write_seed(place, name, loss, *, lr=1e-3, seed=0, done=True, digest="abc", rows=(), **sections):
+    """The files of a run, by hand."""
+    directory = place / name
+    (directory / "final").mkdir(parents=True)
+    run = {"name": name, "dir": str(place), "seed": seed, "steps": 2}
+    config = {"model": "m", "optim": {"lr": lr, "betas": [0.9, 0.95]}, "run": run, **sections}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    (directory / "provenance.json").write_text(json.dumps({"data_sha256": {"valid": digest}}))
+    lines = [
+        {"step": 1, "loss": 3.0, "tokens_per_s": 100.0, "lr": lr},
+        {"step": 2, "loss": 2.0, "tokens_per_s": 300.0, "lr": lr},
+        {"step": 2, "eval_loss": loss, "eval_s": 0.1},
+        *rows,
+    ]
+    if done:
+        best = {"metric": "eval_loss", "value": loss - 0.1, "step": 1}
+        lines.append({"summary": {"steps": 2, "seconds": 4.0, "best": best, "test": {"loss": 7.0, "s": 1}}})
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return directory
 
 
 @pytest.fixture
 def new_run(tmp_path):
     """Writes the files of a run by hand."""
-
-    def write(name, loss, *, lr=1e-3, seed=0, done=True, digest="abc", rows=(), **sections):
-        directory = tmp_path / "runs" / name
-        (directory / "final").mkdir(parents=True)
-        run = {"name": name, "dir": str(tmp_path), "seed": seed, "steps": 2}
-        config = {"model": "m", "optim": {"lr": lr, "betas": [0.9, 0.95]}, "run": run, **sections}
-        (directory / "config.yaml").write_text(yaml.safe_dump(config))
-        (directory / "provenance.json").write_text(json.dumps({"data_sha256": {"valid": digest}}))
-        lines = [
-            {"step": 1, "loss": 3.0, "tokens_per_s": 100.0, "lr": lr},
-            {"step": 2, "loss": 2.0, "tokens_per_s": 300.0, "lr": lr},
-            {"step": 2, "eval_loss": loss, "eval_s": 0.1},
-            *rows,
-        ]
-        if done:
-            best = {"metric": "eval_loss", "value": loss - 0.1, "step": 1}
-            lines.append(
-                {"summary": {"steps": 2, "seconds": 4.0, "best": best, "test": {"loss": 7.0, "s": 1}}}
-            )
-        (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        return directory
-
-    return write
+    return lambda name, loss, **more: write_seed(tmp_path / "runs", name, loss, **more)
 
 
 @pytest.fixture

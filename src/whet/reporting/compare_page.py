@@ -8,9 +8,10 @@ from whet.errors import ConfigError
 from whet.reporting.compare_text import STATISTICS, best_place, best_text, spread_text, statistics_rows
 from whet.reporting.comparison import Group, RunComparison, seed_of, setting_text
 from whet.reporting.curves import CHARTS_STYLE, NOT_DRAWN, TRAINING, chart_grid
-from whet.reporting.overlay import COLOURS, interval_chart, overlay_charts, swept_charts
+from whet.reporting.overlay import interval_chart, overlay_charts, swept_charts
 from whet.reporting.page import html_page, html_table, html_text
 from whet.reporting.report_facts import duration, steps_text
+from whet.reporting.svg import COLOURS
 from whet.storage import replace_text
 
 _MOST_CHARTS = 18
@@ -21,7 +22,6 @@ _STYLE = (
 .legend span { display: inline-block; margin-right: 1.2rem; font-size: .9rem; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: 50%; margin-right: .35rem; }
 .numbers td, .numbers th + th { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.scroll { overflow-x: auto; }
 .best td, .best th { font-weight: 600; color: var(--ink); }
 """
 )

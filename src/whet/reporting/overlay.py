@@ -10,13 +10,8 @@ from whet.reporting.curves import TRAINING, element_id, figure_element, finish_a
 from whet.reporting.page import html_text
 from whet.reporting.series import Series, smoothed, thinned
 from whet.reporting.shown_tokens import visible
-from whet.reporting.svg import BLUE, ORANGE, drawing, svg
+from whet.reporting.svg import BLUE, COLOURS, drawing, svg
 
-# to be told apart, and seen on white and on black
-COLOURS = (
-    *(BLUE, ORANGE, "#4a9e5c", "#c94f4f", "#8e6bbf"),
-    *("#a0785a", "#d072b0", "#808890", "#a8a32e", "#2ea8b8"),
-)
 _LARGE, _SMALL = (8.6, 3.0), (3.2, 2.0)  # inches
 _SMOOTH = {"loss", "grad_norm", "tokens_per_s", "mfu"}
 _LONG_SCALE = 10.0  # highest / lowest from which a logarithmic scale shows more
