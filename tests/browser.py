@@ -103,7 +103,7 @@ class Browser:
     def open(self, path, *, width=1200, dark=False):
         """Load a page in a window of this width, and measure what is on it."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
         )

@@ -11,7 +11,7 @@ from test_comparison import write_seed
 from test_report import CONFIG, classified, sample, summary, training_rows, write_run
 
 import whet
-from browser import Browser, find_chromium
+from browser import MEASURE, Browser, find_chromium
 from tiny import run_config
 from whet.cli.app import app
 from whet.reporting.compare_page import write_comparison
@@ -120,6 +120,10 @@ def test_a_comparison_of_runs(browser, comparison, how):
 def test_pages_can_be_printed(browser, report, comparison):
     for page in (report, comparison):
         browser.open(page, dark=True)
+        browser.call("Emulation.setEmulatedMedia", media="print")  # dark is for screens: paper is white
+        colours = browser.evaluate(MEASURE)
+        assert brightness(colours["paper"]) > 250
+        assert brightness(colours["ink"]) < 60
         pdf = base64.b64decode(browser.printed())
         assert pdf.startswith(b"%PDF")
         assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 2

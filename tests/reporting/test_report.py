@@ -13,7 +13,7 @@ import yaml
 from whet.analysis.classification import marked_report, single_report, softmax
 from whet.errors import CheckpointError, ConfigError
 from whet.reporting.report import report_page, write_report
-from whet.reporting.router_maps import MOST_LAYERS
+from whet.reporting.router_maps import MOST_LAYERS, _binned
 from whet.reporting.run_files import read_run
 from whet.reporting.run_list import list_runs, runs_text
 from whet.reporting.series import smoothed, thinned
@@ -267,6 +267,15 @@ def test_routers_have_a_panel_a_layer_up_to_a_limit(new_run, layers):
     assert "layer 0" in page.said
     assert f"layer {layers - 1}" in page.said
     assert ("8 of 40 layers are shown" in page.said) is (layers == 40)
+
+
+@pytest.mark.parametrize("steps", [200, 300, 1000])
+def test_columns_of_a_long_run_are_means_of_as_many_steps_each(steps):
+    shares = np.arange(steps, dtype=float)[:, None, None]
+    found = _binned(shares)[:, 0, 0]
+    assert len(found) <= 240
+    together = math.ceil(steps / 240)
+    np.testing.assert_allclose(found[:-1], np.arange(len(found) - 1) * together + (together - 1) / 2)
 
 
 def test_one_router_for_the_whole_model_is_shown_too(new_run):

@@ -31,7 +31,7 @@ figure { margin: 1rem 0; break-inside: avoid; overflow-x: auto; }
 figure.large svg { min-width: 36rem; }
 .charts figure { margin: 0; }
 .charts + .charts { margin-top: 1rem; }
-.charts.wide { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); }
+.charts.wide { grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }
 figcaption { font-size: .9rem; margin-bottom: .2rem; }
 svg { display: block; width: 100%; height: auto; }
 svg * { stroke-linejoin: round; }
@@ -40,7 +40,8 @@ svg text { font-family: system-ui, sans-serif !important; }
 .grid { width: 100%; font-size: .9rem; margin-bottom: .9rem; }
 .grid td { white-space: pre-wrap; }
 @media print { body { max-width: none; padding: 0; font-size: 11pt; } h2, h3 { break-after: avoid; }
-  tr { break-inside: avoid; } }
+  tr { break-inside: avoid; } .charts { grid-template-columns: repeat(3, 1fr); }
+  .charts.wide { grid-template-columns: repeat(2, 1fr); } figure.large svg { min-width: 0; } }
 """
 _EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
 _SMALL = 3.2, 2.0  # inches

@@ -11,7 +11,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fcfcfa; --ink: #1d1f21; --quiet: #676b70; --line: #dcdcd6;
   --link: #2a6db0; --bar: #4a8f5c; --bad: #b3261e; --bad-paper: #fdf0ee; }
-@media (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e4e4e0; --quiet: #9a9fa6;
+@media screen and (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e4e4e0; --quiet: #9a9fa6;
   --line: #34383d; --link: #7fb4ea; --bar: #5aa56e; --bad: #ff8a80; --bad-paper: #2c1d1c; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 5rem; background: var(--paper); color:
@@ -30,6 +30,7 @@ td { padding: .12rem 0; }
   margin: 1.2rem 0; border-radius: 0 6px 6px 0; }
 .problems ul { margin: .3rem 0; padding-left: 1.2rem; }
 .problems b { color: var(--bad); }
+@media print { :root { color-scheme: light; --paper: #fff; } }
 details { margin: .6rem 0; }
 summary { cursor: pointer; }
 """

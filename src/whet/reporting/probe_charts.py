@@ -16,6 +16,7 @@ PREFIX, LAYERS = "exp_", "_layer"
 _MOST_LINES = 6  # layers that can be told apart as lines
 _MOST_CHARTS = 24
 _SIZE = 4.2, 2.4  # inches
+_WIDE = 10  # highest / lowest from which colours follow the logarithm: else one value takes them all
 _NOT_DRAWN = {"exp_grad_norm_max_layer"}  # the number of a layer: the map shows it
 _TITLES = {
     "grad_norm": "gradient norm",
@@ -75,6 +76,8 @@ def _layers_chart(name: str, rows: Sequence[Values]) -> str:
         return ""
     key, title = element_id(name), probe_title(name)
     layers = table.shape[1]
+    low, high = np.nanmin(table), np.nanmax(table)
+    logarithmic = 0 < low < high / _WIDE
     with drawing() as new_figure:
         figure = new_figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
@@ -92,12 +95,16 @@ def _layers_chart(name: str, rows: Sequence[Values]) -> str:
                 extent=(steps[0] - 0.5, max(steps[-1], steps[0] + 1) + 0.5, -0.5, layers - 0.5),
                 interpolation="none",
                 cmap="viridis",
+                norm="log" if logarithmic else "linear",
             )
             axes.set_xlabel("step")
             axes.set_ylabel("layer")
             axes.yaxis.get_major_locator().set_params(integer=True, nbins=6)
             axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-            figure.colorbar(image, ax=axes)
+            bar = figure.colorbar(image, ax=axes)
+            if logarithmic:
+                bar.ax.yaxis.set_major_formatter("{x:g}")
+                bar.ax.yaxis.set_minor_formatter("")
         label = escape(visible(f"{title} over the steps of the run"), quote=True)
         picture = svg(figure, name=key, label=label)
     return figure_element(key, picture, f"<b>{html_text(title)}</b>")
