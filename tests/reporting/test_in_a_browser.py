@@ -77,7 +77,7 @@ def report(tmp_path_factory):
         classification=classified(["a", "b", "a much longer name of a class <b>"]),
         samples=[sample(step, "x" * 300) for step in (0, 60)],
         provenance={"versions": {"torch": "2.99"}, "data_sha256": {"train": "0123456789abcdef" * 4}},
-        plan={"memory": {"weights": 2**29, "peak": 2**30}},
+        plan={"bytes": {"weights": 2**29, "peak": 2**30}},
     )
     return write_report(run)
 

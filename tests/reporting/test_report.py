@@ -223,7 +223,7 @@ def test_speed_and_memory_are_shown_against_peak_and_plan(new_run):
         "peak_gib": lambda step: 1.5,
         "steps_per_s": lambda step: 2.0,
     }
-    plan = {"memory": {"weights": 2**29, "optimizer": 0, "peak": 2**31, "at": "loss"}}
+    plan = {"bytes": {"weights": 2**29, "optimizer": 0, "peak": 2**31, "peak_at": "loss"}}
     page = page_of(new_run([*training_rows(**more), summary()], plan=plan))
     assert charts(page) == {"loss", "tokens_per_s", "mfu", "peak_gib"}
     for said in ("200tokens a second, median", "43.2%MFU, median", "1.5 GiBpeak memory, 75% of the plan"):
@@ -231,7 +231,7 @@ def test_speed_and_memory_are_shown_against_peak_and_plan(new_run):
     assert "planned 2" in page.said
     assert "weights0.5 GiB" in page.said
     assert "optimizer0" not in page.said
-    for odd in ({"memory": {"peak": "nan"}}, {"memory": [1]}, {"memory": {"peak": -1, "x": "inf"}}):
+    for odd in ({"bytes": {"peak": "nan"}}, {"bytes": [1]}, {"bytes": {"peak": -1, "x": "inf"}}):
         assert "planned" not in page_of(new_run(name=f"odd {odd}".replace("/", ""), plan=odd)).said
 
 

@@ -106,7 +106,7 @@ def _tiles(run: RunFiles) -> str:
 
 def _planned_memory(run: RunFiles) -> str:
     """The parts that a plan names, each at its most."""
-    parts = section(run.plan, "memory")
+    parts = section(run.plan, "bytes")
     rows = [
         (name.replace("_", " "), f"{number / 2**30:,.3g} GiB")
         for name, value in parts.items()

@@ -45,7 +45,7 @@ def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 def planned_gib(run: RunFiles) -> float | None:
     """The peak of memory that its plan.json names, in bytes there."""
-    peak = as_number(section(run.plan, "memory").get("peak"))
+    peak = as_number(section(run.plan, "bytes").get("peak"))
     return peak / 2**30 if peak is not None and 0 < peak < math.inf else None
 
 
