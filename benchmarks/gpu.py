@@ -50,7 +50,7 @@ RAGGED_ROWS = (
     32  # texts in a peer's step, padded to the longest: more do not fit into the memory with full logits
 )
 RAGGED_MEAN, RAGGED_MOST = 200, 2048
-WHO = ("whet", "whet-fp32-master", "transformers", "liger")
+WHO = ("whet", "whet-fp32-master", "transformers", "liger")  # and whet-fp8, of full training
 
 
 def main():
@@ -169,9 +169,10 @@ def whet_run(shape, method, rows, who, found):
     from whet.objectives.sft import SFT
     from whet.training.callbacks import NumbersOnly
     from whet.training.compiling import compile_blocks
+    from whet.training.eight_bits import use_fp8
     from whet.training.trainer import Trainer
 
-    name = "bf16-pure" if who == "whet" else "bf16"
+    name = "bf16" if who == "whet-fp32-master" else "bf16-pure"
     device = torch.device("cuda")
     precision = choose_precision(name, device)
     config = {"model_type": "llama", **shape, **COMMON}
@@ -189,6 +190,8 @@ def whet_run(shape, method, rows, who, found):
                 parameter.data = parameter.data.to(precision.trained)
     else:
         model.requires_grad_(True)
+    if who == "whet-fp8":
+        print("fp8:", use_fp8(model, method))
     print("compile:", compile_blocks(model))
     config = make_config(
         {
