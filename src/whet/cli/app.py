@@ -12,6 +12,7 @@ from whet.cli import (
     advise,
     chat,
     classify,
+    compare,
     data,
     diagnose,
     doctor,
@@ -26,6 +27,7 @@ from whet.cli import (
     report,
     resume,
     runs,
+    sweep,
     teach,
     tokenizer,
     train,
@@ -54,8 +56,10 @@ app.command("merge")(merge.command)
 app.command("export")(export.command)
 app.command("plan")(plan.command)
 app.command("ablate")(ablate.command)
+app.command("sweep")(sweep.command)
 app.command("diagnose")(diagnose.command)
 app.command("report")(report.command)
+app.command("compare")(compare.command)
 app.command("runs")(runs.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
