@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from whet.ops.head import Head, operands
 from whet.ops.head_gradients import HeadGradients
+from whet.ops.planned import device_type
 from whet.ops.softmax_rows import row_losses
 
 # (rows, logits) a chunk has at most: enough to keep the matrix products efficient
@@ -16,7 +17,7 @@ _ALIGNED = 128  # rows of the tiles of a matrix product
 
 def chunk_rows(weight: torch.Tensor) -> int:
     """How many positions are projected at once by a head's weight [V, D]."""
-    most_rows, most_logits = _MOST.get(weight.device.type, _MOST["cpu"])
+    most_rows, most_logits = _MOST.get(device_type(weight), _MOST["cpu"])
     rows = min(most_rows, most_logits // weight.shape[0])
     return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
 
