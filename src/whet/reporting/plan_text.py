@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from whet.training.plan import Plan
+from whet.training.plan import MOST_TOKENS, Plan
 
 _WORDS = {
     "other_models": "other models",
@@ -95,7 +95,8 @@ def _advice(plan: Plan) -> Rows:
         return
     whole = plan.fits * plan.cluster.shares >= plan.tokens_a_step
     enough = "; a whole step fits at once" if whole else ""
-    yield "fits", f"run.micro_batch_tokens up to {plan.fits:,} in {room}{enough}"
+    most = " or more" if plan.fits > 0.9 * MOST_TOKENS else ""
+    yield "fits", f"run.micro_batch_tokens up to {plan.fits:,}{most} in {room}{enough}"
 
 
 def _traffic(plan: Plan) -> Rows:

@@ -51,9 +51,14 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any, **__
     return a.new_empty(*rows, a.shape[0], b.shape[-1])
 
 
+def _nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.numel(), x.dim(), dtype=torch.long)  # all of it, as in batches without padding
+
+
 # what torch cannot do without numbers, or only in some dtypes
 _KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.bincount.default: _bincount,
+    _aten.nonzero.default: _nonzero,
     _aten._grouped_mm.default: _grouped,
 }
 

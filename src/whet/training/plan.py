@@ -1,6 +1,7 @@
 """What a run of a language model would take, before any of it is allocated."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from whet.training.sketches import (
 )
 from whet.training.targets import Cluster, Target, find_cluster, find_target, share_of_layers
 
-_STRAIGHT = 8192  # tokens above which memory grows in a straight line: chunks of the loss are full
+MOST_TOKENS = 2**17  # larger micro-batches are not looked for: they are no quicker
 UTILISATION = 0.4  # of the peak: what a well-fed GPU reaches with a model of some size
 
 
@@ -205,31 +206,36 @@ class Planner:
             at=max(moments, key=lambda moment: moments[moment]),
         )
 
-    def largest_batch(self, length: int, *, accumulate: bool) -> int:
-        """How many documents of a length fit at once."""
-        recompute, room = self.config.run.grad_checkpoint, self.target.room
-
-        def peak(documents: int) -> int:
-            # as rows: packed ones take as much, and a trace of many of them longer
-            shape = BatchShape(documents, length, packed=False)
-            found = self.trace(shape, recompute=recompute, accumulate=accumulate)
-            return self.memory(found, accumulate=accumulate).peak
-
+    def largest_batch(self, shape: BatchShape, peak: int, *, accumulate: bool) -> int:
+        """How many documents of a length fit at once; `peak` is that of the batch of this shape."""
+        room = self.target.room
         step = 2 if isinstance(self.config.objective, PreferenceObjective) else 1
-        few = max(1, _STRAIGHT // (length * step)) * step
-        more = 2 * few
-        low, high = peak(few), peak(more)
-        slope = max(1.0, (high - low) / (more - few))
-        documents = int(few + (room - low) / slope)
-        if documents < few:  # where it is no straight line yet
-            smaller = (n - n % step for n in (few // 2, few // 4, step))
-            documents = next((n for n in smaller if n and peak(n) <= room), 0)
-        for _ in range(4):
-            documents -= documents % step
-            if documents <= 0 or peak(documents) <= room:
+        known = {shape.documents: peak}
+
+        def peak_of(documents: int) -> int:
+            if documents not in known:
+                # as rows: packed ones take as much, and a trace of many of them longer
+                found = self.trace(
+                    BatchShape(documents, shape.length, packed=False),
+                    recompute=self.config.run.grad_checkpoint,
+                    accumulate=accumulate,
+                )
+                known[documents] = self.memory(found, accumulate=accumulate).peak
+            return known[documents]
+
+        before, latest = shape.documents, 2 * shape.documents
+        if shape.positions >= MOST_TOKENS and peak <= room:
+            return shape.documents
+        for _ in range(4):  # nearly a straight line, once the chunks of the loss are full
+            slope = max(1.0, (peak_of(latest) - peak_of(before)) / (latest - before))
+            wanted = int(latest + (room - peak_of(latest)) / slope)
+            wanted = max(step, min(wanted, MOST_TOKENS // shape.length) // step * step)
+            if wanted in known:
                 break
-            documents = int(0.97 * documents)
-        return max(0, documents)
+            before, latest = latest, wanted
+            if 0.98 * room < peak_of(latest) <= room:
+                break
+        return max((documents for documents, size in known.items() if size <= room), default=0)
 
     def _completions(self) -> int:
         """Tokens of prompts and completions that are sampled at once."""
@@ -246,7 +252,7 @@ class Planner:
             # layers are gathered in the dtype that is computed in, so nothing is cast as it goes
             compute = self.computed_in.compute
             self.computed_in = dataclasses.replace(self.computed_in, trained=compute, frozen=compute)
-            if isinstance(model, Decoder):
+            if isinstance(model, Decoder) and self.cluster.tensor > 1:
                 model = from_spec(share_of_layers(model.spec, self.cluster.tensor))
                 prepare(model, self.config, self.computed_in)
             else:
@@ -305,7 +311,7 @@ def plan_run(
     shape, tokens_a_step = batch_shape(config)
     length = shape.length if counted is None else counted.length
     tokens = float(tokens_a_step) if counted is None else counted.tokens_a_step
-    micro_batches = max(1, round(-(-tokens // (cluster.shares * shape.positions))))
+    micro_batches = max(1, math.ceil(tokens / cluster.shares / max(shape.positions, settings_of(config).micro_tokens)))
     accumulate, recompute = micro_batches > 1, config.run.grad_checkpoint
     flops = planner.flops(length)
     found = planner.trace(shape, recompute=recompute, accumulate=accumulate)
@@ -313,7 +319,7 @@ def plan_run(
     other, fits = found, None
     if suggest:
         other = planner.trace(shape, recompute=not recompute, accumulate=accumulate)
-        fits = shape.length * planner.largest_batch(shape.length, accumulate=accumulate)
+        fits = shape.length * planner.largest_batch(shape, memory.peak, accumulate=accumulate)
     return Plan(
         model=config.model if isinstance(config.model, str) else f"{config.model.preset} from scratch",  # type: ignore[union-attr]  # no quality
         method=config.method.kind,
@@ -349,8 +355,7 @@ def plan_run(
 
 def batch_shape(config: RunConfig) -> tuple[BatchShape, int]:
     """A full micro-batch of the longest documents, and the tokens of a step."""
-    run, data, section = config.run, config.data, config.objective
-    settings = StepSettings(run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=data.pack)
+    run, data, section, settings = config.run, config.data, config.objective, settings_of(config)
     sides = _documents_of(section)
     length = data.max_length - 1
     if isinstance(section, GRPOObjective):
@@ -361,6 +366,12 @@ def batch_shape(config: RunConfig) -> tuple[BatchShape, int]:
     if isinstance(section, PreferenceObjective):
         documents += documents % 2
     return BatchShape(documents, length, data.pack), tokens
+
+
+def settings_of(config: RunConfig) -> StepSettings:
+    """How steps are cut into micro-batches."""
+    run = config.run
+    return StepSettings(run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=config.data.pack)
 
 
 def _documents_of(section: AnyObjective | MixObjective) -> int:
