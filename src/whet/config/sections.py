@@ -9,6 +9,7 @@ from whet.config.experts import Experts
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.optim import Optim, ParameterGroup
+from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
 from whet.config.section import Positive, Section, Text
@@ -198,6 +199,7 @@ class Run(Section):
     precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"] = Field(
         "auto", description="number format; fp16 is for GPUs without bf16"
     )
+    fp8: bool = Field(False, description="multiply in 8 bits in the layers' products; method full")
     compile: bool = Field(False, description="torch.compile each layer")
     grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")
     on_nonfinite: Literal["stop", "skip"] = Field(
@@ -264,6 +266,7 @@ class RunConfig(Section):
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run
+    parallel: Parallel = Parallel()
     log: Log = Log()
 
     @property

@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,12 @@ class EvaluationStoppedError(Exception):
 
 
 class Callback:
-    """Hooks of a run; each may return a StopRun."""
+    """Hooks of a run; each may return a StopRun.
+
+    On several processes each has its own, and all stop where one wants to.
+    """
+
+    main_only = False  # called on rank 0 alone: because it writes, or shows, what all have in common
 
     def on_train_begin(self, run: "Trainer") -> StopRun | None:
         """Before the first evaluation."""
@@ -48,6 +54,13 @@ class Callback:
 
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
         """After an evaluation; step 0 is the one before the first update."""
+
+    def touches_model(self, step: int) -> bool:
+        """Whether `on_step_end` of this step may read or change the model, its gradients or random numbers.
+
+        Where nobody does, a GPU is given the next step before this one's numbers are known.
+        """
+        return True
 
     def on_pause(self) -> StopRun | None:
         """Between the batches and answers of an evaluation: a StopRun breaks it off."""
@@ -70,8 +83,18 @@ class Injector(Callback):
     """A callback that writes into the step's metrics; injectors run before all others."""
 
 
-class MetricsLogger(Callback):
+class NumbersOnly(Callback):
+    """A callback that knows a step by its numbers alone."""
+
+    def touches_model(self, step: int) -> bool:
+        """Never."""
+        return False
+
+
+class MetricsLogger(NumbersOnly):
     """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
+
+    main_only = True
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
         self.path = Path(path)
@@ -119,7 +142,7 @@ def _jsonable(value: Any) -> Any:  # Any: JSON values
     return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(NumbersOnly):
     """Stops when an evaluation metric has not improved for `patience` evaluations."""
 
     def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
@@ -164,7 +187,7 @@ def is_better(metric: str, value: float, best: float | None, *, min_delta: float
     return value < best - min_delta if falls else value > best + min_delta
 
 
-class MemoryLimit(Callback):
+class MemoryLimit(NumbersOnly):
     """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
 
     def __init__(self, limit_gib: float) -> None:
@@ -188,7 +211,7 @@ class MemoryLimit(Callback):
         )
 
 
-class TimeLimit(Callback):
+class TimeLimit(NumbersOnly):
     """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
 
     def __init__(self, minutes: float) -> None:
@@ -203,6 +226,15 @@ class TimeLimit(Callback):
         if time.monotonic() < self.deadline:
             return None
         return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
+
+
+def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks under names that a resumed run gives them, too: their class, numbered."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        yield f"{kind}-{seen[kind]}", callback
+        seen[kind] += 1
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
