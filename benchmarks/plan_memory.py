@@ -215,7 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument(
+        "--cases", help="names with commas; null: all, or with --compile those of the quick test"
+    )
     parser.add_argument(
         "--rows", action="store_true", help="print a JSON object for each case, write nothing"
     )
@@ -228,7 +230,8 @@ def main() -> None:
         )
     _warm_up(torch.device(given.device))
     found = {}
-    for name in given.cases.split(","):
+    names = given.cases.split(",") if given.cases else QUICK if given.compile else CASES
+    for name in names:
         row = found[name] = compare(name, device=given.device, compiled=given.compile)
         torch._dynamo.reset()
         if given.rows:

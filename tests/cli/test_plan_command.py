@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from tiny import run_config, write_tiny_model
 from whet.cli.app import app
 from whet.config.load import load_config
 from whet.errors import WhetError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -68,11 +71,20 @@ def test_records_that_are_not_there_are_no_obstacle(config):
 
 
 def test_a_cluster_is_planned(config):
-    found = run(config, "--device", "h100", "--gpus", "64")
+    found = run(config, "--device", "h100", "--gpus", "64", "parallel.kind=fsdp")
     assert found.exit_code == 0, found.output
     assert "64 x h100" in found.output
     assert "gradients added up" in found.output
     assert "on each device" in found.output
+
+
+def test_the_example_of_405_billion_parameters():
+    arguments = ["--device", "h100", "--gpus", "1024", "parallel.tensor=8", "--json"]
+    found = json.loads(run(EXAMPLES / "plan-405b.yaml", *arguments).output)
+    assert found["parameters"]["total"] == 405_853_388_800
+    assert found["bytes"]["weights"] == pytest.approx(4 * 405_853_388_800 / 1024, rel=1e-6)
+    assert found["largest_micro_batch_tokens"] == 8191
+    assert 0.8 < found["efficiency"] < 1
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,8 @@ def test_a_cluster_is_planned(config):
         (["--device", "h1000"], "unknown device 'h1000'"),
         (["--gpus", "0"], "--gpus 0: there must be at least one"),
         (["--utilisation", "1.5"], "--utilisation 1.5: it is a share"),
-        (["--network", "-1", "--gpus", "2"], "--network -1: it must be positive"),
+        (["--gpus", "2"], "2 processes, and parallel.kind is none"),
+        (["--network", "-1", "--gpus", "2", "parallel.kind=ddp"], "--network -1: it must be positive"),
         (["model=nowhere/at-all"], "no config.json of 'nowhere/at-all' on this machine"),
         (["method.targets=nonsense"], "adapter target 'nonsense' matches no linear layer"),
     ],

@@ -1,15 +1,10 @@
-"""Plans of runs: predicted memory against measured, sizes that no machine here could hold, and bad input."""
+"""Plans of runs: parts that add up, sizes that no machine here could hold, clusters, and bad input."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.plan_memory import CASES, PLAIN_MALLOC, QUICK
 
 from tiny import run_config, write_tiny_model
 from whet.config.load import make_config
@@ -17,7 +12,7 @@ from whet.errors import ConfigError, ModelError
 from whet.models.presets import PRESETS, Shape, build_spec, preset_spec
 from whet.training.plan import batch_shape, plan_run
 
-ROOT = Path(__file__).parents[2]
+FSDP = {"kind": "fsdp"}
 SHAPES = {  # the published sizes of Llama 3
     "8b": (32, 4096, 32, 14336, 8_030_261_248),
     "70b": (80, 8192, 64, 28672, 70_553_706_496),
@@ -51,36 +46,11 @@ def config(**sections):
     )
 
 
-def compared(cases):
-    """Measured in one process, whose malloc gives back what is freed."""
-    paths = [str(ROOT), str(ROOT / "src")]
-    environment = os.environ | PLAIN_MALLOC | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.plan_memory", "--rows", "--cases", ",".join(cases)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-
-
-def off(rows):
-    return {name: row["ratio"] for name, row in rows.items() if abs(row["ratio"] - 1) > 0.15}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
-def test_predicted_memory_is_within_15_percent_of_what_is_measured():
-    rows = compared(QUICK)
-    assert len(rows) == 8
-    assert all(row["measured_mib"] > 100 for row in rows.values())
-    assert off(rows) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
-def test_predicted_memory_of_every_case():
-    assert off(compared([name for name in CASES if name not in QUICK])) == {}
-
-
 @pytest.mark.parametrize(("size", "kind"), [("70b", "lora"), ("70b", "qlora"), ("405b", "full")])
 def test_models_that_fit_no_machine_here_are_planned_in_seconds(size, kind):
-    wanted = config(method={"kind": kind}, run={"steps": 9, "batch_tokens": 8192, "grad_checkpoint": True})
+    wanted = config(
+        method={"kind": kind}, parallel=FSDP, run={"steps": 9, "batch_tokens": 8192, "grad_checkpoint": True}
+    )
     before, times = torch.get_rng_state(), []
     for _ in range(2):  # the first one also imports
         started = time.process_time()
@@ -188,7 +158,7 @@ def test_classes_of_transformers_are_planned_from_their_config(tmp_path):
 def test_weights_are_cut_into_parts():
     spec = llama("8b")
     one = plan_run(config(), device="h100", spec=spec, suggest=False)
-    eight = plan_run(config(), device="h100", gpus=8, spec=spec, suggest=False)
+    eight = plan_run(config(parallel=FSDP), device="h100", gpus=8, spec=spec, suggest=False)
     assert eight.memory.weights == pytest.approx(one.memory.weights / 8, rel=1e-6)
     assert eight.memory.optimizer == pytest.approx(one.memory.optimizer / 8, rel=1e-6)
     assert eight.memory.peak < one.memory.peak / 2
@@ -200,8 +170,9 @@ def test_weights_are_cut_into_parts():
 
 def test_a_network_between_machines_is_slower():
     spec = llama("8b")
-    near = plan_run(config(), device="h100", gpus=8, spec=spec, suggest=False)
-    far = plan_run(config(), device="h100", gpus=64, network_gb_s=5, spec=spec, suggest=False)
+    wanted = config(parallel=FSDP)
+    near = plan_run(wanted, device="h100", gpus=8, spec=spec, suggest=False)
+    far = plan_run(wanted, device="h100", gpus=64, network_gb_s=5, spec=spec, suggest=False)
     assert near.traffic.bandwidth_gb_s == 450
     assert far.traffic.bandwidth_gb_s == 40
     assert far.efficiency < near.efficiency
@@ -212,12 +183,37 @@ def test_a_network_between_machines_is_slower():
     [
         ({"device": "h1000"}, "unknown device 'h1000'"),
         ({"gpus": 0}, "at least one"),
+        ({"gpus": 8}, "parallel.kind is none"),
         ({"gpus": 8, "network_gb_s": 0}, "must be positive"),
+        ({"gpus": 9, "parallel": {"kind": "fsdp", "tensor": 2}}, "=2 does not divide the 9"),
+        ({"gpus": 16, "parallel": {"kind": "fsdp", "tensor": 8}}, "does not divide the model's heads"),
+        ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "reads whole matrices"),
     ],
 )
 def test_bad_input_gets_one_message(given, said):
+    sections = {name: given.pop(name) for name in ("parallel", "optim") if name in given}
     with pytest.raises(ConfigError, match=said):
-        plan_run(config(), spec=preset_spec("nano"), **given)
+        plan_run(config(**sections), spec=preset_spec("nano"), **given)
+
+
+def test_copies_add_up_their_gradients():
+    spec = llama("8b")
+    one = plan_run(config(), device="h100", spec=spec, suggest=False)
+    eight = plan_run(config(parallel={"kind": "ddp"}), device="h100", gpus=8, spec=spec, suggest=False)
+    assert eight.memory.weights == one.memory.weights
+    assert eight.traffic.added_up == pytest.approx(2 * 7 / 8 * 4 * one.total)
+    assert eight.traffic.gathered == 0
+
+
+def test_layers_computed_together_take_a_share_of_the_activations():
+    spec = llama("8b")
+    alone = plan_run(config(parallel=FSDP), device="h100", gpus=16, spec=spec, suggest=False)
+    wanted = config(parallel={"kind": "fsdp", "tensor": 8})
+    together = plan_run(wanted, device="h100", gpus=16, spec=spec, suggest=False)
+    assert together.memory.weights == alone.memory.weights
+    assert together.memory.activations < 0.7 * alone.memory.activations
+    assert together.traffic.layers > 0 == alone.traffic.layers
+    assert together.traffic.exposed_s > 0
 
 
 def test_a_model_that_is_not_here_is_not_fetched():

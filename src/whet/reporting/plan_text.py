@@ -177,7 +177,7 @@ def _count(value: float) -> str:
 
 def _duration(seconds: float) -> str:
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 2 * 3600:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3600:.1f} hours" if seconds < 72 * 3600 else f"{seconds / 86400:.1f} days"

@@ -311,7 +311,9 @@ def plan_run(
     shape, tokens_a_step = batch_shape(config)
     length = shape.length if counted is None else counted.length
     tokens = float(tokens_a_step) if counted is None else counted.tokens_a_step
-    micro_batches = max(1, math.ceil(tokens / cluster.shares / max(shape.positions, settings_of(config).micro_tokens)))
+    micro_batches = max(
+        1, math.ceil(tokens / cluster.shares / max(shape.positions, settings_of(config).micro_tokens))
+    )
     accumulate, recompute = micro_batches > 1, config.run.grad_checkpoint
     flops = planner.flops(length)
     found = planner.trace(shape, recompute=recompute, accumulate=accumulate)

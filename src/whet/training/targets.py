@@ -11,6 +11,7 @@ from whet.config.sections import RunConfig
 from whet.errors import ConfigError
 from whet.hardware import Precision, choose_device, choose_precision
 from whet.models.spec import AttentionSpec, BlockSpec, ModelSpec
+from whet.parallel.start import check_sharding
 
 _NO_BF16 = ("v100", "v100-pcie", "t4")
 _SPARE = 0.95  # of a device's memory: fragments of an allocator fill the rest
@@ -91,20 +92,13 @@ def find_cluster(config: RunConfig, devices: int, *, network_gb_s: float = 50.0)
         raise ConfigError(f"--gpus {devices}: there must be at least one")
     if network_gb_s <= 0:
         raise ConfigError(f"--network {network_gb_s:g}: it must be positive")
-    section = getattr(config, "parallel", None)
-    kind, tensor = getattr(section, "kind", "none"), getattr(section, "tensor", 1)
-    if devices == 1 and tensor == 1:
+    parallel = config.parallel
+    parallel.check_processes(devices)
+    if devices == 1:
         return Cluster()
-    if kind == "none":
-        if section is not None:
-            raise ConfigError(
-                f"parallel.kind none is one device, and --gpus {devices} are more",
-                hint="add parallel.kind=fsdp",
-            )
-        kind = "fsdp"
-    if devices % tensor:
-        raise ConfigError(f"parallel.tensor {tensor} does not divide --gpus {devices}")
-    return Cluster(devices, kind, tensor, network_gb_s=network_gb_s)
+    if parallel.kind == "fsdp":
+        check_sharding(config)
+    return Cluster(devices, parallel.kind, parallel.tensor, network_gb_s=network_gb_s)
 
 
 def share_of_layers(spec: ModelSpec, tensor: int) -> ModelSpec:
@@ -119,10 +113,11 @@ def share_of_layers(spec: ModelSpec, tensor: int) -> ModelSpec:
 
     def block(own: BlockSpec) -> BlockSpec:
         attention, feedforward = own.attention, own.feedforward
-        if attention is not None:
-            attention = dataclasses.replace(attention, heads=part("heads", attention.heads))
         if isinstance(attention, AttentionSpec):
-            attention = dataclasses.replace(attention, kv_heads=part("kv_heads", attention.kv_heads))
+            heads, shared = part("heads", attention.heads), part("kv_heads", attention.kv_heads)
+            attention = dataclasses.replace(attention, heads=heads, kv_heads=shared)
+        elif attention is not None:
+            attention = dataclasses.replace(attention, heads=part("heads", attention.heads))
         if feedforward is not None:
             feedforward = dataclasses.replace(feedforward, width=part("width", feedforward.width))
         return dataclasses.replace(own, attention=attention, feedforward=feedforward)
