@@ -34,6 +34,7 @@ CASES = {
     "bridge": {"method": {**LORA, "targets": ["query_key_value"]}},
     "pissa": {"method": {**LORA, "variant": "pissa"}},
     "dora": {"method": {**LORA, "variant": "dora"}},
+    "compiled": {"method": FULL, "run": {"compile": True, "grad_checkpoint": True}},
     "lion": {"method": FULL, "optim": {"name": "lion", "lr": 1e-4}},
 }
 QUICK = ("lora", "qlora", "dpo-copy", "mtp", "mix")
@@ -111,7 +112,7 @@ def distance(one, other):
 
 def compare(names, kind, directory, tiny_directory, teacher):
     configs = {name: config(name, kind, directory, tiny_directory, teacher) for name in names}
-    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=300, configs=configs)
+    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=500, configs=configs)
     for name in names:
         alone = watched_train(config(name, "none", directory, tiny_directory, teacher)).found()
         apart = distance(final(directory, "none", name), final(directory, kind, name))
