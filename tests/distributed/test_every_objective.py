@@ -27,6 +27,7 @@ CASES = {
     "distill": {"method": FULL, "objective": {"kind": "distill", "hidden": {"layers": {1: 1, 2: 2}}}},
     "mtp": {"method": FULL, "objective": {"kind": "mtp", "n_predict": 2}},
     "classify": {"method": LORA, "objective": {"kind": "classify", "calibrate": True, "probe": False}},
+    "unused-head": {"method": FULL, "objective": {"kind": "classify", "probe": False, "bias": True}},
     "grpo": {"method": FULL, "objective": GRPO, "data": SUMS, "run": {"batch_size": 2}},
     "mix": {"method": LORA, "objective": {"kind": "mix"}},
     "sgd": {"method": FULL, "optim": {"name": "sgd", "momentum": 0.9, "lr": 1e-2}},
@@ -77,6 +78,10 @@ def config(name, kind, directory, tiny_directory, teacher):
         topics = {"train": "synth:python-topics", "valid": "synth:python-topics-valid"}
         sections["data"] = {**topics, "max_length": 65, "too_long": "split"}
         sections["eval"] = {"batches": 3}
+    elif name == "unused-head":  # no rank has a gradient of lm_head, so it does not decay either
+        tiny_directory = directory / "untied"
+        tiny.write_tiny_model(tiny_directory, tie_word_embeddings=False)
+        sections["optim"] = {"weight_decay": 0.5}
     elif name == "bridge":
         tiny_directory = falcon(directory / "falcon")
     run = {"steps": 4, "batch_size": 5, "micro_batch_tokens": 320, "name": name, **sections.pop("run", {})}
