@@ -11,7 +11,7 @@ from whet.config.log import Probes
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
 from whet.errors import ConfigError
-from whet.models.costs import flops_per_token
+from whet.models.costs import forward_flops
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.training.callbacks import Callback
@@ -79,8 +79,21 @@ def training_flops(config: RunConfig, work: Any) -> float | None:  # Any: as abo
     """FLOPs that training takes for a token, where they can be counted."""
     if not isinstance(work.model, Decoder):
         return None
-    passes = 3 if config.method.kind == "full" else 2
-    return passes * flops_per_token(work.model.spec, config.data.max_length if config.data else 512)
+    length, supervised = _typical_example(config, work.data)
+    forward = forward_flops(work.model.spec, length)
+    forward["head"] = round(supervised * forward["head"])  # only supervised positions meet it
+    passes = 3 if config.method.kind == "full" else 2  # frozen weights have no gradient
+    return passes * sum(forward.values()) / length
+
+
+def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any: RunData or MixData
+    """The mean length of the training examples, and the share of their tokens that is supervised."""
+    parts = data.parts.values() if config.parts() else [data]
+    every = [part.examples["train"].sides for part in parts if "train" in part.examples]
+    if not every:  # prompts, whose answers are not known yet
+        return config.data.max_length, 1.0
+    tokens = sum(int(sides.lengths.sum()) for sides in every)
+    return round(tokens / sum(map(len, every))), sum(sides.supervised for sides in every) / tokens
 
 
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
