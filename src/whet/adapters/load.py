@@ -26,6 +26,7 @@ from whet.models.language_model import LanguageModel
 from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
 from whet.models.scratch import new_model
 from whet.models.weights import read_json
+from whet.ops.shards import part_like
 from whet.storage import MANIFEST, check_manifest
 
 CHECKPOINT_WEIGHTS = "weights.safetensors"
@@ -174,7 +175,7 @@ def put_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Non
     """Copy what `read_trained` returned into the model."""
     with torch.no_grad():
         for name, tensor in trained_parameters(model).items():
-            tensor.copy_(weights[name])
+            tensor.copy_(part_like(weights[name], tensor))
 
 
 def load_base(

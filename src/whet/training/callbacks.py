@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,12 @@ class EvaluationStoppedError(Exception):
 
 
 class Callback:
-    """Hooks of a run; each may return a StopRun."""
+    """Hooks of a run; each may return a StopRun.
+
+    On several processes each has its own, and all stop where one wants to.
+    """
+
+    main_only = False  # called on rank 0 alone: because it writes, or shows, what all have in common
 
     def on_train_begin(self, run: "Trainer") -> StopRun | None:
         """Before the first evaluation."""
@@ -87,6 +93,8 @@ class NumbersOnly(Callback):
 
 class MetricsLogger(NumbersOnly):
     """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
+
+    main_only = True
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
         self.path = Path(path)
@@ -218,6 +226,15 @@ class TimeLimit(NumbersOnly):
         if time.monotonic() < self.deadline:
             return None
         return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
+
+
+def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks under names that a resumed run gives them, too: their class, numbered."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        yield f"{kind}-{seen[kind]}", callback
+        seen[kind] += 1
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:

@@ -17,6 +17,7 @@ from torch import nn
 from whet.adapters.load import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
 from whet.errors import CheckpointError
 from whet.models.weights import read_json
+from whet.ops.shards import part_like, whole_tensors
 from whet.storage import (
     check_manifest,
     new_directory,
@@ -45,13 +46,22 @@ class Contents:
 
 
 def contents_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: State | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    metadata: State | None,
+    *,
+    keep: bool = True,
 ) -> Contents:
-    """What a checkpoint of this moment holds: the tensors themselves, not copies."""
-    moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
-    return Contents(
-        trained_parameters(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n"
-    )
+    """What a checkpoint of this moment holds: the tensors themselves, not copies.
+
+    What ranks hold in parts is gathered by all of them, for those that `keep` it.
+    """
+    moments = None
+    if optimizer is not None:
+        moments = whole_tensors(_optimizer_tensors(model, optimizer), keep=keep)
+    weights = whole_tensors(trained_parameters(model), keep=keep)
+    return Contents(weights, moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n")
 
 
 def write_contents(path: Path, contents: Contents) -> None:
@@ -115,7 +125,7 @@ def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path:
         if name not in parameters:
             raise CheckpointError(f"{path} does not fit this model: {name}")
         parameter = parameters[name]
-        state.setdefault(parameter, {})[key] = tensor.to(parameter.device)
+        state.setdefault(parameter, {})[key] = part_like(tensor, parameter)
     optimizer.state.clear()
     optimizer.state.update(state)
 
@@ -128,9 +138,7 @@ def random_state() -> State:
         "python": [version, list(internal), gauss_next],
         "numpy": [kind, np.asarray(words).tolist(), int(position), int(has_gauss), float(gauss)],
         "torch": _pack(torch.get_rng_state()),
-        "cuda": [_pack(state) for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
+        "cuda": [_pack(torch.cuda.get_rng_state(device)) for device in _random_devices()],
     }
 
 
@@ -141,8 +149,17 @@ def restore_random_state(state: State) -> None:
     kind, words, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(_unpack(state["torch"]))
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all([_unpack(packed) for packed in state["cuda"]])
+    for device, packed in zip(_random_devices(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(_unpack(packed), device)
+
+
+def _random_devices() -> list[int]:
+    """The GPUs this process draws from: one of several processes leaves the others' GPUs alone."""
+    if not torch.cuda.is_available():
+        return []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return [torch.cuda.current_device()]
+    return list(range(torch.cuda.device_count()))
 
 
 def _pack(state: torch.Tensor) -> str:

@@ -1,9 +1,7 @@
 """The one trainer: it drives every objective and knows none of them."""
 
-import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +13,13 @@ from torch import nn
 from whet.config.load import to_dict
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
-from whet.errors import CheckpointError, RunError, StorageError
+from whet.errors import CheckpointError, RunError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
-from whet.storage import replace_text
+from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
+from whet.parallel.group import SOLO, World
 from whet.training.ahead import Computed, Reading, device_random, restore_device_random
 from whet.training.callbacks import (
     Callback,
@@ -29,6 +28,7 @@ from whet.training.callbacks import (
     StopRun,
     in_order,
     is_better,
+    named,
 )
 from whet.training.checkpoint import (
     checkpoint_path,
@@ -37,7 +37,8 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss, total_weights, weighted_loss
+from whet.training.evaluation import evaluate_loss, taken, total_weights, weighted_loss
+from whet.training.nonfinite import keep_batch
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
@@ -50,7 +51,8 @@ class Trainer:
     """Steps a model through batches towards an objective.
 
     `batches` yields, for each optimizer step, the list of its micro-batches. `evaluators` add their own
-    numbers (exact match, say) to the loss on `eval_batches`.
+    numbers (exact match, say) to the loss on `eval_batches`. In a `world` of several processes all of them
+    get the same batches, and each computes its share.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Trainer:
         evaluators: Sequence[Callable[[], Metrics]] = (),
         directory: str | Path | None = None,
         precision: Precision | None = None,
+        world: World = SOLO,
     ) -> None:
         steps = total_steps or config.run.steps
         if steps is None:
@@ -75,7 +78,8 @@ class Trainer:
         self.source = batches
         self.batches: Iterator[list[Batch]] = iter(batches)
         self.config = config
-        self.callbacks = in_order(callbacks)
+        self.world = world
+        self.callbacks = in_order(c for c in callbacks if world.is_main or not c.main_only)
         self.total_steps = steps
         self.eval_batches = eval_batches
         self.evaluators = evaluators
@@ -87,6 +91,8 @@ class Trainer:
         self.optimizer = create_optimizer(config.optim_groups, self.learner)
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in self.learner.parameters() if p.requires_grad]
+        self.gradients = GradientSum(self.trained, world)
+        self.matched = is_sharded(self.learner)
         self.state = RunState()
         if self.precision.compute == torch.float16:
             self.state.loss_scale.value = 2.0**16
@@ -94,8 +100,10 @@ class Trainer:
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
         self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint)
-        # on a CPU there is nothing to gain, and an overflow of fp16 computes its step again
-        self.looks_ahead = self.device.type == "cuda" and self.precision.compute != torch.float16
+        # on a CPU there is nothing to gain, fp16 may compute a step again, and ranks must agree in between
+        self.looks_ahead = (
+            self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
+        )
         self._ahead: Computed | None = None
 
     def fit(self) -> RunResult:
@@ -109,15 +117,18 @@ class Trainer:
     def _fit(self) -> RunResult:
         self._clock = time.perf_counter() - self.state.elapsed_s
         self._tell("on_train_begin", self)
+        self._agree_on_stop()
         self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
             metrics = self._next_step()
             self._tell("on_step_end", self.state.step, metrics)
             self._remember(metrics)
+            self._agree_on_stop()
             self._evaluate_if_due()
             # the last step is saved once, at the end, after its evaluation
             if self._saver is not None and self.state.step < self.total_steps:
-                if self._saver.due(self.state.step):
+                due = self._saver.due(self.state.step)
+                if self.world.from_main(due) if self.config.checkpoint.minutes else due:
                     self.save()
                 self._tell_of_saves()
         return self._finish()
@@ -200,13 +211,19 @@ class Trainer:
         self.learner.train()
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
-        for batch in micro_batches:
+        mine = list(taken(self.world, micro_batches, matched=self.matched))
+        for number, (_, batch, counts) in enumerate(mine, start=1):
             share, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
-            (share * self.state.loss_scale.value).backward()
+            if number == len(mine):
+                self.gradients.expect_last()
+            (share * (self.state.loss_scale.value if counts else 0.0)).backward()
+            if not counts:
+                continue
             for name, value in {"loss": share.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
+        self.gradients.finish()
         return sums
 
     def _update(
@@ -214,12 +231,11 @@ class Trainer:
     ) -> Callable[[], tuple[Metrics, float, bool]]:
         """An update unless something is not finite; later: metrics, norm, and whether it was not."""
         gradients = [p.grad for p in self.trained if p.grad is not None]
-        if (scale := self.state.loss_scale.value) != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        rescale(gradients, 1.0 / self.state.loss_scale.value)
+        norm = total_norm(gradients)
         if self.config.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
-        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
+            clip(self.trained, self.config.optim.clip, norm)
+        skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
         if self._saver is not None:
             self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
@@ -227,14 +243,19 @@ class Trainer:
 
         def read() -> tuple[Metrics, float, bool]:
             skipped, norm_value, *values = reading.values()
-            return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
+            return self.world.sums(dict(zip(sums, values, strict=True))), norm_value, bool(skipped)
 
         return read
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
         return evaluate_loss(
-            self.model, self.objective, batches, precision=self.precision, pause=self.pause_point
+            self.model,
+            self.objective,
+            batches,
+            precision=self.precision,
+            pause=self.pause_point,
+            world=self.world,
         )
 
     def pause_point(self) -> None:
@@ -250,9 +271,12 @@ class Trainer:
         It may still be copied from the model when this returns; `step` waits for that before it updates.
         """
         self._stay_here()
-        if self._saver is not None and self._saver.saved_step != self.state.step:
-            contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
-            best_step = self.state.best["step"] if self.state.best else None
+        if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
+            return
+        main = self.world.is_main
+        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state(), keep=main)
+        best_step = self.state.best["step"] if self.state.best else None
+        if main:
             self._saver.save(self.state.step, contents, best_step=best_step)
 
     def _wait_for_save(self) -> None:
@@ -271,28 +295,24 @@ class Trainer:
         if self._saver is not None:
             self._saver.saved_step = self.state.step
         self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
-        restore_random_state(state["random"])
+        streams = [state["random"], *state.get("random_elsewhere", ())]
+        if self.world.rank < len(streams):  # else: one of more ranks than before, seeded as such
+            restore_random_state(streams[self.world.rank])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
-        for name, callback in self._named_callbacks():
+        for name, callback in named(self.callbacks):
             if name in state["callbacks"]:
                 callback.restore(state["callbacks"][name])
 
     def _run_state(self) -> Metrics:
+        here, *elsewhere = self.world.gather(random_state())
         return {
             "config": to_dict(self.config),
             "run": asdict(self.state),
-            "random": random_state(),
+            "random": here,
+            **({"random_elsewhere": elsewhere} if elsewhere else {}),
             "data": self.source.state() if hasattr(self.source, "state") else {},
-            "callbacks": {name: state for name, c in self._named_callbacks() if (state := c.state())},
+            "callbacks": {name: state for name, c in named(self.callbacks) if (state := c.state())},
         }
-
-    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
-        """Callbacks under names that a resumed run gives them, too: their class, numbered."""
-        seen: Counter[str] = Counter()
-        for callback in self.callbacks:
-            kind = type(callback).__name__
-            yield f"{kind}-{seen[kind]}", callback
-            seen[kind] += 1
 
     def _next_batches(self) -> list[Batch]:
         """The micro-batches of the next step."""
@@ -324,11 +344,13 @@ class Trainer:
             for evaluator in self.evaluators:
                 metrics |= evaluator()
         except EvaluationStoppedError:
+            self._agree_on_stop()
             return
         metrics["eval_s"] = time.perf_counter() - started
         self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", self.state.step, metrics)
         self._remember(metrics)
+        self._agree_on_stop()
         early = self.config.eval.early_stop
         usual = "eval_loss" if "eval_loss" in metrics else "eval_reward"
         watched = early.metric if early is not None else usual
@@ -359,22 +381,22 @@ class Trainer:
             self.state.stopped = None if stop.unfinished else stop.reason
             log.info("stopping: %s", stop.reason)
 
+    def _agree_on_stop(self) -> None:
+        """What one rank stops for, all stop for: after the same step, for the same reason."""
+        for rank, stop in enumerate(self.world.gather(self.stop) if self.world.size > 1 else ()):
+            if stop is not None:
+                if self.stop is None:
+                    log.info("stopping: rank %d: %s", rank, stop.reason)
+                self.stop = stop
+                self.state.stopped = None if stop.unfinished else stop.reason
+                return
+
     def _report_nonfinite(self, computed: Computed, loss: float, norm: float) -> None:
         """The weights did not change; keep what is needed to find out why, and stop or go on."""
         step = self.state.step + 1
         message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
-        if self.directory is not None:
-            path = self.directory / f"nonfinite-step-{step:06d}.json"
-            culprits = [
-                {"records": batch.origins, "tokens": batch.tokens.tolist()}
-                for batch in computed.micro_batches
-            ]
-            found = {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits}
-            try:
-                replace_text(path, json.dumps(found, indent=2) + "\n")
-                message += f"; the batch is in {path}"
-            except StorageError as error:
-                message += f"; {error.message}"
+        if self.directory is not None and self.world.is_main:
+            message += f"; {keep_batch(self.directory, step, computed.micro_batches, loss=loss, norm=norm)}"
         run = self.config.run
         in_a_row = self.state.nonfinite_in_a_row + 1
         if run.on_nonfinite == "skip" and in_a_row < run.nonfinite_limit:
@@ -399,6 +421,7 @@ class Trainer:
             finished = not self._evaluates or self.state.evaluated_step == self.state.step
         self.save()
         self._wait_for_save()
+        self.world.barrier()
         if finished:
             self._take_best_weights()
         because = "finished" if self.stop is None else self.stop.reason
@@ -410,13 +433,8 @@ class Trainer:
             history=self.history,
             stopped_because=because,
             unfinished=not finished,
-            summary={
-                "steps": self.state.step,
-                "tokens": self.state.tokens_total,
-                "seconds": self.state.elapsed_s,
-                "stopped_because": because,
-                "final": self.state.latest,
-                "best": self.state.best,
+            summary=self.state.summary(because)
+            | {
                 "directory": str(self.directory) if self.directory else None,
                 "fingerprint": self.model.fingerprint,
             },

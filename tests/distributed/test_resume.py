@@ -1,0 +1,91 @@
+"""Runs that stop on some processes and go on with more or fewer of them."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+import tiny
+from distributed.checks import watched_train
+from distributed.harness import run_world
+
+
+def config(tiny_directory, directory, kind, **sections):
+    run = {"steps": 8, "batch_size": 5, "micro_batch_tokens": 256}
+    method = {"kind": "full"}
+    sections = {"method": method, "optim": {"lr": 1e-3}, "checkpoint": {"every": 2, "keep": 9}} | sections
+    return tiny.run_config(tiny_directory, directory, **sections, run=run) | {"parallel": {"kind": kind}}
+
+
+def final(directory):
+    return load_file(directory / "runs" / "test" / "final" / "model.safetensors")
+
+
+def distance(one, other):
+    """Relative L2 over all numbers."""
+    squares = sum((one[name].double() - other[name].double()).square().sum() for name in one)
+    return float((squares / sum(tensor.double().square().sum() for tensor in one.values())).sqrt())
+
+
+def positions(directory):
+    """Where each checkpoint is in the data."""
+    found = {}
+    for path in (directory / "runs" / "test" / "checkpoints").glob("step-*"):
+        found[path.name] = json.loads((path / "state.json").read_text())["data"]
+    return found
+
+
+def switch(directory, kind):
+    """Another kind of parallel in the config of a run that was begun."""
+    path = directory / "runs" / "test" / "config.yaml"
+    text = path.read_text()
+    assert "  kind: ddp" in text or "  kind: fsdp" in text or "  kind: none" in text
+    head, _, tail = text.partition("parallel:\n")
+    path.write_text(f"{head}parallel:\n  kind: {kind}\n" + tail.partition("\n")[2])
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_directory, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    watched_train(config(tiny_directory, directory, "none"))
+    return directory
+
+
+def leg(size, directory, *, config=None, stop_at=None):
+    if size == 1:
+        again = None if config is not None else str(directory / "runs" / "test")
+        watched_train(config, again=again, stop_at=stop_at)
+        return
+    run_world(
+        *(size, "leg"),
+        out=directory / f"out-{size}-{stop_at}",
+        config=config,
+        directory=str(directory),
+        stop_at=stop_at,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("ddp", 2), ("none", 1)),
+        (("none", 1), ("fsdp", 2)),
+        (("fsdp", 2), ("fsdp", 2)),
+        pytest.param(("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),
+        pytest.param(("ddp", 4), ("fsdp", 2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_in_another_world(tiny_directory, tmp_path, whole, first, second):
+    (kind, size), (other, other_size) = first, second
+    leg(size, tmp_path, config=config(tiny_directory, tmp_path, kind), stop_at=3)
+    assert not (tmp_path / "runs" / "test" / "final").exists()
+    switch(tmp_path, other)
+    leg(other_size, tmp_path)
+    assert distance(final(whole), final(tmp_path)) < 1e-6
+    found = positions(tmp_path)
+    assert found.keys() > positions(whole).keys()  # and the one where it was stopped
+    for name, position in positions(whole).items():
+        assert found[name] == position
+    rows = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
+    steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
+    assert steps == list(range(1, 9))
