@@ -11,6 +11,7 @@ from whet.errors import StorageError
 from whet.generation.engine import check_prompts, generate_tokens
 from whet.generation.text import encode_prompt, stop_tokens
 from whet.models.language_model import LanguageModel
+from whet.parallel.shard import gathered
 from whet.storage import append_text
 from whet.training.callbacks import Callback, Metrics
 from whet.training.resuming import set_aside_later_rows
@@ -54,7 +55,8 @@ class SampleGenerations(Callback):
         self._encoded = [encode_prompt(self.tokenizer, prompt) for prompt in self.prompts]
         check_prompts(run.model, self._encoded)
         with contextlib.suppress(StorageError):
-            set_aside_later_rows(self.path, step=step or -1, evaluated_step=None)
+            if run.world.is_main:
+                set_aside_later_rows(self.path, step=step or -1, evaluated_step=None)
         if step == 0:
             self._write(0)
 
@@ -76,6 +78,8 @@ class SampleGenerations(Callback):
     def _write(self, step: int) -> None:
         self._written = step
         completions = self._complete()
+        if not self.run.world.is_main:
+            return
         rows = [
             {"step": step, "prompt": prompt, "completion": completion}
             for prompt, completion in zip(self.prompts, completions, strict=True)
@@ -90,7 +94,7 @@ class SampleGenerations(Callback):
     def _complete(self) -> list[str]:
         model = self.run.model
         assert isinstance(model, LanguageModel)
-        with undisturbed(self.run.learner, model):
+        with undisturbed(self.run.learner, model), gathered(model):
             found = generate_tokens(
                 model,
                 self._encoded,

@@ -50,6 +50,8 @@ class Sink(Protocol):
 class SinkCallback(NumbersOnly):
     """Hands rows to a sink: training rows every `every` steps and with every probe, all evaluation rows."""
 
+    main_only = True
+
     def __init__(self, name: str, sink: Sink, *, every: int = 1, last_s: float = _LAST_S) -> None:
         self.name = name
         self.sink = sink

@@ -59,15 +59,15 @@ def watchers(
     if settings.probes is not None:
         found += _probes(config, settings.probes, work)
     if (samples := settings.samples) is not None:
-        found.append(
-            SampleGenerations(
-                work.tokenizer,
-                samples.prompts,
-                directory / "samples.jsonl",
-                every=samples.every,
-                max_tokens=samples.max_tokens,
-            )
+        answers = SampleGenerations(
+            work.tokenizer,
+            samples.prompts,
+            directory / "samples.jsonl",
+            every=samples.every,
+            max_tokens=samples.max_tokens,
         )
+        answers.main_only = config.parallel.kind != "fsdp"  # weights in parts are put together by all ranks
+        found.append(answers)
     for name in settings.sinks:
         sink = SinkCallback(name, SINKS[name](), every=settings.every)
         held.callback(sink.close)
@@ -98,6 +98,9 @@ def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any:
 
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
     found: list[Callback] = []
+    if config.parallel.kind == "fsdp":
+        log.info("probes: none: with parallel.kind fsdp no process has the weights whole")
+        return found
     if wanted.weights:
         found.append(WeightStats(wanted.weights))
     if wanted.rank:
