@@ -19,6 +19,7 @@ from whet.cli import (
     evaluate,
     export,
     generate,
+    lab,
     ledger,
     merge,
     plan,
@@ -64,6 +65,7 @@ app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(lab.app, name="lab")
 
 
 def _show_version(asked: bool) -> None:

@@ -4,11 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
+from whet.config.budget import Budget
 from whet.config.classify import ClassifyObjective
 from whet.config.experts import Experts
+from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
-from whet.config.optim import Optim, ParameterGroup
+from whet.config.optim import Optim, ParameterGroup, unfit_for_mup
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
@@ -212,6 +214,7 @@ class Run(Section):
         None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"
     )
     max_memory: float | None = Field(None, gt=0, description="GiB at which the run saves and stops")
+    budget: Budget | None = Field(None, description="what the run may cost: when it is spent, it is done")
 
     @field_validator("name")
     @classmethod
@@ -227,12 +230,6 @@ class Run(Section):
         if (self.batch_size is None) == (self.batch_tokens is None):
             raise ValueError("give either batch_size or batch_tokens")
         return self
-
-
-class Log(Section):
-    """What is written while it runs."""
-
-    every: Positive = Field(1, description="steps between training rows of metrics.jsonl")
 
 
 def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after
@@ -341,6 +338,12 @@ class RunConfig(Section):
     def _new_weights_are_trained(self) -> "RunConfig":
         if isinstance(self.model, Preset) and self.method.kind != "full":
             raise ValueError("model.preset starts from random weights: set method.kind to full")
+        return self
+
+    @model_validator(mode="after")
+    def _mup_knows_every_weight(self) -> "RunConfig":
+        if self.optim.mup is not None and (why := unfit_for_mup(self.method.kind, self.objective.kind)):
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")
