@@ -40,6 +40,7 @@ def test_what_ranks_tell_one_another(tmp_path):
         assert each["raised"] == "DataError: rank 1 cannot read\n  hint: mend it"
         assert "rank 0 and rank 2 do not have the same config: optim.lr: 0.0001 and 0.5" in each["config"]
     assert [each["odd"] for each in (first, second, third)] == 2 * ["RunError: _Odd: here"] + ["_Odd: here"]
+    assert len({each["drawn"] for each in (first, second, third)}) == 3
     assert first["turn"] < min(second["turn"], third["turn"])
 
 
