@@ -57,6 +57,17 @@ def test_packed_equals_solo(tiny_directory, dtype, tolerance):
                 start += example.length
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_packed_rows_take_the_kernel_for_documents_in_every_16_bit_run(
+    tiny_directory, precision, method, monkeypatch
+):
+    """With float32 weights that train, rotation makes queries wide: they must not end up in a dense mask."""
+    run = trainer(tiny_directory, precision, method, "adamw")
+    monkeypatch.setattr(Layout, "document_mask", lambda layout: pytest.fail("a dense mask was made"))
+    run.step([make_batch([random_examples(5, seed=1)])])
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_packed_attention_is_that_of_each_document(window, dtype, tolerance):

@@ -168,3 +168,14 @@ def test_one_query_with_shared_keys_equals_the_formula(masked, window):
             seen = visible[row] & (newest[row] - slots[row] < (window or 99))
             weights = scores.masked_fill(~seen, -torch.inf).softmax(0)
             torch.testing.assert_close(found[row, head, 0], weights @ values[row, head // 3])
+
+
+@pytest.mark.parametrize("documents", [None, ((3, 5, 1, 2), (11,))])
+def test_under_autocast_wide_queries_are_narrowed_once(documents):
+    """As rotation leaves them: queries and keys in float32, values in 16 bits."""
+    q, k, v = qkv(2, 11, 11)
+    layout = Layout() if documents is None else Layout.packed(documents, device=torch.device("cpu"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(q, k, v.bfloat16(), layout)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))

@@ -112,6 +112,10 @@ def attend(
 
     `slopes` [heads] are ALiBi's: a key loses slope * distance.
     """
+    kind = queries.device.type
+    if torch.is_autocast_enabled(kind):  # rotation has made queries and keys wide; the kernels want 16 bits
+        dtype = torch.get_autocast_dtype(kind)
+        queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
     if layout.offsets is not None and _varlen_fits(queries, values, softcap=softcap, slopes=slopes):
         return _attend_varlen(queries, keys, values, layout, window=window, scale=scale)
     if layout.offsets is None and layout.mask is None and layout.documents is not None:
