@@ -216,6 +216,33 @@ def test_training_and_evaluation_of_a_metric_share_a_plot(new_run):
     assert "training 0.01667 → 1; evaluation 0.5" in page.said
 
 
+def test_memory_is_planned_for_the_device_of_the_run_when_the_page_is_written(new_run):
+    """Of whatever device this is; a model or a device that nobody knows is a page without a plan."""
+    config = {
+        "model": {"preset": "nano", "tokenizer": "bytes"},
+        "method": {"kind": "full"},
+        "data": {"train": "gone.jsonl", "max_length": 64},
+        "run": {"name": "demo", "steps": 60, "batch_tokens": 512},
+    }
+    rows = [*training_rows(peak_gib=lambda step: 0.5), summary()]
+    machine = {"machine": {"device": "cuda: NVIDIA H100 80GB HBM3"}}
+    known = new_run(rows, config=config, provenance=machine)
+    page = Page(write_report(known).read_text())
+    assert "Memory, as planned" in page.said
+    assert "of the plan" in page.said
+    on_cpu = new_run(rows, name="slow", config=config, provenance={"machine": {"device": "cpu: fast"}})
+    page = Page(write_report(on_cpu).read_text())
+    assert "Memory, as planned" in page.said
+    assert "of the plan" not in page.said  # a process is more than a run
+    for name, change in (
+        ("unknown", {"provenance": {"machine": {"device": "cuda: Abacus 3"}}}),
+        ("gone", {"config": {**config, "model": "/nowhere/model", "method": {}}, "provenance": machine}),
+        ("older", {}),
+    ):
+        odd = new_run(rows, name=name, **{"config": config, **change})
+        assert "as planned" not in Page(write_report(odd).read_text()).said
+
+
 def test_speed_and_memory_are_shown_against_peak_and_plan(new_run):
     more = {
         "tokens_per_s": lambda step: 100.0 if step < 31 else 300.0,

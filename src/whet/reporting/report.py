@@ -17,6 +17,7 @@ from whet.reporting.curves import (
 from whet.reporting.page import html_lines, html_page, html_table, html_text
 from whet.reporting.probe_charts import probe_section
 from whet.reporting.report_facts import facts, headline, planned_gib, reproduce_commands, use_commands
+from whet.reporting.report_plan import plan_of
 from whet.reporting.report_samples import samples_section
 from whet.reporting.router_maps import router_section
 from whet.reporting.run_files import RunFiles, Values, read_run, section
@@ -49,7 +50,9 @@ pre { font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run, into the run where `out` does not say otherwise; returns where it is."""
     directory = Path(run)
-    page = report_page(read_run(directory))
+    found = read_run(directory)
+    found.plan = found.plan or plan_of(found)
+    page = report_page(found)
     path = Path(out) if out is not None else directory / "report.html"
     replace_text(path, page)
     return path

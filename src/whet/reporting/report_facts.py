@@ -44,7 +44,12 @@ def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def planned_gib(run: RunFiles) -> float | None:
-    """The peak of memory that its plan.json names, in bytes there."""
+    """The peak of memory that its plan names, in bytes there.
+
+    Not of a run on a CPU, where what is measured is the whole process with all that it has loaded.
+    """
+    if str(section(run.provenance, "machine").get("device", "")).startswith("cpu"):
+        return None
     peak = as_number(section(run.plan, "bytes").get("peak"))
     return peak / 2**30 if peak is not None and 0 < peak < math.inf else None
 
