@@ -6,11 +6,12 @@ import time
 import traceback
 from contextlib import suppress
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
     [
         "whet.training.run",
         "whet.parallel.checkpoint",
+        "whet.parallel.watch",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "transformers.models.llama.modeling_llama",
@@ -23,10 +24,10 @@ def run_ranks(function, world, *arguments, limit_s=60):
 
     A rank that fails, or time that runs out, ends them all.
     """
-    store = _SERVER.Queue()
-    results = _SERVER.Queue()
+    ports = SERVER.Queue()
+    results = SERVER.Queue()
     ranks = [
-        _SERVER.Process(target=_one, args=(rank, world, store, results, function, arguments), daemon=True)
+        SERVER.Process(target=_one, args=(rank, world, ports, results, function, arguments), daemon=True)
         for rank in range(world)
     ]
     try:
@@ -57,7 +58,8 @@ def _gather(ranks, results, limit_s):
     return [found[rank] for rank in range(len(ranks))]
 
 
-def _one(rank, world, ports, results, function, arguments):
+def joined(rank, world, ports):
+    """The store of a gloo group that this process has become a rank of; rank 0 tells the others its port."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
@@ -70,6 +72,13 @@ def _one(rank, world, ports, results, function, arguments):
     else:
         store = dist.TCPStore("127.0.0.1", ports.get(), world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return store
+
+
+def _one(rank, world, ports, results, function, arguments):
+    import torch.distributed as dist
+
+    joined(rank, world, ports)
     try:
         results.put((rank, function(rank, *arguments), None))
     except BaseException:
