@@ -2,11 +2,16 @@
 
 import typer
 
-from whet.cli.train import follow
+from whet.cli.train import NPROC, follow, in_processes
 
 
-def command(run: str = typer.Argument(help="The directory of a run, e.g. runs/demo.")) -> None:
-    """Go on from the newest valid checkpoint of RUN."""
+def command(
+    run: str = typer.Argument(help="The directory of a run, e.g. runs/demo."),
+    nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
+) -> None:
+    """Go on from the newest valid checkpoint of RUN, on as many processes as wanted."""
+    if nproc > 1:
+        in_processes(nproc, ["resume", run])
     from whet.training.run import resume
 
     follow(lambda callbacks: resume(run, callbacks))

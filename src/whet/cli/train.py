@@ -1,16 +1,23 @@
 """whet train: a run from its config."""
 
+import logging
+import os
 import shlex
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from whet.parallel.launch import UNFINISHED
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
+
+NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:
@@ -28,6 +35,7 @@ def command(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Go through every file and print the plan; build no model, write no run."
     ),
+    nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
     _: bool = typer.Option(
         False,
         "--help",
@@ -38,27 +46,71 @@ def command(
     ),
 ) -> None:
     """Train: everything in CONFIG, with overrides."""
+    from whet.config.load import load_config
+
+    if nproc > 1 and not dry_run:
+        load_config(config, overrides or ())  # what is wrong with it is said before anything starts
+        in_processes(nproc, ["train", config, *(overrides or ())])
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan
-    from whet.config.load import load_config
     from whet.config.quality import Quality
     from whet.training import quality_run
     from whet.training.quality_run import summary_line
     from whet.training.run import train
 
+    if not dry_run:
+        follow(lambda callbacks: train(load_config(config, overrides or ()), callbacks))
+        return
     settings = load_config(config, overrides or ())
-    if dry_run and isinstance(settings.model, Quality):
+    if isinstance(settings.model, Quality):
         set_up_logging()
         say(summary_line(quality_run.dry_run(settings)))
         return
-    if dry_run:
-        plan(config, overrides or [])
-        return
-    follow(lambda callbacks: train(settings, callbacks))
+    plan(config, overrides or [])
+
+
+def in_processes(count: int, arguments: "Sequence[str]") -> NoReturn:
+    """Run a command in several processes of this machine, and exit as they do."""
+    from whet.parallel.launch import launch
+
+    debug = ["--debug"] if "--debug" in sys.argv else []
+    raise typer.Exit(launch([*arguments, *debug], count))
 
 
 def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
-    """Show a run's progress, say what came of it, and exit 3 when there is more to do."""
+    """Do a run, alone or as one of several processes, of which the first shows it; exit 3: there is more."""
+    from whet.parallel.group import UnreachableError, joined
+
+    code = 1
+    try:
+        with joined() as world:
+            try:
+                code = _shown(run) if world.is_main else _unseen(run)
+            except (Exception, typer.Exit) as error:
+                if world.speaks():
+                    raise
+                sys.exit(getattr(error, "exit_code", 1))
+    except UnreachableError:  # nobody can agree on who says it: the first process of each machine
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(1)
+        raise
+    if code:
+        raise typer.Exit(code)
+
+
+def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
+    """A run that another process shows."""
+    logger = logging.getLogger("whet")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    try:
+        return UNFINISHED if run([]).unfinished else 0
+    except KeyboardInterrupt as interrupted:
+        raise typer.Exit(130) from interrupted
+
+
+def _shown(run: "Callable[[list[Callback]], RunResult]") -> int:
+    """Show a run's progress, and say what came of it."""
     from whet.cli.console import notes, say, set_up_logging
     from whet.reporting.progress import RunProgress, describe
     from whet.training.quality_run import summary_line
@@ -75,7 +127,7 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
         progress.close()
     if result.unfinished:
         notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)
-        raise typer.Exit(3)
+        return UNFINISHED
     summary = result.summary
     if summary.get("test"):
         say(f"test: {describe(summary['test'])}")
@@ -85,13 +137,14 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
     )
     if "quality" in summary:
         say(summary_line(summary["quality"]))
-        return
+        return 0
     name = shlex.quote(str(result.directory))
     if summary.get("classification"):
         show_classification(result.directory)
         say(f'try it: whet classify {name} "some text"')
     else:
         say(f"try it: whet chat {name}")
+    return 0
 
 
 def show_classification(run: "Path | None") -> None:

@@ -9,6 +9,7 @@ from whet.config.experts import Experts
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.optim import Optim, ParameterGroup
+from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
 from whet.config.section import Positive, Section, Text
@@ -264,6 +265,7 @@ class RunConfig(Section):
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run
+    parallel: Parallel = Parallel()
     log: Log = Log()
 
     @property

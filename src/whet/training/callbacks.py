@@ -38,7 +38,12 @@ class EvaluationStoppedError(Exception):
 
 
 class Callback:
-    """Hooks of a run; each may return a StopRun."""
+    """Hooks of a run; each may return a StopRun.
+
+    On several processes each has its own, and all stop where one wants to.
+    """
+
+    main_only = False  # called on rank 0 alone: because it writes, or shows, what all have in common
 
     def on_train_begin(self, run: "Trainer") -> StopRun | None:
         """Before the first evaluation."""
@@ -72,6 +77,8 @@ class Injector(Callback):
 
 class MetricsLogger(Callback):
     """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
+
+    main_only = True
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
         self.path = Path(path)

@@ -1,5 +1,7 @@
 """The loss of an objective over some batches, weighted by their units."""
 
+import contextlib
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -25,6 +27,8 @@ from whet.models.language_model import LanguageModel
 from whet.models.trainable import Trainable
 from whet.objectives.base import Loss, Objective
 from whet.objectives.sft import SFT
+from whet.parallel.gradients import is_sharded
+from whet.parallel.group import SOLO, World
 
 
 def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
@@ -38,6 +42,23 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
         origins = ", ".join(origin for batch in batches for origin in batch.origins)
         raise DataError(f"a batch has no supervised token (records: {origins})")
     return totals
+
+
+def taken(world: World, batches: Sequence[Batch], *, matched: bool) -> Iterator[tuple[int, Batch, bool]]:
+    """This rank's share of some batches, each with its place, and whether it counts.
+
+    `matched`: all ranks make the same forward passes at the same time, so nobody waits for ever. Then the
+    parts of a mix, which need different ones, are shared out one after the other.
+    """
+    if not matched:
+        yield from world.rounds(batches)
+        return
+    start = 0
+    for _, group in itertools.groupby(batches, key=lambda batch: batch.part):
+        found = list(group)
+        for place, batch, counts in world.rounds(found, matched=True):
+            yield start + place, batch, counts
+        start += len(found)
 
 
 def weighted_loss(
@@ -92,6 +113,7 @@ def evaluate_loss(
     *,
     precision: Precision,
     pause: Callable[[], None] = lambda: None,
+    world: World = SOLO,
 ) -> dict[str, Any]:  # Any: numbers, and lists of numbers
     """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*.
 
@@ -103,16 +125,21 @@ def evaluate_loss(
     sums: dict[str, torch.Tensor] = defaultdict(
         lambda: torch.zeros((), device=model.device, dtype=torch.float64)
     )
-    outputs: list[torch.Tensor] = []
-    with evaluating(model):
-        for batch in batches:
-            pause()
+    mine: list[torch.Tensor] = []
+    matched = is_sharded(model)
+    with evaluating(model), world.abreast() if not matched else contextlib.nullcontext():
+        for _, batch, counts in taken(world, batches, matched=matched):
+            with world.abreast() if matched else contextlib.nullcontext():
+                pause()
             result = computed_loss(model, objective, batch.to(model.device), precision=precision)
-            outputs += [] if result.outputs is None else [result.outputs.cpu()]
+            if not counts:
+                continue
+            mine += [] if result.outputs is None else [result.outputs.cpu()]
             loss, metrics = _shares(result, objective, weights)
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums[name] + value
-    found: dict[str, Any] = {f"eval_{name}": value.tolist() for name, value in sums.items()}
+    totals = world.sums({name: value.tolist() for name, value in sums.items()})
+    found: dict[str, Any] = {f"eval_{name}": value for name, value in totals.items()}
     likelihood = getattr(objective, "likelihood", True)
     mean = found[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
     if likelihood:
@@ -121,8 +148,9 @@ def evaluate_loss(
     if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
         found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
-    if outputs:
-        found |= objective.summarise(outputs, batches)  # type: ignore[attr-defined]  # it gave the outputs
+    if hasattr(objective, "summarise"):
+        outputs = world.in_order(mine, len(batches))
+        found |= objective.summarise(outputs, batches)
     return {**found, "eval_s": time.perf_counter() - started}
 
 

@@ -14,6 +14,7 @@ from whet.config.sections import RunConfig
 from whet.models.tabular import QualitySpec, TabularModel, architecture, new_quality_model
 from whet.objectives.classify import Classify
 from whet.objectives.regression import Regression
+from whet.parallel.group import SOLO, World
 from whet.training.callbacks import Callback
 from whet.training.classifier_report import ClassificationEnd
 from whet.training.provenance import weights_digest
@@ -28,7 +29,7 @@ from whet.training.work import Evaluators, TextWork, Work
 log = logging.getLogger("whet")
 
 
-def work_for(config: RunConfig, directory: Path) -> Work:
+def work_for(config: RunConfig, directory: Path, world: World = SOLO) -> Work:
     """What a config asks for."""
     kind: type[Work] = TextWork
     if isinstance(config.model, Quality):
@@ -37,7 +38,7 @@ def work_for(config: RunConfig, directory: Path) -> Work:
         kind = RewardWork
     elif isinstance(config.objective, ClassifyObjective):
         kind = ClassWork
-    return kind(config, directory)
+    return kind(config, directory, world)
 
 
 class ClassWork(TextWork):
@@ -74,8 +75,8 @@ class RewardWork(TextWork):
 
     data: RunData
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
-        super().__init__(config, directory)
+    def __init__(self, config: RunConfig, directory: Path, world: World = SOLO) -> None:
+        super().__init__(config, directory, world)
         check_config(config)
 
     def build(self, held: contextlib.ExitStack) -> None:
@@ -83,8 +84,9 @@ class RewardWork(TextWork):
         section = self.config.objective
         assert isinstance(section, GRPOObjective)
         self.data = RunData(self.config)
-        self.tokenizer = self._find_tokenizer()
-        self.data.prepare(self.tokenizer)
+        with self.world.first_alone():
+            self.tokenizer = self._find_tokenizer()
+            self.data.prepare(self.tokenizer)
         pool = held.enter_context(RewardPool(section))
         self._build_model_and_objective()
         self.rollouts = Reinforcement(
@@ -122,7 +124,8 @@ class RowWork(Work):
         assert isinstance(section, Quality)
         assert objective.kind == "regression"
         self.data = RowData(self.config)
-        self.data.prepare()
+        with self.world.first_alone():
+            self.data.prepare()
         self.stream = self.data.stream()
         log.info("device: %s; precision %s", self.device, self.precision.reason)
         self.model = new_quality_model(QualitySpec.from_config(section), seed=self.config.run.seed)
@@ -141,4 +144,6 @@ class RowWork(Work):
 
     def write_final(self, trainer: Trainer) -> None:
         """The model, and the checkpoint that the task's other tools read."""
-        write_final(trainer, self.directory)
+        with self.world.abreast():
+            if self.world.is_main:
+                write_final(trainer, self.directory)

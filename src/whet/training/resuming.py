@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "objective.reward_workers",
     "objective.samples_every",
     "checkpoint",
+    "parallel",
     "log",
 )
 

@@ -15,6 +15,8 @@ from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
+from whet.parallel.group import SOLO, World, joined
+from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
@@ -56,10 +58,13 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
-    refuse_taken_name(directory)
-    clear_leftovers(directory.parent, of=directory.name)
-    with StopOnSignal() as signals, RunLog(log) as run_log:
-        return _Assembly(config, directory, run_log).go([signals, *callbacks])
+    with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
+        world = agreed(group, config)
+        with world.abreast():
+            if world.is_main:
+                refuse_taken_name(directory)
+                clear_leftovers(directory.parent, of=directory.name)
+        return _Assembly(config, directory, run_log, world).go([signals, *callbacks])
 
 
 def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
@@ -68,18 +73,29 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     if not (directory / "config.yaml").is_file():
         raise CheckpointError(f"{directory} is not a run: it has no config.yaml")
     config = load_config(directory / "config.yaml")
-    with StopOnSignal() as signals, RunLog(log) as run_log, locked(directory):
-        clear_leftovers(directory)
-        clear_leftovers(directory / "checkpoints")
-        checkpoint = None if is_finished(directory) else newest_valid(directory)
-        if checkpoint is None and (directory / "final").is_dir():
-            raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
-        if checkpoint is None:
-            log.info("%s was stopped before its first checkpoint: starting over", directory)
-        else:
-            refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
-        assembly = _Assembly(config, directory, run_log)
+    with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log, contextlib.ExitStack() as held:
+        world, checkpoint = agreed(group, config), None
+        with world.abreast():
+            if world.is_main:
+                held.enter_context(locked(directory))
+                checkpoint = _where_to_go_on(directory, config)
+        assembly = _Assembly(config, directory, run_log, world)
+        checkpoint = world.from_main(checkpoint)
         return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
+
+
+def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
+    """The checkpoint to resume from; None where the run was stopped before its first."""
+    clear_leftovers(directory)
+    clear_leftovers(directory / "checkpoints")
+    checkpoint = None if is_finished(directory) else newest_valid(directory)
+    if checkpoint is None and (directory / "final").is_dir():
+        raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
+    if checkpoint is None:
+        log.info("%s was stopped before its first checkpoint: starting over", directory)
+    else:
+        refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
+    return checkpoint
 
 
 @contextlib.contextmanager
@@ -95,11 +111,13 @@ def assembled(config: RunConfig) -> Iterator[Work]:
 class _Assembly:
     """A run: its work, the trainer, and the files that say what it is."""
 
-    def __init__(self, config: RunConfig, directory: Path, run_log: RunLog) -> None:
+    def __init__(self, config: RunConfig, directory: Path, run_log: RunLog, world: World = SOLO) -> None:
         self.config = config
         self.directory = directory
         self.run_log = run_log
-        self.work = work_for(config, directory)
+        self.world = world
+        self.work = work_for(config, directory, world)
+        check_device(world, self.work.device)
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
@@ -109,15 +127,18 @@ class _Assembly:
         with contextlib.ExitStack() as held:
             _seed(self.config.run.seed)
             work.build(held)
+            self._spread()
             valid, test = (work.data.split(name, work.model) for name in ("valid", "test"))
             self.description = self._describe()
             if again:
                 found = self.origins | {"fingerprint": work.model.fingerprint}
                 refuse_other_origins(self.directory, found, str(work.model.name))
-            else:
-                self._write_description()
-                held.enter_context(locked(self.directory))
-            self.run_log.keep_in(self.directory / "log.txt")
+            with self.world.abreast():
+                if self.world.is_main and not again:
+                    self._write_description()
+                    held.enter_context(locked(self.directory))
+                if self.world.is_main:
+                    self.run_log.keep_in(self.directory / "log.txt")
             self.trainer = trainer = Trainer(
                 work.model,
                 work.objective,
@@ -129,17 +150,30 @@ class _Assembly:
                 evaluators=work.evaluators("valid", valid, self._pause),
                 directory=self.directory,
                 precision=work.precision,
+                world=self.world,
             )
             if checkpoint is not None:
                 trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
-            if again:
+            if again and self.world.is_main:
                 set_aside_later_rows(
                     self.directory / "metrics.jsonl",
                     step=trainer.state.step if checkpoint is not None else -1,
                     evaluated_step=trainer.state.evaluated_step,
                 )
             return trainer.fit()
+
+    def _spread(self) -> None:
+        """Make sure that all ranks are about to train the same thing, and let them train it together."""
+        if self.world.size == 1:
+            return
+        work = self.work
+        known = {"base": work.base_digest, **work.data.digests(), "steps": work.stream.state()}
+        refuse_differences(self.world, "model and data", known)
+        learned = [*work.model.parameters(), *(work.objective.heads or torch.nn.Module()).parameters()]
+        start_alike(self.world, [p for p in learned if p.requires_grad])
+        seed_rank(self.world, self.config.run.seed)
+        log.info("parallel: %s on %d processes", self.config.parallel.kind, self.world.size)
 
     def _pause(self) -> None:
         self.trainer.pause_point()
@@ -190,8 +224,10 @@ class _Assembly:
                 write_text(staging / name, text)
 
     def _write_final(self) -> None:
-        if not (self.directory / "final").is_dir():  # else: killed between its result and its summary
+        # else: killed between its result and its summary
+        if not self.world.from_main((self.directory / "final").is_dir()):
             self.work.write_final(self.trainer)
+            self.world.barrier()
 
 
 class _Description(Injector):

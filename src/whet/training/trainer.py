@@ -20,6 +20,8 @@ from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
+from whet.parallel.gradients import GradientSum, clip, is_sharded, total_norm
+from whet.parallel.group import SOLO, World
 from whet.storage import replace_text
 from whet.training.callbacks import (
     Callback,
@@ -36,7 +38,7 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss, read_together, total_weights, weighted_loss
+from whet.training.evaluation import evaluate_loss, read_together, taken, total_weights, weighted_loss
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
@@ -49,7 +51,8 @@ class Trainer:
     """Steps a model through batches towards an objective.
 
     `batches` yields, for each optimizer step, the list of its micro-batches. `evaluators` add their own
-    numbers (exact match, say) to the loss on `eval_batches`.
+    numbers (exact match, say) to the loss on `eval_batches`. In a `world` of several processes all of them
+    get the same batches, and each computes its share.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Trainer:
         evaluators: Sequence[Callable[[], Metrics]] = (),
         directory: str | Path | None = None,
         precision: Precision | None = None,
+        world: World = SOLO,
     ) -> None:
         steps = total_steps or config.run.steps
         if steps is None:
@@ -74,7 +78,8 @@ class Trainer:
         self.source = batches
         self.batches: Iterator[list[Batch]] = iter(batches)
         self.config = config
-        self.callbacks = in_order(callbacks)
+        self.world = world
+        self.callbacks = in_order(c for c in callbacks if world.is_main or not c.main_only)
         self.total_steps = steps
         self.eval_batches = eval_batches
         self.evaluators = evaluators
@@ -86,6 +91,8 @@ class Trainer:
         self.optimizer = create_optimizer(config.optim_groups, self.learner)
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in self.learner.parameters() if p.requires_grad]
+        self.gradients = GradientSum(self.trained, world)
+        self.matched = is_sharded(self.learner)
         self.state = RunState()
         if self.precision.compute == torch.float16:
             self.state.loss_scale.value = 2.0**16
@@ -106,15 +113,18 @@ class Trainer:
     def _fit(self) -> RunResult:
         self._clock = time.perf_counter() - self.state.elapsed_s
         self._tell("on_train_begin", self)
+        self._agree_on_stop()
         self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
             metrics = self.step(self._next_batches())
             self._tell("on_step_end", self.state.step, metrics)
             self._remember(metrics)
+            self._agree_on_stop()
             self._evaluate_if_due()
             # the last step is saved once, at the end, after its evaluation
             if self._saver is not None and self.state.step < self.total_steps:
-                if self._saver.due(self.state.step):
+                due = self._saver.due(self.state.step)
+                if self.world.from_main(due) if self.config.checkpoint.minutes else due:
                     self.save()
                 self._tell_of_saves()
         return self._finish()
@@ -158,31 +168,42 @@ class Trainer:
         scale = self.state.loss_scale.value
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
-        for batch in micro_batches:
+        mine = list(taken(self.world, micro_batches, matched=self.matched))
+        for number, (_, batch, counts) in enumerate(mine, start=1):
             share, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
-            (share * scale).backward()
+            if number == len(mine):
+                self.gradients.expect_last()
+            (share * scale if counts else share * 0.0).backward()
+            if not counts:
+                continue
             for name, value in {"loss": share.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
+        self.gradients.finish()
         gradients = [p.grad for p in self.trained if p.grad is not None]
         if scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         if self.config.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.optim.clip, norm)
-        skip = (~(norm.isfinite() & sums["loss"].isfinite())).float()
+            clip(self.trained, self.config.optim.clip, norm)
+        skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
         if self._saver is not None:
             self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
         # the first read of device numbers: everything above was queued without waiting
         skipped, norm_value, *values = read_together(skip, norm, *sums.values())
-        return dict(zip(sums, values, strict=True)), norm_value, bool(skipped)
+        return self.world.sums(dict(zip(sums, values, strict=True))), norm_value, bool(skipped)
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
         return evaluate_loss(
-            self.model, self.objective, batches, precision=self.precision, pause=self.pause_point
+            self.model,
+            self.objective,
+            batches,
+            precision=self.precision,
+            pause=self.pause_point,
+            world=self.world,
         )
 
     def pause_point(self) -> None:
@@ -197,9 +218,11 @@ class Trainer:
 
         It may still be copied from the model when this returns; `step` waits for that before it updates.
         """
-        if self._saver is not None and self._saver.saved_step != self.state.step:
-            contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
-            best_step = self.state.best["step"] if self.state.best else None
+        if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
+            return
+        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
+        best_step = self.state.best["step"] if self.state.best else None
+        if self.world.is_main:
             self._saver.save(self.state.step, contents, best_step=best_step)
 
     def _wait_for_save(self) -> None:
@@ -218,17 +241,21 @@ class Trainer:
         if self._saver is not None:
             self._saver.saved_step = self.state.step
         self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
-        restore_random_state(state["random"])
+        streams = [state["random"], *state.get("random_elsewhere", ())]
+        if self.world.rank < len(streams):  # else: one of more ranks than before, seeded as such
+            restore_random_state(streams[self.world.rank])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
         for name, callback in self._named_callbacks():
             if name in state["callbacks"]:
                 callback.restore(state["callbacks"][name])
 
     def _run_state(self) -> Metrics:
+        here, *elsewhere = self.world.gather(random_state())
         return {
             "config": to_dict(self.config),
             "run": asdict(self.state),
-            "random": random_state(),
+            "random": here,
+            **({"random_elsewhere": elsewhere} if elsewhere else {}),
             "data": self.source.state() if hasattr(self.source, "state") else {},
             "callbacks": {name: state for name, c in self._named_callbacks() if (state := c.state())},
         }
@@ -272,11 +299,13 @@ class Trainer:
             for evaluator in self.evaluators:
                 metrics |= evaluator()
         except EvaluationStoppedError:
+            self._agree_on_stop()
             return
         metrics["eval_s"] = time.perf_counter() - started
         self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", self.state.step, metrics)
         self._remember(metrics)
+        self._agree_on_stop()
         early = self.config.eval.early_stop
         usual = "eval_loss" if "eval_loss" in metrics else "eval_reward"
         watched = early.metric if early is not None else usual
@@ -307,11 +336,21 @@ class Trainer:
             self.state.stopped = None if stop.unfinished else stop.reason
             log.info("stopping: %s", stop.reason)
 
+    def _agree_on_stop(self) -> None:
+        """What one rank stops for, all stop for: after the same step, for the same reason."""
+        for rank, stop in enumerate(self.world.gather(self.stop) if self.world.size > 1 else ()):
+            if stop is not None:
+                if self.stop is None:
+                    log.info("stopping: rank %d: %s", rank, stop.reason)
+                self.stop = stop
+                self.state.stopped = None if stop.unfinished else stop.reason
+                return
+
     def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
         """The weights did not change; keep what is needed to find out why, and stop or go on."""
         step = self.state.step + 1
         message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
-        if self.directory is not None:
+        if self.directory is not None and self.world.is_main:
             path = self.directory / f"nonfinite-step-{step:06d}.json"
             culprits = [
                 {"records": batch.origins, "tokens": batch.tokens.tolist()} for batch in micro_batches
@@ -344,6 +383,7 @@ class Trainer:
             finished = not self._evaluates or self.state.evaluated_step == self.state.step
         self.save()
         self._wait_for_save()
+        self.world.barrier()
         if finished:
             self._take_best_weights()
         because = "finished" if self.stop is None else self.stop.reason

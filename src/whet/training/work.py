@@ -27,6 +27,7 @@ from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.objectives.mix import Mix
 from whet.ops.attention import describe_backend
+from whet.parallel.group import SOLO, World
 from whet.training.callbacks import Callback, Metrics
 from whet.training.compiling import compile_blocks
 from whet.training.mix_data import MixData
@@ -50,9 +51,10 @@ class Work(abc.ABC):
     stream: Any  # Any: steps, each a list of micro-batches
     base_digest: str
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, config: RunConfig, directory: Path, world: World = SOLO) -> None:
         self.config = config
         self.directory = directory
+        self.world = world
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
 
@@ -102,8 +104,9 @@ class TextWork(Work):
     def build(self, held: contextlib.ExitStack) -> None:
         """Records first: they are read in seconds, and weights are not."""
         self.data = MixData(self.config) if self.config.parts() else RunData(self.config)
-        self.tokenizer = self._find_tokenizer()
-        self.data.prepare(self.tokenizer)
+        with self.world.first_alone():
+            self.tokenizer = self._find_tokenizer()
+            self.data.prepare(self.tokenizer)
         self.stream = self.data.stream()
         self._build_model_and_objective()
 
@@ -130,7 +133,13 @@ class TextWork(Work):
 
     def write_final(self, trainer: Trainer) -> None:
         """A Hugging Face model directory or a PEFT adapter directory."""
-        final, head = self.directory / "final", self.stored_head()
+        head = self.stored_head()
+        with self.world.abreast():
+            if self.world.is_main:
+                self._write_final(head)
+
+    def _write_final(self, head: StoredHead | None) -> None:
+        final = self.directory / "final"
         if self.config.method.kind == "full":
             save(self.model, self.tokenizer, final, classifier=head)
             return

@@ -1,0 +1,97 @@
+"""Several processes of one command on this machine, as torchrun would start them, without torch."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from whet.errors import ConfigError, RunError
+
+UNFINISHED = 3  # an exit code that is no failure
+_GRACE_S = 10.0  # for the others to notice that one has failed
+
+
+def launch(arguments: Sequence[str], count: int) -> int:
+    """Run `whet ARGUMENTS` in `count` processes and return the exit code of all together.
+
+    A process that fails takes the others with it; signals are passed on to all of them.
+    """
+    if "RANK" in os.environ:
+        raise ConfigError("--nproc starts processes, and torchrun has started this one", hint="leave out one")
+    port = str(_free_port())
+    started = [_start(arguments, rank, count, port) for rank in range(count)]
+    before = {
+        number: signal.signal(number, lambda got, _frame: _pass_on(got, started))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        return _wait(started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(arguments: Sequence[str], rank: int, count: int, port: str) -> subprocess.Popen[bytes]:
+    threads = max(1, (os.cpu_count() or 1) // count)
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "whet", *arguments],
+        env={**os.environ, **place},
+        start_new_session=True,  # Ctrl-C comes to this process only, which passes it on: once
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 # no threads are running here
+    )
+
+
+def _end_with_parent() -> None:
+    """However this process ends, nobody is left behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _pass_on(number: int, started: Sequence["subprocess.Popen[bytes]"], _: FrameType | None = None) -> None:
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Until all have ended; 0 only where all of them did well."""
+    failed_at: float | None = None
+    first = 0  # the exit code of whoever failed first
+    while any(process.poll() is None for process in started):
+        bad = [code for process in started if (code := process.returncode) not in (None, 0, UNFINISHED)]
+        if bad and failed_at is None:
+            failed_at, first = time.monotonic(), bad[0]
+        if failed_at is not None and time.monotonic() - failed_at > _GRACE_S:
+            _pass_on(signal.SIGKILL, started)
+        time.sleep(0.05)
+    codes = [process.returncode for process in started]
+    killed = [rank for rank, code in enumerate(codes) if code < 0]
+    if killed and first <= 0:  # else: one that failed has said why, and the others were ended for it
+        by = signal.Signals(-codes[killed[0]]).name
+        raise RunError(f"rank {killed[0]} of {len(codes)} was ended by {by}")
+    return first or next((code for code in codes if code not in (0, UNFINISHED)), max(codes))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port

@@ -1,0 +1,89 @@
+"""What must hold before ranks train together: a config they share, devices, models that are alike."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whet.config.load import to_dict
+from whet.config.sections import RunConfig
+from whet.errors import ConfigError, RunError
+from whet.parallel.group import World
+
+
+def agreed(world: World, config: RunConfig) -> World:
+    """The world as a config wants it, once all ranks are known to have the same config."""
+    parallel = config.parallel
+    refuse_differences(world, "config", to_dict(config))
+    if world.size == 1:
+        return world
+    if parallel.kind == "none":
+        raise ConfigError(
+            f"{world.size} processes were started, and parallel.kind is none: each would train alone",
+            hint="set parallel.kind=ddp (or fsdp), or start one process",
+        )
+    if world.size % parallel.tensor:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} does not divide the {world.size} processes",
+            hint="start a multiple of it",
+        )
+    return replace(world, tensor=parallel.tensor)
+
+
+def check_device(world: World, device: torch.device) -> None:
+    """Every process of a machine has a GPU of its own."""
+    if world.size == 1 or device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise ConfigError(f"{world.size} processes cannot share the device {device}", hint="run.device=cpu")
+    if ":" in str(device):
+        raise ConfigError(
+            f"run.device={device}: each of {world.size} processes has a device of its own",
+            hint="set run.device to cuda",
+        )
+    if world.local_rank >= (devices := torch.cuda.device_count()):
+        raise ConfigError(
+            f"process {world.local_rank + 1} of this machine has no GPU: torch sees {devices}",
+            hint="start at most one process for each GPU",
+        )
+
+
+def refuse_differences(world: World, what: str, here: Mapping[str, Any]) -> None:  # Any: JSON values
+    """Raise, on all ranks, when one of them has another value than rank 0 under some key."""
+    mine = dict(_flat(here))
+    for rank, theirs in enumerate(found := world.gather(mine)):
+        odd = [key for key in {**found[0], **theirs} if found[0].get(key) != theirs.get(key)]
+        if odd:
+            shown = "; ".join(f"{key}: {found[0].get(key)} and {theirs.get(key)}" for key in odd[:4])
+            raise ConfigError(
+                f"rank 0 and rank {rank} do not have the same {what}: {shown}",
+                hint="give every machine the same files and the same command",
+            )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON values
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+@torch.no_grad()
+def start_alike(world: World, parameters: Iterable[nn.Parameter]) -> None:
+    """Give every rank the trained weights of rank 0: some are random, or rounded by another machine."""
+    if world.size == 1:
+        return
+    for parameter in parameters:
+        if parameter.is_meta:
+            raise RunError("a trained weight has no numbers yet")
+        dist.broadcast(parameter.detach(), src=0)
+
+
+def seed_rank(world: World, seed: int) -> None:
+    """What is random in a forward pass (dropout) is random on each rank in its own way."""
+    if not world.is_main:
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * world.share) % 2**63)

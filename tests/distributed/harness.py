@@ -1,0 +1,82 @@
+"""Worlds of a few processes on this machine: started quickly, bounded in time, none of them left behind."""
+
+import functools
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@functools.cache
+def _context():
+    """Processes forked from one that has imported everything and computed nothing yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["whet.training.run", "transformers", "distributed.checks"])
+    return context
+
+
+def run_world(size, check, *, out, timeout=60, **arguments):
+    """What `checks.CHECK(world, **arguments)` returned on each rank; the first error is raised here."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "WHET_TOKENS": os.environ["WHET_TOKENS"]}
+    processes = [
+        _context().Process(target=_work, args=(rank, size, port, check, str(out), arguments, environment))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        assert not late, f"{check}: ranks {late} of {size} have not ended after {timeout} s"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    found = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    errors = [f"rank {rank}:\n{each['error']}" for rank, each in enumerate(found) if "error" in each]
+    assert not errors, "\n".join(errors)
+    return [each["result"] for each in found]
+
+
+def _work(rank, size, port, check, out, arguments, environment):
+    os.environ |= {
+        **environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    sys.path.insert(0, str(HERE.parent))
+    import torch
+
+    from distributed import checks
+    from whet.parallel.group import joined
+
+    torch.set_num_threads(1)
+    try:
+        with joined(timeout_s=30) as world:
+            found = {"result": getattr(checks, check)(world, out=Path(out), **arguments)}
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    path = Path(out) / f"rank-{rank}.json"
+    path.with_suffix(".part").write_text(json.dumps(found))
+    path.with_suffix(".part").rename(path)
