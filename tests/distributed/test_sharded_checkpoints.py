@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from distributed.ranks import run_ranks
 from whet.errors import CheckpointError, StorageError
 from whet.models.shards import fill, has_shards, stored_tensors, whole_tensors
 from whet.parallel.checkpoint import write_sharded

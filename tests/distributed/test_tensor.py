@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import whet
+from distributed.ranks import run_ranks
 from tiny import write_tiny_model
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder

@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from ranks import SERVER, joined
+
+from distributed.ranks import SERVER, joined
 
 LIMIT_S = 3.0
 SLACK_S = 3.0  # for the machine to be busy

@@ -6,7 +6,7 @@ model from whole files, a whole model from shards, or shards from other shards.
 
 import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from whet.errors import CheckpointError
 
+MOMENT = "::"  # in names: between a weight's and what an optimizer remembers of it
 SHARD = "shard-{:05d}.safetensors"  # of a rank, counted from 1
 
 
@@ -29,6 +31,11 @@ class Stored:
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether this process holds a part of a tensor only."""
+    return isinstance(tensor, DTensor)
 
 
 def has_shards(directory: Path) -> bool:
@@ -67,12 +74,20 @@ def fill(tensors: dict[str, torch.Tensor], directory: Path) -> None:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
 
 
-def whole_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a directory in one piece, on the CPU: all, or those named."""
+def fill_like(likes: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a directory, each cut as the one of that name here, in the dtype of the files."""
+    stored = stored_tensors(directory)
+    found = {name: torch.empty_like(like, dtype=stored[name].dtype) for name, like in likes.items()}
+    fill(found, directory)
+    return found
+
+
+def whole_tensors(directory: Path, wanted: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
+    """Tensors of a directory in one piece, on the CPU: all, or those whose names are wanted."""
     found = {
         name: torch.empty(stored.shape, dtype=stored.dtype)
         for name, stored in stored_tensors(directory).items()
-        if names is None or name in names
+        if wanted(name)
     }
     fill(found, directory)
     return found

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from whet.errors import CheckpointError, StorageError
@@ -60,6 +61,16 @@ def write_sharded(
             held.close()
 
         on_first(finish, group)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: all of it, unless it is in shards."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, with other numbers here: wherever they are, they stay (on the CPU, say)."""
+    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
 def on_first(do: Callable[[], Any], group: Group) -> Any:  # Any: whatever it returns

@@ -77,6 +77,11 @@ class World:
         if self.size > 1:
             dist.all_reduce(torch.zeros(()))  # on the host: torch's barrier may choose the device
 
+    def new_group(self) -> dist.ProcessGroup:
+        """All ranks again, for exchanges on the host that go on beside the others."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
+
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the shares."""
         if self.shares == 1:

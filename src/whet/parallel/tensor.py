@@ -57,21 +57,20 @@ def _obstacle(model: nn.Module, ranks: int) -> str | None:
 
 def _obstacle_in_block(block: BlockSpec, ranks: int) -> str | None:
     attention, feedforward = block.attention, block.feedforward
-    odd = {}
+    odd: dict[str, bool] = {}
     if isinstance(attention, AttentionSpec):
         odd |= {
             "one projection for queries, keys and values is not cut": attention.fused,
             "a norm over the queries of all heads is not cut": attention.qk_norm == "all",
             # which divide the heads
-            f"it does not divide the {attention.kv_heads} key/value heads": attention.kv_heads % ranks,
+            f"it does not divide the {attention.kv_heads} key/value heads": attention.kv_heads % ranks != 0,
         }
     elif attention is not None:
         odd["latent attention is not cut"] = True
     if isinstance(feedforward, FeedForwardSpec):
         odd |= {
             "one projection for gate and up is not cut": feedforward.fused,
-            f"it does not divide the width {feedforward.width} of a feed-forward layer": feedforward.width
-            % ranks,
+            f"it does not divide a feed-forward width of {feedforward.width}": feedforward.width % ranks != 0,
         }
     elif feedforward is not None:
         odd["experts are not cut"] = True

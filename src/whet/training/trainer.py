@@ -99,7 +99,7 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
-        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint)
+        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint, world)
         self._step_began_at: dict[str, Any] | None = None
 
     def fit(self) -> RunResult:
@@ -222,8 +222,7 @@ class Trainer:
             return
         contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
         best_step = self.state.best["step"] if self.state.best else None
-        if self.world.is_main:
-            self._saver.save(self.state.step, contents, best_step=best_step)
+        self._saver.save(self.state.step, contents, best_step=best_step)
 
     def _wait_for_save(self) -> None:
         if self._saver is not None:
