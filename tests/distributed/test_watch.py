@@ -40,9 +40,9 @@ def train(rank, world, ports, log, trouble, at):
             if trouble == "none" and step == 20:
                 break
     except Exception as error:
-        message = watch.failed(str(error))
-        if message is not None:
-            print(f"error: {message}", file=sys.stderr)
+        if watch.speaks(error):
+            print(f"error: {watch.located(error).message}", file=sys.stderr, flush=True)
+        watch.fail(error)
         os._exit(1)
     with watch.collective("the end"):
         dist.barrier()
@@ -89,7 +89,11 @@ def run(tmp_path, trouble, *, at, world=2):
 @pytest.mark.parametrize(
     ("trouble", "said", "limit_s"),
     [
-        ("raise", r"failed at step 11, the forward pass, after the sum of gradients: a bad record$", 0),
+        (
+            "raise",
+            r"failed at step 11, the forward pass, after the sum of gradients: ValueError: a bad record$",
+            0,
+        ),
         ("kill", r"died at step (8|9|1.), .*, after the sum of gradients$", 0),
         ("leave", r"died at step (8|9|1.), .*, after the sum of gradients$", 0),
         ("stop", r"gave no sign for 3 s, at step (8|9|1.), .*, after the sum of gradients$", LIMIT_S),

@@ -86,9 +86,11 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
         with joined() as world:
             try:
                 code = _shown(run) if world.is_main else _unseen(run)
-            except (Exception, typer.Exit) as error:
-                if world.speaks():
-                    raise
+            except typer.Exit:
+                raise
+            except Exception as error:
+                if world.watch.speaks(error):
+                    raise world.watch.located(error) from error
                 sys.exit(getattr(error, "exit_code", 1))
     except UnreachableError:  # nobody can agree on who says it: the first process of each machine
         if os.environ.get("LOCAL_RANK", "0") != "0":

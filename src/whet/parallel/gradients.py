@@ -59,8 +59,9 @@ class GradientSum:
         elif any(p.grad is not None and p not in self._of for p in self.parameters):
             raise RunError("a weight has its first gradient after the first step: not on several processes")
         self._send(everything=True)
-        for bucket in self.buckets:
-            bucket.work.wait()
+        for number, bucket in enumerate(self.buckets, start=1):
+            with self.world.watch.collective(f"the sum of gradients {number} of {len(self.buckets)}"):
+                bucket.work.wait()
             assert bucket.vector is not None
             parts = bucket.vector.split([p.numel() for p in bucket.parameters])
             for p, part in zip(bucket.parameters, parts, strict=True):

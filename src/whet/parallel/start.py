@@ -20,6 +20,7 @@ def agreed(world: World, config: RunConfig) -> World:
     refuse_differences(world, "config", to_dict(config))
     if world.size == 1:
         return world
+    world.watch.limit_s = parallel.timeout
     if parallel.kind == "none":
         raise ConfigError(
             f"{world.size} processes were started, and parallel.kind is none: each would train alone",

@@ -18,12 +18,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from whet.errors import RunError, WhetError
+
 LIMIT_S = 50.0  # after the first step; with the time to tell everybody, under a minute
 START_S = 900.0  # models are read and layers compiled before the first step is done
 PATIENT_S = 3600.0  # for what is known to take long: writing a large model to a slow disk
 FAILED = 1
-_FAILURE = "failure"
-_UNKNOWN_S = 3.0  # for a death to be seen after its connections broke
+STARTING = "starting"
+_FAILURE = "failure"  # in the store: which rank was the first to say why the run is over
+_UNKNOWN_S = 5.0  # for a death to be seen after its connections broke
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Sign:
     """What a rank was last known to do. Only the rank itself changes it."""
 
     step: int = 0
-    doing: str = "starting"
+    doing: str = STARTING
     collective: str = "none"  # the last one it has entered
     waiting: bool = False  # and is still in
     patience_s: float = START_S  # how long it may do the same
@@ -66,7 +69,8 @@ class Watch:
     """Keeps an eye on all ranks, from one of them. For a run of one rank there is nothing to see."""
 
     def __init__(self, store: Any = None, *, rank: int = 0, size: int = 1, limit_s: float = LIMIT_S) -> None:
-        self.rank, self.size, self.limit_s = rank, size, limit_s
+        self.rank, self.size = rank, size
+        self.limit_s = limit_s  # for which a rank may give no sign
         self.sign = Sign()
         # a connection of its own, as the other one may be waiting; Any: torch's stores have no types
         self._store: Any = None if store is None else store.clone()
@@ -74,7 +78,10 @@ class Watch:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._usual_s = START_S
-        self._pause_s = min(1.0, limit_s / 20)
+
+    @property
+    def _pause_s(self) -> float:
+        return min(1.0, self.limit_s / 20)
 
     def start(self) -> None:
         """Begin to give signs and to look for those of others."""
@@ -124,21 +131,36 @@ class Watch:
         yield
         self.doing(f"done with {what}")
 
-    def failed(self, reason: str) -> str | None:
-        """Tell all ranks that this one fails: the message for the user, or None where another was first.
+    def speaks(self, error: BaseException) -> bool:
+        """Whether it is for this rank to say why the run is over; from now on the others end.
 
-        What breaks when another rank dies looks like a failure of this one, so that one is looked for first.
+        What breaks when another rank dies looks like a failure of this one, so the culprit is looked for
+        first: the thread finds it, says so, and ends this process.
         """
         if self._thread is None:
-            return reason
-        ends = time.monotonic() + _UNKNOWN_S
-        while _is_broken_connection(reason) and time.monotonic() < ends and self._thread.is_alive():
-            time.sleep(0.05)  # the thread finds who it was, says so, and ends this process
-        message = f"rank {self.rank} failed {self.sign.describe()}: {reason}"
-        first = self._publish(message)
+            return True
+        ends = time.monotonic() + max(_UNKNOWN_S, 4 * self._pause_s)
+        while _is_broken_connection(error) and time.monotonic() < ends:
+            time.sleep(0.05)
+        first = self._claim()
         self._stopped.set()
-        self._linger()
-        return message if first else None
+        return first
+
+    def located(self, error: Exception) -> Exception:
+        """An error with the place where it happened: the rank, the step and the last collective."""
+        if self._thread is None or self.sign.doing == STARTING or getattr(error, "is_of_all", False):
+            return error
+        told = error.message if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, WhetError) else "run it again with --debug for the traceback"
+        found = RunError(f"rank {self.rank} failed {self.sign.describe()}: {told}", hint=hint)
+        found.exit_code = getattr(error, "exit_code", FAILED)
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends with an error: nobody shall wait for it."""
+        if self._thread is not None:
+            self.speaks(error)
+            self._linger()
 
     def _look(self) -> None:
         """The thread: a sign, a look at the others, a pause."""
@@ -156,7 +178,8 @@ class Watch:
     def _guard(self) -> None:
         """Another thread, for the one that looks may wait for ever for a store that has been stopped."""
         while not self._stopped.wait(self._pause_s):
-            if self._seen and time.monotonic() - self._looked_at > self.limit_s:
+            limit_s = max(self.limit_s, self._seen[0].sign.patience_s) if self._seen else START_S
+            if time.monotonic() - self._looked_at > limit_s:
                 self._lose_store(f"gave no sign for {self.limit_s:g} s,")
 
     def _beat(self) -> None:
@@ -181,7 +204,7 @@ class Watch:
             name = f"rank {rank} (process {seen.sign.pid} on {seen.sign.host})"
             if seen.sign.host == self.sign.host and not _is_running(seen.sign.pid):
                 return f"{name} died {seen.sign.describe()}", seen.sign
-            if now - seen.beat_at > self.limit_s:
+            if now - seen.beat_at > max(self.limit_s, seen.sign.patience_s):
                 return f"{name} gave no sign for {self.limit_s:g} s, {seen.sign.describe()}", seen.sign
         late = {
             rank: seen
@@ -208,17 +231,16 @@ class Watch:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(sign.pid, signal.SIGKILL)
 
-    def _publish(self, message: str) -> bool:
+    def _claim(self) -> bool:
         """Whether this rank is the first to say why the run is over."""
         try:
-            mine = f"{self.rank} {message}"
-            return bool(self._store.compare_set(_FAILURE, "", mine) == mine.encode())
+            return bool(self._store.compare_set(_FAILURE, "", str(self.rank)) == str(self.rank).encode())
         except RuntimeError:  # with the store went a rank, which is the reason
             return False
 
     def _end(self, message: str | None, culprit: Sign | None = None) -> None:
         """End this process, whatever it waits in, and whoever is to blame; one rank says why."""
-        if message is not None and self._publish(message):
+        if message is not None and self._claim():
             _say(message)
         if culprit is not None:
             time.sleep(4 * self._pause_s)  # it may keep the store
@@ -262,7 +284,7 @@ def _is_running(pid: int) -> bool:
         return True
 
 
-def _is_broken_connection(reason: str) -> bool:
+def _is_broken_connection(error: BaseException) -> bool:
     """Whether an error is what gloo or NCCL say when another process has gone."""
-    signs = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "store")
-    return any(sign in reason.lower() for sign in signs)
+    signs = ("connection", "gloo", "nccl", "timed out", "socket")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)

@@ -147,6 +147,7 @@ class Trainer:
             found["loss_scale"] = scale.value
         self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
         self.state.step += 1
+        self.world.watch.at_step(self.state.step)
         self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
         self.state.elapsed_s = (now := time.perf_counter()) - self._clock
         return {
@@ -170,6 +171,7 @@ class Trainer:
         sums = {"loss": torch.zeros((), device=self.device)}
         mine = list(taken(self.world, micro_batches, matched=self.matched))
         for number, (_, batch, counts) in enumerate(mine, start=1):
+            self.world.watch.doing(f"micro-batch {number} of {len(mine)}")
             share, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
@@ -208,6 +210,7 @@ class Trainer:
 
     def pause_point(self) -> None:
         """Called often during an evaluation: break it off where a callback wants the run to stop."""
+        self.world.watch.doing("evaluating")
         for callback in self.callbacks:
             if (answer := callback.on_pause()) is not None:
                 self._obey(answer)
@@ -222,11 +225,13 @@ class Trainer:
             return
         contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
         best_step = self.state.best["step"] if self.state.best else None
-        self._saver.save(self.state.step, contents, best_step=best_step)
+        with self.world.watch.patiently("saving"):
+            self._saver.save(self.state.step, contents, best_step=best_step)
 
     def _wait_for_save(self) -> None:
         if self._saver is not None:
-            self._saver.wait()
+            with self.world.watch.patiently("saving"):
+                self._saver.wait()
             self._tell_of_saves()
 
     def _tell_of_saves(self) -> None:
