@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.training.state import RunResult
 
 NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
+RESTARTS = "With --nproc: how often to start again from the last checkpoint when a process fails."
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:
@@ -36,6 +37,7 @@ def command(
         False, "--dry-run", help="Go through every file and print the plan; build no model, write no run."
     ),
     nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
+    max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
     _: bool = typer.Option(
         False,
         "--help",
@@ -50,7 +52,7 @@ def command(
 
     if nproc > 1 and not dry_run:
         load_config(config, overrides or ())  # what is wrong with it is said before anything starts
-        in_processes(nproc, ["train", config, *(overrides or ())])
+        in_processes(nproc, ["train", config, *(overrides or ())], restarts=max_restarts)
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan
     from whet.config.quality import Quality
@@ -69,12 +71,12 @@ def command(
     plan(config, overrides or [])
 
 
-def in_processes(count: int, arguments: "Sequence[str]") -> NoReturn:
+def in_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> NoReturn:
     """Run a command in several processes of this machine, and exit as they do."""
     from whet.parallel.launch import launch
 
     debug = ["--debug"] if "--debug" in sys.argv else []
-    raise typer.Exit(launch([*arguments, *debug], count))
+    raise typer.Exit(launch([*arguments, *debug], count, restarts=restarts))
 
 
 def follow(run: "Callable[[list[Callback]], RunResult]") -> None:

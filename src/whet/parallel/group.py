@@ -185,6 +185,11 @@ def started_as_one_of_many() -> bool:
     return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def was_restarted() -> bool:
+    """Whether torchrun, or `--nproc`, has started this process again, after a failure of any rank."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 @contextlib.contextmanager
 def joined(*, timeout_s: float | None = None) -> Iterator[World]:
     """The world that this process was started in, for as long as it lasts."""

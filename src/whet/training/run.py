@@ -15,7 +15,7 @@ from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
-from whet.parallel.group import SOLO, World, joined
+from whet.parallel.group import SOLO, World, joined, was_restarted
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
@@ -58,6 +58,8 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
+    if was_restarted() and (directory / "config.yaml").is_file():
+        return resume(directory, callbacks)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
         world = agreed(group, config)
         with world.abreast():
