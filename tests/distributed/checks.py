@@ -92,3 +92,19 @@ def train_and_tell(world, out, configs):
             torch.save(watch.gradient, out / f"{name}.gradient")
         found[name] = watch.found()
     return found
+
+
+def train_quietly(world, out, configs):
+    """Runs one after the other: the losses and evaluations, and what this rank holds in memory."""
+    from whet.parallel.shard import local_bytes_of
+
+    found = {}
+    for name, config in configs.items():
+        watch = watched_train(config)
+        run = watch.run
+        moments = [value for state in run.optimizer.state.values() for value in state.values()]
+        found[name] = watch.found() | {
+            "weights_bytes": local_bytes_of(run.learner.parameters()),
+            "moments_bytes": local_bytes_of(moments),
+        }
+    return found

@@ -274,9 +274,10 @@ def test_a_sampler_that_is_not_the_trained_policy_is_an_error(tiny_directory, tm
     original = rollouts.Sampler.complete
 
     def other(sampler, *args, **kwargs):
-        for completion in original(sampler, *args, **kwargs):
+        found = original(sampler, *args, **kwargs)
+        for completion in found:
             completion.logprobs[:] = [value - 0.1 for value in completion.logprobs]
-            yield completion
+        return found
 
     monkeypatch.setattr(rollouts.Sampler, "complete", other)
     with pytest.raises(RunError, match="the sampler and the trainer disagree: .* 0.1 apart"):

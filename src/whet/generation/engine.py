@@ -36,6 +36,8 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+        if callable(reshard := getattr(model, "reshard", None)):
+            reshard()  # what FSDP keeps gathered after a forward pass would be out of date one update later
 
 
 def complete(

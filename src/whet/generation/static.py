@@ -22,6 +22,8 @@ def graphs_problem(model: torch.nn.Module, cache: object) -> str | None:
         return f"there are no CUDA graphs on {device.type}"
     if not isinstance(cache, KeyValueCache):
         return "transformers keeps the cache of this model"
+    if hasattr(model, "unshard"):
+        return "ranks hold the weights in parts, and a graph would remember where they were gathered"
     return None
 
 

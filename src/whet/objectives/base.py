@@ -20,6 +20,11 @@ class Loss:
     outputs: torch.Tensor | None = None  # what the objective's own `summarise` reads, a row for each example
 
 
+def frozen_models(objective: "Objective") -> list[Any]:  # Any: models of the kind this objective is for
+    """The models that an objective asks and does not train: teachers, a reference."""
+    return [model for model in getattr(objective, "frozen_models", ()) if isinstance(model, nn.Module)]
+
+
 class Objective(Protocol):
     """What is optimised: coefficient * sum / weight, added over terms.
 

@@ -82,6 +82,11 @@ class Distillation:
             **({"hidden_loss": matching.weight} if matching is not None else {}),
         }
 
+    @property
+    def frozen_models(self) -> list[LanguageModel]:
+        """The teachers that are here."""
+        return [teacher for teacher, _ in self.teachers]
+
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised tokens."""
         return dict.fromkeys(self.coefficients, float(batch.supervised))

@@ -6,7 +6,7 @@ from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Loss, Objective
+from whet.objectives.base import Loss, Objective, frozen_models
 
 
 class Mix:
@@ -27,6 +27,11 @@ class Mix:
         }
         heads = {name: objective.heads for name, objective in parts.items() if objective.heads is not None}
         self.heads: nn.Module | None = nn.ModuleDict(heads) if heads else None
+
+    @property
+    def frozen_models(self) -> list[LanguageModel]:
+        """Those of the parts."""
+        return [model for objective in self.parts.values() for model in frozen_models(objective)]
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Those of the batch's part."""

@@ -89,6 +89,11 @@ class Preference:
             {"loss": beta, "chosen_loss": 1.0} if kind == "orpo" else {"loss": 1.0}
         )
 
+    @property
+    def frozen_models(self) -> list[LanguageModel]:
+        """The reference, where it is a model of its own."""
+        return [self.reference] if isinstance(self.reference, LanguageModel) else []
+
     def weights(self, batch: Batch) -> dict[str, float]:
         """Pairs; for ORPO also the tokens of the chosen answers, whose loss is a mean over tokens."""
         pairs = {"loss": len(batch.origins) / 2}

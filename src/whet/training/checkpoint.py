@@ -159,9 +159,7 @@ def random_state() -> State:
         "python": [version, list(internal), gauss_next],
         "numpy": [kind, np.asarray(words).tolist(), int(position), int(has_gauss), float(gauss)],
         "torch": _pack(torch.get_rng_state()),
-        "cuda": [_pack(state) for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
+        "cuda": [_pack(torch.cuda.get_rng_state(device)) for device in _random_devices()],
     }
 
 
@@ -172,8 +170,17 @@ def restore_random_state(state: State) -> None:
     kind, words, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(_unpack(state["torch"]))
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all([_unpack(packed) for packed in state["cuda"]])
+    for device, packed in zip(_random_devices(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(_unpack(packed), device)
+
+
+def _random_devices() -> list[int]:
+    """The GPUs this process draws from: one of several processes leaves the others' GPUs alone."""
+    if not torch.cuda.is_available():
+        return []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return [torch.cuda.current_device()]
+    return list(range(torch.cuda.device_count()))
 
 
 def _pack(state: torch.Tensor) -> str:

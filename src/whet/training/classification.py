@@ -20,6 +20,8 @@ from whet.hardware import Precision
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
+from whet.parallel.gradients import is_sharded
+from whet.parallel.group import SOLO, World
 
 log = logging.getLogger("whet")
 
@@ -111,18 +113,21 @@ def rows_of(
     steps: StepSettings,
     *,
     precision: Precision,
+    world: World = SOLO,
 ) -> np.ndarray:
-    """What `compute` gives for each example, a row each, in their order."""
+    """What `compute` gives for each example, a row each, in their order; each rank computes its share."""
     mixed = precision.compute != precision.trained
-    found: np.ndarray | None = None
+    batches = list(one_pass(examples, steps))
+    mine: list[np.ndarray] = []
     with evaluating(model):
-        for places, batch in one_pass(examples, steps):
+        for _, (_, batch), counts in world.rounds(batches, matched=is_sharded(model)):
             with torch.autocast(model.device.type, dtype=precision.compute, enabled=mixed):
                 rows = compute(model, batch.to(model.device)).float().cpu().numpy()
-            if found is None:
-                found = np.zeros((len(examples), rows.shape[1]), dtype=np.float32)
-            found[places] = rows
-    assert found is not None
+            mine += [rows] if counts else []
+    parts = world.in_order(mine, len(batches))
+    found = np.zeros((len(examples), parts[0].shape[1]), dtype=np.float32)
+    for (places, _), part in zip(batches, parts, strict=True):
+        found[places] = part
     return found
 
 

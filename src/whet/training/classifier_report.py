@@ -23,6 +23,7 @@ from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.models.weights import read_json
 from whet.objectives.classify import Classify
+from whet.parallel.group import SOLO, World
 from whet.storage import replace_text
 from whet.training.callbacks import Injector
 from whet.training.classification import fitted_temperature, rows_of
@@ -83,6 +84,7 @@ class ClassificationEnd(Injector):
         model: LanguageModel,
         directory: Path,
         precision: Precision,
+        world: World = SOLO,
     ) -> None:
         assert isinstance(config.objective, ClassifyObjective)
         self.section = config.objective
@@ -91,6 +93,7 @@ class ClassificationEnd(Injector):
         self.model = model
         self.directory = directory
         self.precision = precision
+        self.world = world
         self.info = info_of(self.section, max_length=config.data.max_length)
         self.calibration: dict[str, float] | None = None
         held = "test" if "test" in data.examples else "valid"
@@ -100,7 +103,7 @@ class ClassificationEnd(Injector):
     def _probe(self) -> dict[str, float] | None:
         """What a line through the untrained model's features tells; measured once, before the first step."""
         path = self.directory / PROBE
-        if path.is_file():
+        if self.world.from_main(path.is_file()):
             return read_json(path)
         try:
             probe = LinearProbe()
@@ -126,7 +129,7 @@ class ClassificationEnd(Injector):
     def on_train_begin(self, run: Trainer) -> None:
         """Keep what the probe found: a resumed run has other weights by then."""
         path = self.directory / PROBE
-        if self.probe is not None and not path.is_file():
+        if self.probe is not None and self.world.is_main and not path.is_file():
             with contextlib.suppress(StorageError):  # then a resumed run measures it again
                 replace_text(path, json.dumps(self.probe, indent=2) + "\n")
 
@@ -136,7 +139,9 @@ class ClassificationEnd(Injector):
         return found
 
     def _rows(self, examples: StoredExamples, compute: Any) -> np.ndarray:  # Any: the objective's own method
-        return rows_of(compute, self.model, examples, self.data.steps, precision=self.precision)
+        return rows_of(
+            compute, self.model, examples, self.data.steps, precision=self.precision, world=self.world
+        )
 
     def _labels(self, examples: StoredExamples) -> np.ndarray:
         if self.section.multi_label:
@@ -191,7 +196,8 @@ class ClassificationEnd(Injector):
         if self.probe is not None:
             found["baselines"]["linear probe"] = self.probe
         try:
-            replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
+            if self.world.is_main:
+                replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
         except StorageError as error:  # final/ is there; whet eval makes the report again
             log.warning(error.message)
             return

@@ -11,6 +11,7 @@ from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
+from whet.models.language_model import LanguageModel
 from whet.models.tabular import QualitySpec, TabularModel, architecture, new_quality_model
 from whet.objectives.classify import Classify
 from whet.objectives.regression import Regression
@@ -56,6 +57,7 @@ class ClassWork(TextWork):
             model=self.model,
             directory=self.directory,
             precision=self.precision,
+            world=self.world,
         )
         return [*super().callbacks(pause), self.end]
 
@@ -96,9 +98,15 @@ class RewardWork(TextWork):
             tokenizer=self.tokenizer,
             pool=pool,
             precision=self.precision,
+            world=self.world,
         )
         reference = online_reference(self.model) if section.beta else None
         self.stream = self.rollouts.stream(self.data.steps, reference)
+
+    def frozen_models(self) -> list[LanguageModel]:
+        """The reference that rollouts are compared with."""
+        reference = self.stream.reference
+        return [reference] if isinstance(reference, LanguageModel) else []
 
     def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
         """The one that reports rollouts, too."""

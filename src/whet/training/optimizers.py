@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from whet.config.optim import Optim
 from whet.training.adafactor import Adafactor
@@ -26,7 +27,7 @@ def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
     fused kernels read it themselves, the others get it from MaskedOptimizer.
     """
     found = parameter_groups(section, model)
-    optimizer = _create(section, [group.for_torch() for group in found], model)
+    optimizer = _create(section, _apart([group.for_torch() for group in found]), model)
     log.info("optimizer: %s", "; ".join([section.name, *(g.describe(section.weight_decay) for g in found)]))
     return optimizer
 
@@ -49,6 +50,12 @@ def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Opt
         case _:
             kind = torch.optim.Adam if section.name == "adam" else torch.optim.AdamW
             return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _apart(groups: Groups) -> Groups:
+    """Weights that ranks hold in parts in groups of their own: torch's kernels take no mixture."""
+    parts = {id(p) for group in groups for p in group["params"] if isinstance(p, DTensor)}
+    return [*_part(groups, parts, inside=False), *_part(groups, parts, inside=True)] if parts else groups
 
 
 def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:

@@ -15,6 +15,7 @@ from whet.errors import ConfigError, RunError, StorageError
 from whet.generation.exact_match import ExactMatch
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
+from whet.parallel.group import SOLO, World
 from whet.storage import append_text
 from whet.training.callbacks import Injector, Metrics
 from whet.training.resuming import set_aside_later_rows
@@ -42,11 +43,12 @@ class Reinforcement:
         tokenizer: Any,  # Any: a transformers tokenizer
         pool: RewardPool,
         precision: Precision,
+        world: World = SOLO,
     ) -> None:
         assert isinstance(config.objective, GRPOObjective)
         self.config = config
         self.model = model
-        self.sampler = Sampler(model, tokenizer, config.objective, pool, precision)
+        self.sampler = Sampler(model, tokenizer, config.objective, pool, precision, world)
         if not self.sampler.stops:
             log.warning("the tokenizer has no token that ends an answer: every completion is truncated")
         self.prompts = {name: self._fitting(name, found) for name, found in prompts.items()}
@@ -81,7 +83,7 @@ def evaluate_rewards(
     sampler: Sampler, prompts: Sequence[Prompt], *, pause: Callable[[], None] = lambda: None
 ) -> Metrics:
     """The rewards of greedy completions, and how many are exactly the expected answer."""
-    completions = list(sampler.complete(prompts, pause=pause))
+    completions = sampler.complete(prompts, pause=pause)
     texts = [sampler.text(completion) for completion in completions]
     scores = sampler.score(prompts, texts)
     found: Metrics = {"eval_reward": float((scores @ sampler.reward_weights).mean())}
@@ -109,6 +111,9 @@ class RolloutMetrics(Injector):
 
     def on_train_begin(self, run: "Trainer") -> None:
         """A resumed run writes the samples after its checkpoint again."""
+        self.writes = run.world.is_main
+        if not self.writes:
+            return
         with contextlib.suppress(StorageError):
             set_aside_later_rows(self.path, step=run.state.step, evaluated_step=None)
 
@@ -122,7 +127,7 @@ class RolloutMetrics(Injector):
                 f"before, and {tolerance:g} is tolerated: something is random in the model",
                 hint="turn off what drops or routes at random, or raise objective.mismatch_tolerance",
             )
-        if step == 1 or step % self.every == 0:
+        if self.writes and (step == 1 or step % self.every == 0):
             self._write(step)
 
     def _write(self, step: int) -> None:

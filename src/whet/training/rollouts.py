@@ -20,6 +20,7 @@ from whet.generation.engine import evaluating
 from whet.generation.sampling import Sampling
 from whet.models.language_model import LanguageModel
 from whet.objectives.grpo import RolloutBatch, advantages_of, completion_logprobs, head_logprobs
+from whet.parallel.gradients import is_sharded
 from whet.training.callbacks import Metrics
 from whet.training.sampler import Sampler, computing
 
@@ -157,7 +158,7 @@ class RolloutStream:
         started = time.perf_counter()
         seeds = [row_seed(self.seed, self.number, row) for row in range(len(prompts))]
         sampling = Sampling(temperature=self.settings.temperature)
-        completions = list(self.sampler.complete(prompts, sampling=sampling, seeds=seeds))
+        completions = self.sampler.complete(prompts, sampling=sampling, seeds=seeds)
         generated = time.perf_counter()
         texts = [self.sampler.text(completion) for completion in completions]
         scores = self.sampler.score(prompts, texts)
@@ -216,18 +217,26 @@ class RolloutStream:
         old: list[list[float]] = [[] for _ in examples]
         plain = old if temperature == 1.0 else [[] for _ in examples]
         reference: list[list[float]] | None = None if self.reference is None else [[] for _ in examples]
-        lengths = [example.length for example in examples]
-        for rows in split_step(range(len(examples)), lengths, self.steps):
-            places = [place for row in rows for place in row]
+        lengths, world = [example.length for example in examples], self.sampler.world
+        cut = split_step(range(len(examples)), lengths, self.steps)
+        mine: list[list[torch.Tensor]] = []
+        for _, rows, counts in world.rounds(cut, matched=is_sharded(model)):
             batch = rows_batch(rows, examples, self.steps).to(model.device)
-            sizes = [examples[place].supervised_count for place in places]
             with evaluating(model), computing(model, self.sampler.precision):
                 hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-                _spread(head_logprobs(model, hidden, batch, temperature=temperature), sizes, places, old)
+                found = [head_logprobs(model, hidden, batch, temperature=temperature)]
                 if temperature != 1.0:
-                    _spread(head_logprobs(model, hidden, batch, temperature=1.0), sizes, places, plain)
+                    found.append(head_logprobs(model, hidden, batch, temperature=1.0))
                 if reference is not None:
-                    _spread(self._reference_logprobs(batch), sizes, places, reference)
+                    found.append(self._reference_logprobs(batch))
+            mine += [[values.float().cpu() for values in found]] if counts else []
+        wanted = [
+            values for values in (old, None if plain is old else plain, reference) if values is not None
+        ]
+        for rows, found in zip(cut, world.in_order(mine, len(cut)), strict=True):
+            places = [place for row in rows for place in row]
+            for values, into in zip(found, wanted, strict=True):
+                _spread(values, [examples[place].supervised_count for place in places], places, into)
         return old, reference, plain
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
@@ -243,7 +252,7 @@ class RolloutStream:
             found[f"reward_mean_{reward.label}"] = float(scores[:, place].mean())
             found[f"reward_std_{reward.label}"] = float(scores[:, place].std())
         if self.settings.on_error is not None:
-            found["reward_errors"] = self.sampler.pool.take_failures()
+            found["reward_errors"] = self.sampler.take_failures()
         return found
 
     def _mismatch(self, sampled: list[list[float]], trained: list[list[float]]) -> Metrics:
@@ -299,5 +308,5 @@ def _spread(
     found: torch.Tensor, sizes: Sequence[int], places: Sequence[int], into: list[list[float]]
 ) -> None:
     """Values of a batch's supervised tokens back to the examples they belong to."""
-    for place, values in zip(places, found.float().cpu().split(list(sizes)), strict=True):
+    for place, values in zip(places, found.split(list(sizes)), strict=True):
         into[place] = values.tolist()

@@ -15,7 +15,9 @@ from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
+from whet.models.language_model import LanguageModel
 from whet.parallel.group import SOLO, World, joined, was_restarted
+from whet.parallel.shard import check_optimizer, device_mesh, shard
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
@@ -174,8 +176,20 @@ class _Assembly:
         refuse_differences(self.world, "model and data", known)
         learned = [*work.model.parameters(), *(work.objective.heads or torch.nn.Module()).parameters()]
         start_alike(self.world, [p for p in learned if p.requires_grad])
+        if self.config.parallel.kind == "fsdp":
+            self._shard()
         seed_rank(self.world, self.config.run.seed)
         log.info("parallel: %s on %d processes", self.config.parallel.kind, self.world.size)
+
+    def _shard(self) -> None:
+        check_optimizer(self.config.optim.name)
+        if not isinstance(self.work.model, LanguageModel):
+            raise ConfigError(
+                "parallel.kind fsdp cuts the layers of a language model", hint="set parallel.kind=ddp"
+            )
+        mesh = device_mesh(self.world, self.work.device)
+        for model in [self.work.model, *self.work.frozen_models()]:
+            shard(model, mesh, self.work.precision)
 
     def _pause(self) -> None:
         self.trainer.pause_point()

@@ -14,6 +14,8 @@ from whet.generation.sampling import Sampling
 from whet.generation.text import stop_tokens
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
+from whet.parallel.group import SOLO, World
+from whet.parallel.shard import gathered
 from whet.training.rewards.pool import Judged, RewardPool
 
 
@@ -27,7 +29,9 @@ class Sampler:
         settings: GRPOObjective,
         pool: RewardPool,
         precision: Precision,
+        world: World = SOLO,
     ) -> None:
+        self.world = world
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings
@@ -42,11 +46,33 @@ class Sampler:
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
         pause: Callable[[], None] = lambda: None,
-    ) -> Iterator[Completion]:
+    ) -> list[Completion]:
         """What the model makes of each prompt, computed as in training; greedy without a sampling.
 
-        `pause` is called before each new token, and may raise.
+        Each rank completes its share. `pause` is called before each new token, and may raise.
         """
+        places = range(len(prompts))
+        with gathered(self.model):
+            return self.world.each(
+                places,
+                lambda mine: list(
+                    self._complete(
+                        [prompts[place] for place in mine],
+                        sampling=sampling,
+                        seeds=None if seeds is None else [seeds[place] for place in mine],
+                        pause=pause,
+                    )
+                ),
+            )
+
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling | None,
+        seeds: Sequence[int] | None,
+        pause: Callable[[], None],
+    ) -> Iterator[Completion]:
 
         def watch(_row: int, _tokens: list[int]) -> bool:
             pause()
@@ -78,7 +104,12 @@ class Sampler:
             Judged(prompt.question.text, text, prompt.fields)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        return np.array(self.pool.score(judged), dtype=np.float64)
+        scores = self.world.each(judged, lambda mine: self.pool.score(mine) if mine else [])
+        return np.array(scores, dtype=np.float64)
+
+    def take_failures(self) -> int:
+        """Calls of rewards that counted as on_error since this was asked last, on all ranks."""
+        return sum(self.world.gather_shares(self.pool.take_failures()))
 
     @property
     def reward_weights(self) -> np.ndarray:

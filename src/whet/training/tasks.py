@@ -40,6 +40,7 @@ from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.multi_token import MultiTokenPrediction
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
+from whet.parallel.group import SOLO, World
 from whet.training.classification import build_classify
 from whet.training.teachers import find_teachings, load_teacher
 
@@ -92,6 +93,7 @@ class ObjectiveBuilder:
         precision: Precision,
         base_digest: str,
         seed: int = 0,
+        world: World = SOLO,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -100,6 +102,7 @@ class ObjectiveBuilder:
         self.precision = precision
         self.base_digest = base_digest
         self.seed = seed
+        self.world = world
 
     def build(self, section: AnyObjective | MixObjective) -> Objective:
         """The objective that a config, or one part of a mix, describes."""
@@ -151,18 +154,23 @@ class ObjectiveBuilder:
         key = hashlib.sha256(f"{self.base_digest} {self.precision.compute}".encode())
         key.update(np.stack((sides.starts, sides.stops)).tobytes())
         path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
-        if path.is_file() and path.stat().st_size == 8 * len(sides):
+        if self.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):
             log.info("reference: log-probabilities of %s from the store", name)
             return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
         log.info("reference: %d answers of %s, once before training", len(sides), name)
         found = np.zeros((len(pairs), 2))
         device, mixed = self.model.device, self.precision.compute != self.precision.trained
+        batches = list(one_pass(pairs, self.steps))
+        mine = []
         with evaluating(self.model):
-            for places, batch in one_pass(pairs, self.steps):
+            for _, (_, batch), _ in self.world.rounds(batches):
                 with torch.autocast(device.type, dtype=self.precision.compute, enabled=mixed):
                     scores = answer_logprobs(self.model, batch.to(device))
-                found[places] = scores.double().cpu().numpy().reshape(-1, 2)
-        pairs.store.keep_beside(path.name, found)
+                mine.append(scores.double().cpu().numpy().reshape(-1, 2))
+        for (places, _), answers in zip(batches, self.world.in_order(mine, len(batches)), strict=True):
+            found[places] = answers
+        if self.world.is_main:
+            pairs.store.keep_beside(path.name, found)
         return found
 
     def _distillation(self, section: DistillObjective) -> Objective:

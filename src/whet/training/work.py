@@ -4,7 +4,7 @@ import abc
 import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from whet.config.preset import Preset
 from whet.config.sections import RunConfig
 from whet.data.encode import Question
 from whet.errors import ModelError
-from whet.generation.exact_match import exact_match
+from whet.generation.exact_match import ExactMatch, exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
 from whet.models.scratch import new_model, new_tokenizer
 from whet.models.trainable import Trainable
-from whet.objectives.base import Objective
+from whet.objectives.base import Objective, frozen_models
 from whet.objectives.mix import Mix
 from whet.ops.attention import describe_backend
 from whet.parallel.group import SOLO, World
+from whet.parallel.shard import gathered, whole_on_main
 from whet.training.callbacks import Callback, Metrics
 from whet.training.compiling import compile_blocks
 from whet.training.mix_data import MixData
@@ -76,6 +77,10 @@ class Work(abc.ABC):
     def evaluators(self, split: str, found: EvaluationSplit | None, pause: Callable[[], None]) -> Evaluators:
         """What an evaluation on valid or test tells beside the loss."""
         return []
+
+    def frozen_models(self) -> list[LanguageModel]:
+        """Models that the run asks and does not train."""
+        return frozen_models(self.objective)
 
     def files(self) -> dict[str, str]:
         """What describes the run, beside its config and its origins."""
@@ -134,7 +139,7 @@ class TextWork(Work):
     def write_final(self, trainer: Trainer) -> None:
         """A Hugging Face model directory or a PEFT adapter directory."""
         head = self.stored_head()
-        with self.world.abreast():
+        with whole_on_main(self.model, self.world), self.world.abreast():
             if self.world.is_main:
                 self._write_final(head)
 
@@ -201,11 +206,19 @@ class TextWork(Work):
             precision=self.precision,
             base_digest=self.base_digest,
             seed=self.config.run.seed,
+            world=self.world,
         )
         return builder.build(data.config.objective)
 
     def _exact_match_on(self, questions: list[Question], pause: Callable[[], None]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens
-        return lambda: exact_match(
-            self.model, self.tokenizer, questions, max_tokens=limit, pause=pause
-        ).metrics()
+
+        def ask(mine: Sequence[Question]) -> list[bool]:
+            return exact_match(self.model, self.tokenizer, mine, max_tokens=limit, pause=pause).correct
+
+        def asked() -> Metrics:
+            with gathered(self.model):
+                correct = self.world.each(questions, ask)
+            return ExactMatch(correct, [question.group for question in questions]).metrics()
+
+        return asked

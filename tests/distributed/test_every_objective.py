@@ -1,0 +1,110 @@
+"""Every objective and method on two processes, replicated and sharded, against one process."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+import tiny
+from distributed.checks import watched_train
+from distributed.harness import run_world
+
+FULL, LORA = {"kind": "full"}, {"kind": "lora", "rank": 4}
+PAIRS = {"train": "synth:house-pairs:12", "valid": "synth:house-pairs-valid:5", "max_length": 256}
+SHORT = "1 / (1 + len(completion))"
+GRPO = {"kind": "grpo", "group_size": 3, "max_new_tokens": 6, "reward_workers": 1, "beta": 0.1}
+SUMS = {"train": "synth:sums:10", "valid": "synth:sums-valid:5", "test": "synth:sums-valid:3"}
+
+CASES = {
+    "lora": {"method": LORA, "eval": {"generate": True, "max_new_tokens": 4}},
+    "qlora": {"method": {"kind": "qlora", "rank": 4}},
+    "recomputed": {"method": FULL, "run": {"grad_checkpoint": True}, "data": {"pack": False}},
+    "dpo-copy": {"method": FULL, "objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS},
+    "dpo-adapters-off": {"method": LORA, "objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS},
+    "dpo-stored": {"method": LORA, "objective": {"kind": "dpo"}, "data": PAIRS},
+    "distill": {"method": FULL, "objective": {"kind": "distill", "hidden": {"layers": {0: 0, 1: 1}}}},
+    "mtp": {"method": FULL, "objective": {"kind": "mtp", "n_predict": 2}},
+    "classify": {"method": LORA, "objective": {"kind": "classify", "calibrate": True, "probe": False}},
+    "grpo": {"method": FULL, "objective": GRPO, "data": SUMS, "run": {"batch_size": 2}},
+    "mix": {"method": LORA, "objective": {"kind": "mix"}},
+    "sgd": {"method": FULL, "optim": {"name": "sgd", "momentum": 0.9, "lr": 1e-2}},
+    "lion": {"method": FULL, "optim": {"name": "lion", "lr": 1e-4}},
+}
+QUICK = ("lora", "qlora", "dpo-copy", "mtp", "mix")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Wider than the student, so that hidden states are matched through a learned projection."""
+    directory = tmp_path_factory.mktemp("models") / "teacher"
+    tiny.write_tiny_model(directory, hidden_size=48)
+    return directory
+
+
+def config(name, kind, directory, tiny_directory, teacher):
+    sections = {key: dict(value) for key, value in CASES[name].items()}
+    objective = sections.get("objective", {})
+    if objective.get("kind") == "distill":
+        objective["teacher"] = str(teacher)
+    elif objective.get("kind") == "grpo":
+        objective["rewards"] = [SHORT]
+    elif objective.get("kind") == "classify":
+        objective["classes"] = ["a", "b"]
+        path = directory / "texts.jsonl"
+        directory.mkdir(exist_ok=True, parents=True)
+        texts = [{"text": f"{'yes ' * (n % 5)}{n}", "label": "ab"[n % 2]} for n in range(24)]
+        path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        sections["data"] = {"train": str(path), "valid": str(path), "max_length": 64}
+    elif objective.get("kind") == "mix":
+        objective["parts"] = [
+            {
+                "objective": {"kind": "sft"},
+                "data": {"train": "synth:house:12", "valid": "synth:house-valid:4"},
+            },
+            {"objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS, "batch_size": 3},
+        ]
+        sections["data"] = None
+    run = {"steps": 4, "batch_size": 5, "micro_batch_tokens": 320, "name": name, **sections.pop("run", {})}
+    sections["optim"] = {"lr": 1e-3, "clip": 1.0, "warmup": 1, **sections.get("optim", {})}
+    found = tiny.run_config(tiny_directory, directory / kind, **sections, run=run)
+    return found | {"parallel": {"kind": kind}}
+
+
+def final(directory, kind, name):
+    path = directory / kind / "runs" / name / "final"
+    file = path / "adapter_model.safetensors"
+    return load_file(file if file.is_file() else path / "model.safetensors")
+
+
+def distance(one, other):
+    """Relative L2 over all numbers."""
+    assert one.keys() == other.keys()
+    squares = sum((one[name].double() - other[name].double()).square().sum() for name in one)
+    return float((squares / sum(tensor.double().square().sum() for tensor in one.values())).sqrt())
+
+
+def compare(names, kind, directory, tiny_directory, teacher):
+    configs = {name: config(name, kind, directory, tiny_directory, teacher) for name in names}
+    ranks = run_world(2, "train_quietly", out=directory / "out", timeout=300, configs=configs)
+    for name in names:
+        alone = watched_train(config(name, "none", directory, tiny_directory, teacher)).found()
+        apart = distance(final(directory, "none", name), final(directory, kind, name))
+        print(f"{kind} {name}: weights {apart:.2e} apart")
+        assert apart < 1e-6, name
+        for each in ranks:
+            assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
+            assert len(each[name]["evaluations"]) == len(alone["evaluations"])
+            for mine, one in zip(each[name]["evaluations"], alone["evaluations"], strict=True):
+                assert mine == pytest.approx(one, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_train_what_one_does(tiny_directory, teacher, tmp_path, kind):
+    compare(QUICK, kind, tmp_path, tiny_directory, teacher)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_two_processes_train_what_one_does_with(tiny_directory, teacher, tmp_path, kind, name):
+    compare([name], kind, tmp_path, tiny_directory, teacher)
