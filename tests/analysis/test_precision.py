@@ -13,9 +13,12 @@ from whet.config.quality import Quality
 from whet.data.batches import make_batch
 from whet.data.rows import read_rows
 from whet.data.sources import open_source
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
 from whet.models.tabular import QualitySpec, new_quality_model
 from whet.objectives.base import Loss
 from whet.objectives.regression import Regression
+from whet.objectives.routing import RoutedObjective
 from whet.objectives.sft import SFT
 from whet.training.diagnosis import examine
 
@@ -164,6 +167,31 @@ def test_a_healthy_language_model_is_fine(tiny):
     found = examine(tiny[0], SFT(), text_batch())
     assert found.verdict == "fine"
     assert found.choices == []
+
+
+def test_a_language_model_with_experts_shows_its_routing_and_its_routers_own_loss_counts():
+    """The load-balancing loss reaches the routers below the cut; its gradient is in the reference."""
+    spec = preset_spec("nano-moe", d_model=32, heads=2, width=16, layers=2, experts=4, vocab_size=300)
+    model, batch = from_scratch(spec, seed=0), text_batch()
+    layers = [layer.mlp for layer in model.layers]
+    objective = RoutedObjective(SFT(), layers, load_balancing=0.5, z_loss=0.1)
+    found = examine(model, objective, batch)
+    wide = copy.deepcopy(model).double()
+    same = RoutedObjective(SFT(), [layer.mlp for layer in wide.layers], load_balancing=0.5, z_loss=0.1)
+    weights = same.weights(batch)
+    expected = plain_gradients(
+        wide,
+        lambda: sum(
+            same.coefficients[term] / weights[term] * value
+            for term, value in same.loss(wide, batch).sums.items()
+        ),
+    )
+    assert found.reference == "fp64"
+    for row in found.results[0].rows:
+        assert row.reference == pytest.approx(expected[row.name], rel=1e-9), row.name
+    assert [len(choices) for choices in found.choices] == 2 * [batch.tokens.numel()]
+    assert all(len(row) == spec.blocks[0].feedforward.top_k for row in found.choices[0])
+    assert all(layer.record is None for layer in layers)
 
 
 def test_a_model_that_overflows_fp16_is_major_and_its_parameters_are_named():

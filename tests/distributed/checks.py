@@ -5,6 +5,7 @@ import hashlib
 import torch
 
 import whet
+from whet.parallel.shard import local_bytes_of
 from whet.training import trainer as trainer_module
 from whet.training.callbacks import Callback
 
@@ -44,7 +45,13 @@ class Watch(Callback):
             "hashes": self.hashes,
             "records": self.records,
             "evaluations": self.evaluations,
+            "bytes": self._bytes(),
         }
+
+    def _bytes(self):
+        """Of weights and moments that this rank holds."""
+        moments = [value for state in self.run.optimizer.state.values() for value in state.values()]
+        return local_bytes_of([*self.run.learner.parameters(), *moments])
 
 
 def whole(tensor):
@@ -54,24 +61,24 @@ def whole(tensor):
 def watched_train(config, again=None, stop_at=None):
     """Train, and tell what was computed where."""
     watch = Watch()
-    weighted_loss, masked_step = trainer_module.weighted_loss, trainer_module.masked_step
+    taken, masked_step = trainer_module.taken, trainer_module.masked_step
 
-    def noted_loss(model, objective, batch, **rest):
-        share, metrics = weighted_loss(model, objective, batch, **rest)
-        watch._now.append(list(batch.origins))
-        return share, metrics
+    def noted(world, batches, **rest):
+        for place, batch, counts in taken(world, batches, **rest):
+            watch._now += [list(batch.origins)] if counts else []
+            yield place, batch, counts
 
     def noted_step(optimizer, **rest):
         found = [p.grad for p in watch.run.trained if p.grad is not None]
         watch.gradient = torch.cat([whole(g).detach().double().flatten() for g in found])
         masked_step(optimizer, **rest)
 
-    trainer_module.weighted_loss, trainer_module.masked_step = noted_loss, noted_step
+    trainer_module.taken, trainer_module.masked_step = noted, noted_step
     try:
         callbacks = [watch] if stop_at is None else [watch, StopAt(stop_at)]
         watch.result = whet.train(config, callbacks) if again is None else whet.resume(again, callbacks)
     finally:
-        trainer_module.weighted_loss, trainer_module.masked_step = weighted_loss, masked_step
+        trainer_module.taken, trainer_module.masked_step = taken, masked_step
     return watch
 
 
@@ -84,29 +91,16 @@ class StopAt(Callback):
 
 
 def train_and_tell(world, out, configs):
-    """Runs one after the other in one world: what happened on this rank, and the last gradient in a file."""
+    """Runs one after the other in one world: what happened on this rank, and what it holds in memory.
+
+    The last gradient is in a file.
+    """
     found = {}
     for name, config in configs.items():
         watch = watched_train(config)
         if world.is_main:
             torch.save(watch.gradient, out / f"{name}.gradient")
         found[name] = watch.found()
-    return found
-
-
-def train_quietly(world, out, configs):
-    """Runs one after the other: the losses and evaluations, and what this rank holds in memory."""
-    from whet.parallel.shard import local_bytes_of
-
-    found = {}
-    for name, config in configs.items():
-        watch = watched_train(config)
-        run = watch.run
-        moments = [value for state in run.optimizer.state.values() for value in state.values()]
-        found[name] = watch.found() | {
-            "weights_bytes": local_bytes_of(run.learner.parameters()),
-            "moments_bytes": local_bytes_of(moments),
-        }
     return found
 
 
@@ -130,3 +124,10 @@ class FillWithRank(Callback):
 
 def train_and_fill(world, out, config):
     whet.train(config, [FillWithRank()])
+
+
+def leg(world, out, config, directory, stop_at):
+    """Begin a run, or go on with one, up to a step or to its end."""
+    again = None if config is not None else f"{directory}/runs/test"
+    # one rank alone wants to stop: all do
+    return watched_train(config, again=again, stop_at=stop_at if world.rank == 1 else None).losses

@@ -11,7 +11,7 @@ from distributed.harness import run_world
 
 FULL, LORA = {"kind": "full"}, {"kind": "lora", "rank": 4}
 PAIRS = {"train": "synth:house-pairs:12", "valid": "synth:house-pairs-valid:5", "max_length": 256}
-SHORT = "1 / (1 + len(completion))"
+SHORT = {"function": "length", "arguments": {"longest": 2, "margin": 20}}
 GRPO = {"kind": "grpo", "group_size": 3, "max_new_tokens": 6, "reward_workers": 1, "beta": 0.1}
 SUMS = {"train": "synth:sums:10", "valid": "synth:sums-valid:5", "test": "synth:sums-valid:3"}
 
@@ -22,7 +22,7 @@ CASES = {
     "dpo-copy": {"method": FULL, "objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS},
     "dpo-adapters-off": {"method": LORA, "objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS},
     "dpo-stored": {"method": LORA, "objective": {"kind": "dpo"}, "data": PAIRS},
-    "distill": {"method": FULL, "objective": {"kind": "distill", "hidden": {"layers": {0: 0, 1: 1}}}},
+    "distill": {"method": FULL, "objective": {"kind": "distill", "hidden": {"layers": {1: 1, 2: 2}}}},
     "mtp": {"method": FULL, "objective": {"kind": "mtp", "n_predict": 2}},
     "classify": {"method": LORA, "objective": {"kind": "classify", "calibrate": True, "probe": False}},
     "grpo": {"method": FULL, "objective": GRPO, "data": SUMS, "run": {"batch_size": 2}},
@@ -85,7 +85,7 @@ def distance(one, other):
 
 def compare(names, kind, directory, tiny_directory, teacher):
     configs = {name: config(name, kind, directory, tiny_directory, teacher) for name in names}
-    ranks = run_world(2, "train_quietly", out=directory / "out", timeout=300, configs=configs)
+    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=300, configs=configs)
     for name in names:
         alone = watched_train(config(name, "none", directory, tiny_directory, teacher)).found()
         apart = distance(final(directory, "none", name), final(directory, kind, name))

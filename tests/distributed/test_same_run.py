@@ -33,17 +33,16 @@ def config(tiny_directory, directory, kind, **sections):
 
 @pytest.fixture(scope="module")
 def runs(tiny_directory, tmp_path_factory):
-    """{processes: (directory, what each rank saw)} of one full run each."""
+    """{(kind, processes): (directory, what each rank saw)} of one full run each."""
     alone = tmp_path_factory.mktemp("alone")
     watch = watched_train(config(tiny_directory, alone, "none"))
-    torch.save(watch.gradient, alone / "full.gradient")
-    found = {1: (alone, [watch.found()])}
+    torch.save(watch.gradient, alone / "none.gradient")
+    found = {("none", 1): (alone, [watch.found()])}
     for size in (2, 4):
         out = tmp_path_factory.mktemp(f"world-{size}")
-        ranks = run_world(
-            size, "train_and_tell", out=out, configs={"full": config(tiny_directory, out, "ddp")}
-        )
-        found[size] = (out, [each["full"] for each in ranks])
+        configs = {kind: config(tiny_directory, out, kind) for kind in ("ddp", "fsdp")}
+        ranks = run_world(size, "train_and_tell", out=out, timeout=120, configs=configs)
+        found |= {(kind, size): (out, [each[kind] for each in ranks]) for kind in configs}
     return found
 
 
@@ -57,50 +56,65 @@ def weights(directory, kind):
     return load_file(directory / "runs" / kind / "final" / "model.safetensors")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_weights_losses_and_gradients_are_those_of_one_process(runs, size):
-    (alone, [one]), (out, ranks) = runs[1], runs[size]
-    assert distance(weights(alone, "none"), weights(out, "ddp")) < 1e-6
-    gradients = [{"g": torch.load(path / "full.gradient")} for path in (alone, out)]
+every_world = pytest.mark.parametrize(
+    ("kind", "size"), [(kind, size) for kind in ("ddp", "fsdp") for size in (2, 4)]
+)
+
+
+@every_world
+def test_weights_losses_and_gradients_are_those_of_one_process(runs, kind, size):
+    (alone, [one]), (out, ranks) = runs["none", 1], runs[kind, size]
+    assert distance(weights(alone, "none"), weights(out, kind)) < 1e-6
+    gradients = [{"g": torch.load(path)} for path in (alone / "none.gradient", out / f"{kind}.gradient")]
     assert distance(*gradients) < 1e-6
     for each in ranks:
         assert each["losses"] == pytest.approx(one["losses"], rel=1e-6)
         assert each["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_hold_identical_weights_after_each_step(runs, size):
-    hashes = [each["hashes"] for each in runs[size][1]]
+@every_world
+def test_ranks_hold_identical_weights_after_each_step(runs, kind, size):
+    hashes = [each["hashes"] for each in runs[kind, size][1]]
     assert len(hashes[0]) == STEPS
     assert len(set(hashes[0])) == STEPS  # they do change
     assert all(each == hashes[0] for each in hashes)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_shares_are_disjoint_exhaustive_and_those_of_the_same_steps(runs, size):
-    [one], ranks = runs[1][1], runs[size][1]
+@every_world
+def test_shares_are_disjoint_exhaustive_and_those_of_the_same_steps(runs, kind, size):
+    [one], ranks = runs["none", 1][1], runs[kind, size][1]
+    uneven = 0
     for step in range(STEPS):
         shares = [batch for each in ranks for batch in each["records"][step]]
         assert sorted(shares) == sorted(one["records"][step])
-    assert any(
-        len({len(each["records"][step]) for each in ranks}) > 1 for step in range(STEPS)
-    )  # uneven ones
+        uneven += len({len(each["records"][step]) for each in ranks}) > 1
+    assert uneven
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_evaluations_are_those_of_one_process_on_every_rank(runs, size):
-    [one], ranks = runs[1][1], runs[size][1]
+@every_world
+def test_evaluations_are_those_of_one_process_on_every_rank(runs, kind, size):
+    [one], ranks = runs["none", 1][1], runs[kind, size][1]
     assert len(one["evaluations"]) == 3
     for each in ranks:
         for mine, alone in zip(each["evaluations"], one["evaluations"], strict=True):
             assert mine == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_one_rank_writes_one_run(runs, size):
-    run = runs[size][0] / "runs" / "ddp"
+@every_world
+def test_one_rank_writes_one_run(runs, kind, size):
+    run = runs[kind, size][0] / "runs" / kind
     rows = (run / "metrics.jsonl").read_text().splitlines()
     assert sum('"loss"' in row and '"summary"' not in row for row in rows) == STEPS
     assert sum('"summary"' in row for row in rows) == 1
     assert not list(run.parent.glob(".*"))
-    assert (run / "log.txt").read_text().count("ddp on") == 1
+    assert (run / "log.txt").read_text().count(f"{kind} on {size} processes") == 1
+
+
+def test_weights_and_moments_a_rank_fall_with_the_world(runs):
+    [one] = runs["none", 1][1]
+    for size in (2, 4):
+        held = [each["bytes"] for each in runs["fsdp", size][1]]
+        print(f"bytes a rank of {size}: {held}, alone {one['bytes']}")
+        assert sum(held) < 1.02 * one["bytes"]  # nothing is held twice but each weight's count of steps
+        assert max(held) < 1.1 * one["bytes"] / size
+        assert {each["bytes"] for each in runs["ddp", size][1]} == {one["bytes"]}

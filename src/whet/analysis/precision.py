@@ -277,7 +277,7 @@ class Examination:
         calls: list[_Call] = []
         with _recorded(model) as records, _cut(model, self.cut, calls, like):
             loss = subject.loss(model, batch)
-            (loss * scale).backward()
+            (loss * scale).backward(retain_graph=True)  # a router's own loss reaches below the cut
         for place, call in enumerate(calls):
             upstream = (like.calls[place] if like is not None else call).upstream()
             gradients = {

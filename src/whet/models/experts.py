@@ -126,13 +126,17 @@ def recording(layers: list[MixtureOfExperts]) -> Iterator[list[list[Routing]]]:
     """What the routers do in a `with` block, layer by layer: of forwards with gradients, each once.
 
     Gradient checkpointing computes a layer again in the backward pass, when nothing is recorded any more.
-    Inside the layer nothing is computed from the logits, so both times it saves the same tensors.
+    Inside the layer nothing is computed from the logits, so both times it saves the same tensors. Who
+    records around this block is given the same.
     """
     records: list[list[Routing]] = [[] for _ in layers]
+    around = [layer.record for layer in layers]
     for layer, record in zip(layers, records, strict=True):
         layer.record = record
     try:
         yield records
     finally:
-        for layer in layers:
-            layer.record = None
+        for layer, record, outer in zip(layers, records, around, strict=True):
+            layer.record = outer
+            if outer is not None:
+                outer.extend(record)

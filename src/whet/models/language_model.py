@@ -36,7 +36,7 @@ class LanguageModel(Trainable):
 
     @abc.abstractmethod
     def head(self) -> Head:
-        """The output projection."""
+        """The output projection. A loss asks for it after `hidden`: only then is one in parts gathered."""
 
     @abc.abstractmethod
     def new_cache(self, capacity: int = 0) -> Any:  # Any: opaque to others, apart from `keep(rows)`

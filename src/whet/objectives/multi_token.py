@@ -56,12 +56,13 @@ class MultiTokenPrediction:
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """The sums of this micro-batch; only supervised positions ever meet the output head."""
-        layout, head = batch.layout(), model.head()
+        layout = batch.layout()
         chosen = batch.supervised_positions
         targets = batch.targets.flatten().index_select(0, chosen)
         places = batch.positions.flatten().index_select(0, chosen)
         given = None if batch.weights is None else batch.weights.flatten().index_select(0, chosen)
         hidden = model.hidden(batch.tokens, batch.positions, layout)
+        head = model.head()
         sums = {
             "main_loss": linear_cross_entropy(
                 hidden.flatten(0, 1).index_select(0, chosen), head, targets, weights=given

@@ -17,8 +17,9 @@ from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.models.language_model import LanguageModel
 from whet.parallel.group import SOLO, World, joined, was_restarted
-from whet.parallel.shard import check_optimizer, device_mesh, shard
+from whet.parallel.shard import TENSOR, check_optimizer, device_mesh, shard
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
+from whet.parallel.tensor import cut_layers, refuse_uncuttable
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
@@ -187,7 +188,9 @@ class _Assembly:
             raise ConfigError(
                 "parallel.kind fsdp cuts the layers of a language model", hint="set parallel.kind=ddp"
             )
+        refuse_uncuttable(self.work.model, self.world.tensor)
         mesh = device_mesh(self.world, self.work.device)
+        cut_layers(self.work.model, mesh[TENSOR])
         for model in [self.work.model, *self.work.frozen_models()]:
             shard(model, mesh, self.work.precision)
 
