@@ -131,3 +131,51 @@ def leg(world, out, config, directory, stop_at):
     again = None if config is not None else f"{directory}/runs/test"
     # one rank alone wants to stop: all do
     return watched_train(config, again=again, stop_at=stop_at if world.rank == 1 else None).losses
+
+
+class _Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__("here")
+
+
+def tell(world, out):
+    """Everything a world can do, with what differs by rank."""
+    import time
+
+    from whet.config.load import make_config
+    from whet.errors import DataError, WhetError
+    from whet.parallel.start import agreed
+
+    def fail_on(rank, error):
+        def compute(mine):
+            if world.rank == rank:
+                raise error
+            return mine
+
+        try:
+            world.each(range(5), compute)
+        except Exception as raised:
+            return f"{type(raised).__name__}: {raised}"
+
+    config = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size": 1}}
+    config |= {"parallel": {"kind": "ddp"}, "optim": {"lr": 0.5 if world.rank == 2 else 1e-4}}
+    try:
+        agreed(world, make_config(config))
+    except WhetError as error:
+        differs = str(error)
+    numbers = {"loss": world.rank + 1.0, "layers": [[1.0, 2.0]]} | ({"only": 5.0} if world.rank == 1 else {})
+    with world.first_alone():
+        turn = time.monotonic()
+    return {
+        "gathered": world.gather(world.rank),
+        "from main": world.from_main(["zero", "one", "two"][world.rank]),
+        "squares": world.each(range(7), lambda mine: [number**2 for number in mine]),
+        "of none": world.each([], list),
+        "sums": world.sums(numbers),
+        "added": world.add_up(torch.tensor([world.rank + 1.0, 3.0])).tolist(),
+        "raised": fail_on(1, DataError("rank 1 cannot read", hint="mend it")),
+        "odd": fail_on(2, _Odd(1, 2)),
+        "config": differs,
+        "spoke": world.speaks(),
+        "turn": turn,
+    }

@@ -51,7 +51,8 @@ def command(
     from whet.config.load import load_config
 
     if nproc > 1 and not dry_run:
-        load_config(config, overrides or ())  # what is wrong with it is said before anything starts
+        # what is wrong with it is said before anything starts
+        load_config(config, overrides or ()).parallel.check_processes(nproc)
         in_processes(nproc, ["train", config, *(overrides or ())], restarts=max_restarts)
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan

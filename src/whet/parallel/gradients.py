@@ -116,6 +116,12 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
+def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply all gradients."""
+    for kind in by_mesh(gradients) if factor != 1.0 else ():
+        torch._foreach_mul_(kind, factor)
+
+
 def clip(parameters: Sequence[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
     """Scale the gradients so that their norm, which is known, is at most a limit."""
     for kind in by_mesh(parameters):

@@ -16,22 +16,10 @@ from whet.parallel.group import World
 
 def agreed(world: World, config: RunConfig) -> World:
     """The world as a config wants it, once all ranks are known to have the same config."""
-    parallel = config.parallel
     refuse_differences(world, "config", to_dict(config))
-    if world.size == 1:
-        return world
-    world.watch.limit_s = parallel.timeout
-    if parallel.kind == "none":
-        raise ConfigError(
-            f"{world.size} processes were started, and parallel.kind is none: each would train alone",
-            hint="set parallel.kind=ddp (or fsdp), or start one process",
-        )
-    if world.size % parallel.tensor:
-        raise ConfigError(
-            f"parallel.tensor={parallel.tensor} does not divide the {world.size} processes",
-            hint="start a multiple of it",
-        )
-    return replace(world, tensor=parallel.tensor)
+    config.parallel.check_processes(world.size)
+    world.watch.limit_s = config.parallel.timeout
+    return replace(world, tensor=config.parallel.tensor)
 
 
 def check_device(world: World, device: torch.device) -> None:

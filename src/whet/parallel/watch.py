@@ -99,9 +99,10 @@ class Watch:
             self._thread.join(self.limit_s)
             self._thread = None
 
-    def doing(self, what: str) -> None:
-        """Note what this rank does now: it is alive."""
+    def doing(self, what: str, *, exchanging: str | None = None) -> None:
+        """Note what this rank does now, and what is exchanged on the way: it is alive."""
         self.sign.doing = what
+        self.sign.collective = exchanging or self.sign.collective
         self.sign.patience_s = self._usual_s
         self.sign.count += 1
 

@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,6 +211,15 @@ class TimeLimit(Callback):
         if time.monotonic() < self.deadline:
             return None
         return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
+
+
+def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks under names that a resumed run gives them, too: their class, numbered."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        yield f"{kind}-{seen[kind]}", callback
+        seen[kind] += 1
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:

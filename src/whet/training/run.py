@@ -195,7 +195,10 @@ class _Assembly:
             shard(model, mesh, self.work.precision)
 
     def _pause(self) -> None:
-        self.trainer.pause_point()
+        if self.world.tensor > 1:  # ranks that generate together stop together: afterwards
+            self.world.watch.doing("generating")
+        else:
+            self.trainer.pause_point()
 
     def _count_steps(self) -> int:
         run, stream = self.config.run, self.work.stream
@@ -245,7 +248,8 @@ class _Assembly:
     def _write_final(self) -> None:
         # else: killed between its result and its summary
         if not self.world.from_main((self.directory / "final").is_dir()):
-            self.work.write_final(self.trainer)
+            with self.world.watch.patiently("writing final/"):
+                self.work.write_final(self.trainer)
             self.world.barrier()
 
 

@@ -27,6 +27,17 @@ class RunState:
 
     stopped: str | None = None  # why it is over before its last step, if a callback said so
 
+    def summary(self, because: str) -> Metrics:
+        """What the last line of a run says of it."""
+        return {
+            "steps": self.step,
+            "tokens": self.tokens_total,
+            "seconds": self.elapsed_s,
+            "stopped_because": because,
+            "final": self.latest,
+            "best": self.best,
+        }
+
 
 @dataclass(frozen=True)
 class RunResult:

@@ -1,9 +1,7 @@
 """The one trainer: it drives every objective and knows none of them."""
 
-import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,14 +13,13 @@ from torch import nn
 from whet.config.load import to_dict
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
-from whet.errors import CheckpointError, RunError, StorageError
+from whet.errors import CheckpointError, RunError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
-from whet.parallel.gradients import GradientSum, clip, is_sharded, total_norm
+from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
 from whet.parallel.group import SOLO, World
-from whet.storage import replace_text
 from whet.training.callbacks import (
     Callback,
     EvaluationStoppedError,
@@ -30,6 +27,7 @@ from whet.training.callbacks import (
     StopRun,
     in_order,
     is_better,
+    named,
 )
 from whet.training.checkpoint import (
     checkpoint_path,
@@ -39,6 +37,7 @@ from whet.training.checkpoint import (
     restore_random_state,
 )
 from whet.training.evaluation import evaluate_loss, read_together, taken, total_weights, weighted_loss
+from whet.training.nonfinite import keep_batch
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
 from whet.training.schedules import create_schedule
@@ -170,8 +169,9 @@ class Trainer:
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
         mine = list(taken(self.world, micro_batches, matched=self.matched))
+        exchanging = "gathering layers and adding up gradients" if self.matched else None
         for number, (_, batch, counts) in enumerate(mine, start=1):
-            self.world.watch.doing(f"micro-batch {number} of {len(mine)}")
+            self.world.watch.doing(f"micro-batch {number} of {len(mine)}", exchanging=exchanging)
             share, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
@@ -184,8 +184,7 @@ class Trainer:
                 sums[name] = sums[name] + value if name in sums else value
         self.gradients.finish()
         gradients = [p.grad for p in self.trained if p.grad is not None]
-        if scale != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / scale)
+        rescale(gradients, 1.0 / scale)
         norm = total_norm(gradients)
         if self.config.optim.clip is not None:
             clip(self.trained, self.config.optim.clip, norm)
@@ -249,7 +248,7 @@ class Trainer:
         if self.world.rank < len(streams):  # else: one of more ranks than before, seeded as such
             restore_random_state(streams[self.world.rank])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
-        for name, callback in self._named_callbacks():
+        for name, callback in named(self.callbacks):
             if name in state["callbacks"]:
                 callback.restore(state["callbacks"][name])
 
@@ -261,16 +260,8 @@ class Trainer:
             "random": here,
             **({"random_elsewhere": elsewhere} if elsewhere else {}),
             "data": self.source.state() if hasattr(self.source, "state") else {},
-            "callbacks": {name: state for name, c in self._named_callbacks() if (state := c.state())},
+            "callbacks": {name: state for name, c in named(self.callbacks) if (state := c.state())},
         }
-
-    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
-        """Callbacks under names that a resumed run gives them, too: their class, numbered."""
-        seen: Counter[str] = Counter()
-        for callback in self.callbacks:
-            kind = type(callback).__name__
-            yield f"{kind}-{seen[kind]}", callback
-            seen[kind] += 1
 
     def _next_batches(self) -> list[Batch]:
         """The micro-batches of the next step."""
@@ -284,13 +275,10 @@ class Trainer:
                 hint="batches must yield one list of micro-batches for each step",
             ) from None
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.state.step % every == 0
-
     def _evaluate_if_due(self) -> None:
         """Before the first step and at intervals; a run that must stop now does it when it is resumed."""
-        hurry = self.stop is not None and self.stop.unfinished
-        if not hurry and (self.state.step == 0 or self._due(self.config.eval.every)):
+        hurry, every = self.stop is not None and self.stop.unfinished, self.config.eval.every
+        if not hurry and (self.state.step == 0 or (every is not None and self.state.step % every == 0)):
             self._evaluate_and_tell()
 
     def _evaluate_and_tell(self) -> None:
@@ -355,16 +343,7 @@ class Trainer:
         step = self.state.step + 1
         message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
         if self.directory is not None and self.world.is_main:
-            path = self.directory / f"nonfinite-step-{step:06d}.json"
-            culprits = [
-                {"records": batch.origins, "tokens": batch.tokens.tolist()} for batch in micro_batches
-            ]
-            found = {"loss": str(loss), "grad_norm": str(norm), "micro_batches": culprits}
-            try:
-                replace_text(path, json.dumps(found, indent=2) + "\n")
-                message += f"; the batch is in {path}"
-            except StorageError as error:
-                message += f"; {error.message}"
+            message += f"; {keep_batch(self.directory, step, micro_batches, loss=loss, norm=norm)}"
         run = self.config.run
         in_a_row = self.state.nonfinite_in_a_row + 1
         if run.on_nonfinite == "skip" and in_a_row < run.nonfinite_limit:
@@ -399,13 +378,8 @@ class Trainer:
             history=self.history,
             stopped_because=because,
             unfinished=not finished,
-            summary={
-                "steps": self.state.step,
-                "tokens": self.state.tokens_total,
-                "seconds": self.state.elapsed_s,
-                "stopped_because": because,
-                "final": self.state.latest,
-                "best": self.state.best,
+            summary=self.state.summary(because)
+            | {
                 "directory": str(self.directory) if self.directory else None,
                 "fingerprint": self.model.fingerprint,
             },

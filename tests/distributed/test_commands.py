@@ -1,0 +1,141 @@
+"""whet train --nproc, torchrun and whet resume, as a person starts them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+import tiny
+from distributed.harness import free_port
+
+LIMIT_S = 120
+
+
+@contextlib.contextmanager
+def started(*arguments, **environment):
+    """A command in a session of its own; whatever is left of it is ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for each in left:
+            each.kill()
+        process.kill()
+        process.communicate()
+
+
+def run(*arguments, **environment):
+    with started(*arguments, **environment) as process:
+        out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def write_config(path, tiny_directory, **sections):
+    config = tiny.run_config(tiny_directory, path.parent, **sections)
+    path.write_text(yaml.safe_dump(config | {"parallel": {"kind": "ddp"}}))
+    return str(path)
+
+
+def test_a_number_of_processes_without_a_kind_is_refused_before_any_starts(tiny_directory, tmp_path):
+    config = write_config(tmp_path / "c.yaml", tiny_directory)
+    code, out, err = run("whet", "train", config, "parallel.kind=none", "--nproc", "2")
+    assert code == 2
+    assert err.count("error:") == 1
+    assert "2 processes, and parallel.kind is none" in err
+
+
+def test_an_error_of_all_ranks_is_said_once(tiny_directory, tmp_path):
+    config = write_config(tmp_path / "c.yaml", tiny_directory, data={"train": str(tmp_path / "none.jsonl")})
+    code, out, err = run("whet", "train", config, "--nproc", "2")
+    assert code == 2, err
+    assert err.count("error:") == 1
+    assert "none.jsonl" in err
+    assert "Traceback" not in err
+
+
+def test_a_rendezvous_that_cannot_be_reached_is_said_once_a_machine(tiny_directory, tmp_path):
+    config = write_config(tmp_path / "c.yaml", tiny_directory)
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place["WHET_RENDEZVOUS_S"] = "1"
+    with (
+        started("whet", "train", config, RANK="1", LOCAL_RANK="0", **place) as first,
+        started("whet", "train", config, RANK="2", LOCAL_RANK="1", **place) as second,
+    ):
+        said = [each.communicate(timeout=LIMIT_S)[1] for each in (first, second)]
+        assert [first.returncode, second.returncode] == [1, 1]
+    assert [text.count("error:") for text in said] == [1, 0]
+    assert "rank 1 of 3 waited 1 s" in said[0]
+
+
+def wait_for_step(directory, step):
+    deadline = time.monotonic() + LIMIT_S
+    rows = directory / "metrics.jsonl"
+    while not rows.is_file() or len(rows.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_once_on_all_and_the_run_goes_on(tiny_directory, tmp_path):
+    run_directory = tmp_path / "runs" / "test"
+    sections = {"data": {"valid": None}, "run": {"steps": 100_000}, "checkpoint": {"every": None}}
+    config = write_config(tmp_path / "c.yaml", tiny_directory, **sections)
+    with started("whet", "train", config, "--nproc", "2") as process:
+        wait_for_step(run_directory, 3)
+        last = max(psutil.Process(process.pid).children(), key=lambda each: each.pid)
+        last.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 3, err
+    assert err.count("go on with: whet resume") == 1
+    assert "stopping: rank 1: SIGTERM after step" in err
+    [saved] = (run_directory / "checkpoints").iterdir()
+    step = json.loads((saved / "state.json").read_text())["step"]
+    path = run_directory / "config.yaml"
+    path.write_text(path.read_text().replace("steps: 100000", f"steps: {step + 2}"))
+    code, out, err = run("whet", "resume", str(run_directory), "--nproc", "2")
+    assert code == 0, err
+    assert out.count(f"{step + 2} steps") == 1
+    assert (run_directory / "final" / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["rank", "launcher"])
+def test_nobody_is_left_behind(tiny_directory, tmp_path, whom):
+    sections = {"data": {"valid": None}, "run": {"steps": 100_000}}
+    config = write_config(tmp_path / "c.yaml", tiny_directory, **sections)
+    with started("whet", "train", config, "--nproc", "2") as process:
+        wait_for_step(tmp_path / "runs" / "test", 2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (children[1] if whom == "rank" else process).send_signal(signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode not in (0, 3)
+        gone, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+    if whom == "rank":
+        assert err.count("error:") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run(tiny_directory, tmp_path):
+    config = write_config(tmp_path / "c.yaml", tiny_directory)
+    code, out, err = run(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "whet", "train", config
+    )
+    assert code == 0, err
+    assert out.count("4 steps") == 1
+    assert (tmp_path / "runs" / "test" / "final" / "adapter_config.json").is_file()
