@@ -176,6 +176,5 @@ def tell(world, out):
         "raised": fail_on(1, DataError("rank 1 cannot read", hint="mend it")),
         "odd": fail_on(2, _Odd(1, 2)),
         "config": differs,
-        "spoke": world.speaks(),
         "turn": turn,
     }

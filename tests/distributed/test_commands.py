@@ -126,8 +126,6 @@ def test_nobody_is_left_behind(tiny_directory, tmp_path, whom):
         assert process.returncode not in (0, 3)
         gone, alive = psutil.wait_procs(children, timeout=20)
         assert not alive
-    if whom == "rank":
-        assert err.count("error:") == 1
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import FalconConfig, FalconForCausalLM
 
 import tiny
 from distributed.checks import watched_train
@@ -28,6 +30,10 @@ CASES = {
     "grpo": {"method": FULL, "objective": GRPO, "data": SUMS, "run": {"batch_size": 2}},
     "mix": {"method": LORA, "objective": {"kind": "mix"}},
     "sgd": {"method": FULL, "optim": {"name": "sgd", "momentum": 0.9, "lr": 1e-2}},
+    "experts": {"method": FULL, "experts": {"load_balancing": 0.01, "z_loss": 0.001, "bias_rate": 0.01}},
+    "bridge": {"method": {**LORA, "targets": ["query_key_value"]}},
+    "pissa": {"method": {**LORA, "variant": "pissa"}},
+    "dora": {"method": {**LORA, "variant": "dora"}},
     "lion": {"method": FULL, "optim": {"name": "lion", "lr": 1e-4}},
 }
 QUICK = ("lora", "qlora", "dpo-copy", "mtp", "mix")
@@ -64,10 +70,27 @@ def config(name, kind, directory, tiny_directory, teacher):
             {"objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS, "batch_size": 3},
         ]
         sections["data"] = None
+    if name == "experts":
+        tiny_directory = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2}
+        tiny_directory |= {"experts": 4, "balance_bias": True}
+    elif name == "bridge":
+        tiny_directory = falcon(directory / "falcon")
     run = {"steps": 4, "batch_size": 5, "micro_batch_tokens": 320, "name": name, **sections.pop("run", {})}
     sections["optim"] = {"lr": 1e-3, "clip": 1.0, "warmup": 1, **sections.get("optim", {})}
     found = tiny.run_config(tiny_directory, directory / kind, **sections, run=run)
+    if name == "experts":
+        found["model"] = tiny_directory
     return found | {"parallel": {"kind": kind}}
+
+
+def falcon(directory):
+    """A model that runs through transformers, with its head tied to its embedding."""
+    if not directory.exists():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        FalconForCausalLM(FalconConfig(vocab_size=260, eos_token_id=256, **sizes)).save_pretrained(directory)
+        tiny.write_tokenizer(directory)
+    return directory
 
 
 def final(directory, kind, name):

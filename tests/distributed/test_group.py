@@ -1,4 +1,4 @@
-"""What ranks tell one another: shares, order, errors, and who speaks."""
+"""What ranks tell one another: shares, order and errors; and worlds that cannot be."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from distributed.harness import free_port, run_world
 from whet.config.load import make_config
 from whet.errors import ConfigError
 from whet.parallel.group import SOLO, UnreachableError, World, joined
-from whet.parallel.start import agreed, check_device
+from whet.parallel.start import _check_sharding, agreed, check_device
 
 CONFIG = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size": 1}}
 
@@ -39,7 +39,6 @@ def test_what_ranks_tell_one_another(tmp_path):
         assert each["added"] == [6.0, 9.0]
         assert each["raised"] == "DataError: rank 1 cannot read\n  hint: mend it"
         assert "rank 0 and rank 2 do not have the same config: optim.lr: 0.0001 and 0.5" in each["config"]
-    assert [each["spoke"] for each in (first, second, third)].count(True) == 1
     assert [each["odd"] for each in (first, second, third)] == 2 * ["RunError: _Odd: here"] + ["_Odd: here"]
     assert first["turn"] < min(second["turn"], third["turn"])
 
@@ -73,6 +72,13 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(parallel, count, mes
 def test_tensor_needs_fsdp():
     with pytest.raises(ConfigError, match="parallel: tensor needs kind: fsdp"):
         make_config(CONFIG | {"parallel": {"kind": "ddp", "tensor": 2}})
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw8bit"])
+def test_an_optimizer_that_reads_whole_matrices_is_refused_with_fsdp(name):
+    config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "optim": {"name": name}})
+    with pytest.raises(ConfigError, match=f"optim.name {name} reads whole matrices"):
+        _check_sharding(config)
 
 
 def test_one_process_needs_no_kind():

@@ -11,28 +11,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from whet.adapters.nf4 import NF4Linear
-from whet.errors import ConfigError
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.parallel.group import World
 
 DATA, TENSOR = "data", "tensor"
-# the others read a whole matrix, or kernels that know nothing of parts
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 
 
 def device_mesh(world: World, device: torch.device) -> DeviceMesh:
     """The ranks as shares of the data by ranks that compute layers together."""
     return init_device_mesh(device.type, (world.shares, world.tensor), mesh_dim_names=(DATA, TENSOR))
-
-
-def check_optimizer(name: str) -> None:
-    """Refuse an optimizer that cannot work on parts of matrices."""
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"optim.name {name} reads whole matrices, and with parallel.kind fsdp each rank has a part",
-            hint=f"choose one of {', '.join(OPTIMIZERS)}, or parallel.kind=ddp",
-        )
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
@@ -100,6 +88,12 @@ def whole_on_main(model: nn.Module, world: World) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if owners and buffer is not None
+    ]
     found: dict[int, nn.Parameter | None] = {}  # tied ones stay tied
     for _, _, parameter in owners:
         if id(parameter) not in found:
@@ -110,8 +104,12 @@ def whole_on_main(model: nn.Module, world: World) -> Iterator[None]:
         if world.is_main:
             for module, name, parameter in owners:
                 module._parameters[name] = found[id(parameter)]
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer.cpu()
         yield
     finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
         for module, name, parameter in owners:
             module._parameters[name] = parameter
 

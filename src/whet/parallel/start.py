@@ -9,9 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from whet.config.load import to_dict
+from whet.config.quality import Quality
 from whet.config.sections import RunConfig
 from whet.errors import ConfigError, RunError
 from whet.parallel.group import World
+
+# the others read a whole matrix, or use kernels that know nothing of parts
+SHARDED_OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 
 
 def agreed(world: World, config: RunConfig) -> World:
@@ -19,7 +23,22 @@ def agreed(world: World, config: RunConfig) -> World:
     refuse_differences(world, "config", to_dict(config))
     config.parallel.check_processes(world.size)
     world.watch.limit_s = config.parallel.timeout
+    if world.size > 1 and config.parallel.kind == "fsdp":
+        _check_sharding(config)
     return replace(world, tensor=config.parallel.tensor)
+
+
+def _check_sharding(config: RunConfig) -> None:
+    if isinstance(config.model, Quality):
+        raise ConfigError(
+            "parallel.kind fsdp cuts the layers of a language model, and model.quality has none",
+            hint="set parallel.kind=ddp",
+        )
+    if (name := config.optim.name) not in SHARDED_OPTIMIZERS:
+        raise ConfigError(
+            f"optim.name {name} reads whole matrices, and with parallel.kind fsdp each rank has a part",
+            hint=f"choose one of {', '.join(SHARDED_OPTIMIZERS)}, or parallel.kind=ddp",
+        )
 
 
 def check_device(world: World, device: torch.device) -> None:

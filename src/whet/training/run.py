@@ -15,9 +15,8 @@ from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
-from whet.models.language_model import LanguageModel
 from whet.parallel.group import SOLO, World, joined, was_restarted
-from whet.parallel.shard import TENSOR, check_optimizer, device_mesh, shard
+from whet.parallel.shard import TENSOR, device_mesh, local_bytes_of, shard
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.parallel.tensor import cut_layers, refuse_uncuttable
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
@@ -175,19 +174,20 @@ class _Assembly:
         work = self.work
         known = {"base": work.base_digest, **work.data.digests(), "steps": work.stream.state()}
         refuse_differences(self.world, "model and data", known)
-        learned = [*work.model.parameters(), *(work.objective.heads or torch.nn.Module()).parameters()]
-        start_alike(self.world, [p for p in learned if p.requires_grad])
+
+        def learned() -> list[torch.nn.Parameter]:
+            return [*work.model.parameters(), *(work.objective.heads or torch.nn.Module()).parameters()]
+
+        start_alike(self.world, [p for p in learned() if p.requires_grad])
         if self.config.parallel.kind == "fsdp":
             self._shard()
         seed_rank(self.world, self.config.run.seed)
-        log.info("parallel: %s on %d processes", self.config.parallel.kind, self.world.size)
+        log.info(
+            "parallel: %s on %d processes; a rank has %.1f MiB of weights",
+            *(self.config.parallel.kind, self.world.size, local_bytes_of(learned()) / 2**20),
+        )
 
     def _shard(self) -> None:
-        check_optimizer(self.config.optim.name)
-        if not isinstance(self.work.model, LanguageModel):
-            raise ConfigError(
-                "parallel.kind fsdp cuts the layers of a language model", hint="set parallel.kind=ddp"
-            )
         refuse_uncuttable(self.work.model, self.world.tensor)
         mesh = device_mesh(self.world, self.work.device)
         cut_layers(self.work.model, mesh[TENSOR])
