@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+from distributed.harness import _context, free_port
+
 
 def write_config(path, settings):
     path.write_text(yaml.safe_dump(settings))
@@ -83,3 +85,74 @@ def last_step(run):
 
 def errors_in(log):
     return [line for line in Path(log).read_text().splitlines() if line.startswith("error: ")]
+
+
+def run_command(size, arguments, *, out, trouble=None, limit_s=60):
+    """`whet ARGUMENTS` as the ranks of a world, forked and so quick to start: exit codes, seconds, output.
+
+    `trouble` is (rank, step, kind): what happens to a rank before that step.
+    """
+    context, port = _context(), free_port()
+    log = Path(out) / "log"
+    ranks = [
+        context.Process(target=_whet, args=(rank, size, port, arguments, str(log), trouble))
+        for rank in range(size)
+    ]
+    try:
+        for each in ranks:
+            each.start()
+        ends = time.monotonic() + limit_s
+        for each in ranks:
+            each.join(max(0.0, ends - time.monotonic()))
+        text = log.read_text()
+        began = [float(line.split()[1]) for line in text.splitlines() if line.startswith("trouble ")]
+        codes = [each.exitcode for each in ranks]
+        return codes, time.monotonic() - (began or [time.monotonic()])[0], text
+    finally:
+        for each in ranks:
+            each.kill()
+            each.join()
+
+
+def _whet(rank, size, port, arguments, log, trouble):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import torch
+
+    from whet.cli.app import main
+
+    torch.set_num_threads(1)
+    if trouble is not None and trouble[0] == rank:
+        _make_trouble(*trouble[1:])
+    sys.argv = ["whet", *arguments]
+    main()
+
+
+def _make_trouble(step, kind):
+    from whet.training.trainer import Trainer
+
+    honest = Trainer.step
+
+    def troubled(self, micro_batches):
+        if self.state.step + 1 == step:
+            os.write(2, f"trouble {time.monotonic()}\n".encode())
+            if kind == "raise":
+                raise ValueError("a bad thing")
+            if kind == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "hang":
+                time.sleep(600)
+        return honest(self, micro_batches)
+
+    Trainer.step = troubled

@@ -12,6 +12,7 @@ import tiny
 from distributed.commands import (
     errors_in,
     rank_processes,
+    run_command,
     started,
     torchrun,
     wait_for_step,
@@ -24,7 +25,7 @@ LIMIT_S = 10
 LONG = 100_000  # steps: nobody waits for the end
 
 
-def config(tiny_directory, tmp_path, *, kind="ddp", steps=LONG, **sections):
+def config(tiny_directory, tmp_path, *, kind="ddp", steps=LONG, timeout=LIMIT_S, **sections):
     settings = tiny.run_config(
         tiny_directory,
         tmp_path,
@@ -34,7 +35,7 @@ def config(tiny_directory, tmp_path, *, kind="ddp", steps=LONG, **sections):
         optim={"warmup": 2},
         **sections,
     )
-    settings["parallel"] = {"kind": kind, "timeout": LIMIT_S}
+    settings["parallel"] = {"kind": kind, "timeout": timeout}
     return write_config(tmp_path / "config.yaml", settings)
 
 
@@ -44,6 +45,36 @@ def nobody_left(processes):
 
 
 @pytest.mark.parametrize(
+    ("kind", "said", "limit_s"),
+    [
+        ("raise", "rank 1 failed at step 4, between steps, after .*: ValueError: a bad thing", 0),
+        ("kill", r"rank 1 \(process \d+ on .*\) died at step 4, between steps, after .*", 0),
+        ("hang", "rank 1 hangs at step 4, between steps, after .*, for 2 s .*rank 0 is at step 4, .*", 2),
+    ],
+)
+def test_trouble_on_one_rank_is_the_end_of_the_command(tiny_directory, tmp_path, kind, said, limit_s):
+    path = config(tiny_directory, tmp_path, timeout=2)
+    codes, took, log = run_command(2, ["train", str(path)], out=tmp_path, trouble=(1, 5, kind))
+    assert took < limit_s + 15
+    assert codes == [1, -signal.SIGKILL if kind == "kill" else 1]
+    (message,) = errors_in(tmp_path / "log")
+    assert re.fullmatch(f"error: {said}", message), message
+    assert "Traceback" not in log
+
+
+def test_a_signal_to_one_rank_saves_once_on_all(tiny_directory, tmp_path):
+    path = config(tiny_directory, tmp_path, kind="fsdp")
+    codes, _, log = run_command(2, ["train", str(path)], out=tmp_path, trouble=(1, 7, "terminate"))
+    assert codes == [3, 3], log
+    run = tmp_path / "runs" / "test"
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["step-000005", "step-000007"]
+    check_manifest(run / "checkpoints" / "step-000007")
+    assert "rank 1: SIGTERM after step 7" in log
+    assert not errors_in(tmp_path / "log")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("number", "said", "limit_s"),
     [
         pytest.param(signal.SIGKILL, r"rank 1 \(process \d+ on .*\) died at step \d+, .*", 0, id="killed"),
@@ -52,7 +83,6 @@ def nobody_left(processes):
             r"rank 1 \(process \d+ on .*\) gave no sign for 10 s, at step \d+, .*",
             LIMIT_S,
             id="stopped",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -75,14 +105,20 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_job(tiny_directory, tmp_path,
     assert "Traceback" not in log.read_text()
 
 
-def test_a_signal_to_any_rank_saves_once_on_all(tiny_directory, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["a rank", "whet", "torchrun"])
+def test_a_signal_to_any_process_saves_once_on_all(tiny_directory, tmp_path, to):
     log, run = tmp_path / "log", tmp_path / "runs" / "test"
-    command = whet_command("train", str(config(tiny_directory, tmp_path, kind="fsdp")), "--nproc", "2")
+    path = str(config(tiny_directory, tmp_path, kind="fsdp"))
+    command = whet_command("train", path, "--nproc", "2")
+    if to == "torchrun":
+        command = torchrun("--standalone", "--nproc-per-node=2", "-m", "whet", "train", path)
     with started(command, log) as process:
         wait_for_step(run, 7, log=log, process=process)
         ranks = rank_processes(process)
-        ranks[1].send_signal(signal.SIGTERM)
-        assert process.wait(30) == 3
+        (ranks[1] if to == "a rank" else process).send_signal(signal.SIGTERM)
+        code = process.wait(60)
+        assert code == 3 if to != "torchrun" else code != 0  # torchrun has codes of its own
         assert nobody_left(ranks.values())
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     last = max(row["step"] for row in rows if "loss" in row)

@@ -127,10 +127,11 @@ class Watch:
     @contextlib.contextmanager
     def patiently(self, what: str) -> Iterator[None]:
         """Note something that takes as long as it takes."""
+        before = self.sign.doing
         self.doing(what)
         self.sign.patience_s = PATIENT_S
         yield
-        self.doing(f"done with {what}")
+        self.doing(before)
 
     def speaks(self, error: BaseException) -> bool:
         """Whether it is for this rank to say why the run is over; from now on the others end.
