@@ -22,7 +22,7 @@ from whet.errors import RunError, WhetError
 
 LIMIT_S = 50.0  # after the first step; with the time to tell everybody, under a minute
 START_S = 900.0  # models are read and layers compiled before the first step is done
-PATIENT_S = 3600.0  # for what is known to take long: writing a large model to a slow disk
+PATIENT_S = 1800.0  # for what may take long without a sign: a large model on its way to a slow disk
 FAILED = 1
 STARTING = "starting"
 _FAILURE = "failure"  # in the store: which rank was the first to say why the run is over
@@ -127,10 +127,11 @@ class Watch:
     @contextlib.contextmanager
     def patiently(self, what: str) -> Iterator[None]:
         """Note something that takes as long as it takes."""
-        before = self.sign.doing
+        before, usual_s = self.sign.doing, self._usual_s
+        self._usual_s = max(usual_s, PATIENT_S)
         self.doing(what)
-        self.sign.patience_s = PATIENT_S
         yield
+        self._usual_s = usual_s
         self.doing(before)
 
     def speaks(self, error: BaseException) -> bool:
@@ -180,9 +181,12 @@ class Watch:
     def _guard(self) -> None:
         """Another thread, for the one that looks may wait for ever for a store that has been stopped."""
         while not self._stopped.wait(self._pause_s):
-            limit_s = max(self.limit_s, self._seen[0].sign.patience_s) if self._seen else START_S
-            if time.monotonic() - self._looked_at > limit_s:
+            if time.monotonic() - self._looked_at > self._silence_s(self.sign):
                 self._lose_store(f"gave no sign for {self.limit_s:g} s,")
+
+    def _silence_s(self, sign: Sign) -> float:
+        """How long a process may be silent: loading may hold on to the interpreter, steps do not."""
+        return self.limit_s if sign.step else START_S
 
     def _beat(self) -> None:
         self.sign.beat += 1
@@ -206,7 +210,7 @@ class Watch:
             name = f"rank {rank} (process {seen.sign.pid} on {seen.sign.host})"
             if seen.sign.host == self.sign.host and not _is_running(seen.sign.pid):
                 return f"{name} died {seen.sign.describe()}", seen.sign
-            if now - seen.beat_at > max(self.limit_s, seen.sign.patience_s):
+            if now - seen.beat_at > self._silence_s(seen.sign):
                 return f"{name} gave no sign for {self.limit_s:g} s, {seen.sign.describe()}", seen.sign
         late = {
             rank: seen

@@ -268,7 +268,8 @@ class Trainer:
         if hasattr(self.source, "state"):
             self._step_began_at = self.source.state()
         try:
-            return next(self.batches)
+            with self.world.watch.patiently("preparing a step"):  # an epoch's order, or rollouts
+                return next(self.batches)
         except StopIteration:
             raise RunError(
                 f"the batches ran out after step {self.state.step} of {self.total_steps}",
@@ -384,7 +385,8 @@ class Trainer:
                 "fingerprint": self.model.fingerprint,
             },
         )
-        self._tell("on_train_end", result)
+        with self.world.watch.patiently("finishing"):
+            self._tell("on_train_end", result)
         if self._saver is not None and self._saver.failure is not None:
             raise RunError(
                 f"the last checkpoint is missing: {self._saver.failure.message}",
