@@ -45,11 +45,12 @@ CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which 
     "1b-lora-ragged": ("1b", "lora", 0),
     "135m-full-ragged": ("135m", "full", 0),
 }
-RAGGED_TOKENS = (
-    16384  # of a step of ragged texts, packed; the peers' has as many texts as this makes on average
+RAGGED_TOKENS = 16384  # of a step of ragged texts, packed
+RAGGED_ROWS = (
+    32  # texts in a peer's step, padded to the longest: more do not fit into the memory with full logits
 )
 RAGGED_MEAN, RAGGED_MOST = 200, 2048
-WHO = ("whet", "whet-fp32-master", "transformers", "liger")
+WHO = ("whet", "whet-fp32-master", "transformers", "liger")  # and whet-fp8, of full training
 
 
 def main():
@@ -99,25 +100,11 @@ def measure(case, who, *, profile):
     import torch
 
     shape, method, rows = CASES[case]
-    build = whet_step if who.startswith("whet") else peer_step
-    started = time.perf_counter()
-    step = build(SHAPES[shape], method, rows, who)
-    step()
-    torch.cuda.synchronize()
-    first_s = time.perf_counter() - started
-    for _ in range(WARMUP if rows else 3 * WARMUP):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times, useful = [], []
-    for _ in range(STEPS if rows else 3 * STEPS):
-        started = time.perf_counter()
-        loss, tokens = step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-        useful.append(tokens)
-    if profile:
-        show_profile(step)
+    run = whet_run if who.startswith("whet") else peer_run
+    warmup, steps = (WARMUP, STEPS) if rows else (3 * WARMUP, 3 * STEPS)
+    found = Steps(warmup + 1, steps, profile=profile)
+    run(SHAPES[shape], method, rows, who, found)
+    times, useful = found.times[warmup + 1 :][:steps], found.tokens[warmup + 1 :][:steps]
     median = statistics.median(times)
     return {
         "case": case,
@@ -126,28 +113,66 @@ def measure(case, who, *, profile):
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "step_ms": round(1000 * median, 2),
         "spread_ms": [round(1000 * min(times), 2), round(1000 * max(times), 2)],
-        "to_first_step_s": round(first_s, 1),
-        "loss": round(float(loss), 4),
+        "to_first_step_s": round(found.first_s, 1),
+        "loss": round(found.loss, 4),
     }
 
 
-def whet_step(shape, method, rows, who):
-    """A step of whet's Trainer, as `whet train` runs it."""
+class Steps:
+    """What each step took, from the end of the one before it."""
+
+    def __init__(self, skipped, measured, *, profile):
+        self.skipped, self.measured, self.profile = skipped, measured, profile
+        self.times, self.tokens, self.loss = [], [], 0.0
+        self.started = self.before = time.perf_counter()
+
+    @property
+    def total(self):
+        return self.skipped + self.measured + 3 * self.profile
+
+    def done(self, loss, tokens):
+        """A step has ended: its loss is known on the host."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        now = time.perf_counter()
+        self.times.append(now - self.before)
+        self.tokens.append(tokens)
+        self.loss = loss
+        count = len(self.times)
+        if count == 1:
+            self.first_s = now - self.started
+        if count == self.skipped:
+            torch.cuda.reset_peak_memory_stats()
+        if self.profile and count == self.skipped + self.measured:
+            self.profiler = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+            self.profiler.start()
+        if self.profile and count == self.skipped + self.measured + 2:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+            show_profile(self.profiler)
+        self.before = time.perf_counter()
+
+
+def whet_run(shape, method, rows, who, found):
+    """whet's Trainer, as `whet train` runs it."""
     import torch
 
     import whet
     from whet.config.load import make_config
-    from whet.data.batches import BatchStream, make_batch
+    from whet.data.batches import BatchStream
     from whet.data.examples import Example
     from whet.data.plan import StepSettings
     from whet.hardware import choose_precision
     from whet.models import families
     from whet.models.decoder import Decoder
     from whet.objectives.sft import SFT
+    from whet.training.callbacks import NumbersOnly
     from whet.training.compiling import compile_blocks
+    from whet.training.eight_bits import use_fp8
     from whet.training.trainer import Trainer
 
-    name = "bf16-pure" if who == "whet" else "bf16"
+    name = "bf16" if who == "whet-fp32-master" else "bf16-pure"
     device = torch.device("cuda")
     precision = choose_precision(name, device)
     config = {"model_type": "llama", **shape, **COMMON}
@@ -165,6 +190,8 @@ def whet_step(shape, method, rows, who):
                 parameter.data = parameter.data.to(precision.trained)
     else:
         model.requires_grad_(True)
+    if who == "whet-fp8":
+        print("fp8:", use_fp8(model, method))
     print("compile:", compile_blocks(model))
     config = make_config(
         {
@@ -176,20 +203,19 @@ def whet_step(shape, method, rows, who):
         }
     )
     examples = [Example(row, [True] * len(row), "random") for row in texts(shape["vocab_size"], rows)]
-    trainer = Trainer(model, SFT(), [], config, precision=precision)
-    if rows:
-        stream = itertools.repeat([make_batch([[example] for example in examples])])
-    else:
-        stream = BatchStream(examples, StepSettings(None, RAGGED_TOKENS, RAGGED_TOKENS, pack=True), seed=0)
+    full = StepSettings(
+        rows or None, None if rows else RAGGED_TOKENS, (rows * LENGTH) or RAGGED_TOKENS, pack=not rows
+    )
+    stream = BatchStream(examples, full, seed=0)
 
-    def step():
-        batches = next(stream)
-        return trainer.step(batches)["loss"], sum(batch.real_tokens for batch in batches)
+    class Clock(NumbersOnly):
+        def on_step_end(self, step, metrics):
+            found.done(metrics["loss"], metrics["tokens"])
 
-    return step
+    Trainer(model, SFT(), stream, config, [Clock()], total_steps=found.total, precision=precision).fit()
 
 
-def peer_step(shape, method, rows, who):
+def peer_run(shape, method, rows, who, found):
     """What people write around transformers and PEFT."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -214,10 +240,10 @@ def peer_step(shape, method, rows, who):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     rows_of = [torch.from_numpy(text[:-1]) for text in texts(config.vocab_size, rows)]
-    size = rows or RAGGED_TOKENS // RAGGED_MEAN
+    size = rows or RAGGED_ROWS
     place = itertools.cycle(range(0, len(rows_of) - size + 1, size))
 
-    def step():
+    for _ in range(found.total):
         start = next(place)
         chosen = rows_of[start : start + size]
         pad = torch.nn.utils.rnn.pad_sequence
@@ -229,19 +255,13 @@ def peer_step(shape, method, rows, who):
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach(), sum(map(len, chosen))
-
-    return step
+        found.done(loss.item(), sum(map(len, chosen)))
 
 
-def show_profile(step):
-    """Where a step's time on the device goes, by kernel."""
+def show_profile(found):
+    """Where the time of two steps on the device goes, by kernel."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        step()
-        torch.cuda.synchronize()
     totals = {}
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:

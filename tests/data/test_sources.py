@@ -141,10 +141,10 @@ def test_a_generator_that_makes_other_records_has_another_version():
         "quality-valid": ("1", "a4a0cb27ef71"),
         "regression": ("1", "5e4c6d91615a"),
         "regression-valid": ("1", "1002f0c230f8"),
-        "shell-safety": ("2", "90ed5e4ddbfc"),
-        "shell-safety-valid": ("2", "72c454a3eac7"),
-        "shell-faults": ("2", "2a00663c5394"),
-        "shell-faults-valid": ("2", "a59b65f1d99e"),
+        "shell-safety": ("3", "4d5ee721caab"),
+        "shell-safety-valid": ("3", "2ca2f81e94ab"),
+        "shell-faults": ("3", "94fc8adf51ce"),
+        "shell-faults-valid": ("3", "a59b65f1d99e"),
     }
 
 

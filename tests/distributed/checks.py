@@ -5,6 +5,7 @@ import hashlib
 import torch
 
 import whet
+import whet.errors
 from whet.parallel.shard import local_bytes_of
 from whet.training import trainer as trainer_module
 from whet.training.callbacks import Callback
@@ -124,6 +125,28 @@ class FillWithRank(Callback):
 
 def train_and_fill(world, out, config):
     whet.train(config, [FillWithRank()])
+
+
+def nonfinite_on_one(world, out, config):
+    """The last rank's loss is not a number in step 2: what all of them made of it."""
+    found = {}
+    for what in ("skip", "stop"):
+        run = {**config["run"], "on_nonfinite": what, "name": what}
+        weighted_loss, calls = trainer_module.weighted_loss, []
+
+        def broken(*arguments, calls=calls, weighted_loss=weighted_loss, **rest):
+            share, metrics = weighted_loss(*arguments, **rest)
+            calls.append(1)
+            return share * (float("nan") if world.rank == 1 and len(calls) == 2 else 1.0), metrics
+
+        trainer_module.weighted_loss = broken
+        try:
+            found[what] = watched_train({**config, "run": run}).hashes
+        except whet.errors.RunError as error:
+            found[what] = str(error)
+        finally:
+            trainer_module.weighted_loss = weighted_loss
+    return found
 
 
 def leg(world, out, config, directory, stop_at):

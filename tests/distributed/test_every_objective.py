@@ -73,6 +73,9 @@ def config(name, kind, directory, tiny_directory, teacher):
     if name == "experts":
         tiny_directory = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2}
         tiny_directory |= {"experts": 4, "balance_bias": True}
+        topics = {"train": "synth:python-topics", "valid": "synth:python-topics-valid"}
+        sections["data"] = {**topics, "max_length": 65, "too_long": "split"}
+        sections["eval"] = {"batches": 3}
     elif name == "bridge":
         tiny_directory = falcon(directory / "falcon")
     run = {"steps": 4, "batch_size": 5, "micro_batch_tokens": 320, "name": name, **sections.pop("run", {})}

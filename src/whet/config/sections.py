@@ -199,6 +199,7 @@ class Run(Section):
     precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"] = Field(
         "auto", description="number format; fp16 is for GPUs without bf16"
     )
+    fp8: bool = Field(False, description="multiply in 8 bits in the layers' products; method full")
     compile: bool = Field(False, description="torch.compile each layer")
     grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")
     on_nonfinite: Literal["stop", "skip"] = Field(

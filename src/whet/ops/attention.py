@@ -41,8 +41,9 @@ class Layout:
         if device.type == "cpu":
             return Layout(documents=lengths)
         ends = list(itertools.accumulate(itertools.chain(*lengths)))
-        offsets = torch.tensor([0, *ends], dtype=torch.int32).to(device, non_blocking=True)
+        offsets = torch.tensor([0, *ends], dtype=torch.int32, pin_memory=device.type == "cuda")
         longest = max(map(max, lengths))
+        offsets = offsets.to(device, non_blocking=True)
         return Layout(documents=lengths, offsets=offsets, longest=1 << (longest - 1).bit_length())
 
     @staticmethod

@@ -37,3 +37,11 @@ def operands(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tens
     if torch.is_grad_enabled():
         return hidden, head.weight, head.bias
     return hidden, head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+
+def nothing(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    """The loss of no positions: zero, and attached to all that a loss is attached to.
+
+    Where ranks hold the head in parts, all of them must bring a gradient of it, or none.
+    """
+    return hidden.float().sum() + head.weight[:0].float().sum()

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.ops.fp8 import fp8_linear
+
 # on two cores W x' takes half the time of x W' up to here and as long at 64 rows; on one core both are alike
 _FEW_ROWS = 48
 
@@ -24,8 +26,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, by the function above."""
+    """torch's linear layer, by the function above; where `fp8` is set, training multiplies in 8 bits."""
+
+    fp8 = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The linear layer."""
+        if self.fp8 and torch.is_grad_enabled():
+            return fp8_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)

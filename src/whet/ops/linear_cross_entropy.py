@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.ops.head import Head, operands
+from whet.ops.head import Head, nothing, operands
 from whet.ops.head_gradients import HeadGradients
 from whet.ops.softmax_rows import row_losses
 
@@ -30,7 +30,7 @@ def linear_cross_entropy(
     loss, chunk by chunk, so logits are made once and dropped.
     """
     if not hidden.shape[0]:
-        return hidden.float().sum()  # zero, and still attached to the graph
+        return nothing(hidden, head)
     loss: torch.Tensor = _LinearCrossEntropy.apply(
         *operands(hidden, head), targets, weights, head.scale, head.softcap
     )

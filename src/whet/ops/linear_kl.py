@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from whet.ops.head import Head, operands
+from whet.ops.head import Head, nothing, operands
 from whet.ops.head_gradients import HeadGradients
 from whet.ops.linear_cross_entropy import chunk_rows
 from whet.ops.softmax_rows import widened
@@ -95,7 +95,7 @@ def linear_topk_kl(
 
 def _compared(hidden: torch.Tensor, head: Head, compare: Compare) -> torch.Tensor:
     if not hidden.shape[0]:
-        return hidden.float().sum()
+        return nothing(hidden, head)
     loss: torch.Tensor = _Compared.apply(*operands(hidden, head), head, compare)
     return loss
 

@@ -93,5 +93,5 @@ def start_alike(world: World, parameters: Iterable[nn.Parameter]) -> None:
 
 def seed_rank(world: World, seed: int) -> None:
     """What is random in a forward pass (dropout) is random on each rank in its own way."""
-    if not world.is_main:
+    if world.size > 1:
         torch.manual_seed((seed + 0x9E3779B97F4A7C15 * world.share) % 2**63)

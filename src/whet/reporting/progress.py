@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from whet.training.callbacks import Callback, Metrics
+from whet.training.callbacks import Metrics, NumbersOnly
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PLAIN_LINES = 20  # about as many lines a run prints when nobody watches it live
 
 
-class RunProgress(Callback):
+class RunProgress(NumbersOnly):
     """Loss, speed and time left."""
 
     def __init__(self, console: Console) -> None:

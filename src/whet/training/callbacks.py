@@ -55,6 +55,13 @@ class Callback:
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
         """After an evaluation; step 0 is the one before the first update."""
 
+    def touches_model(self, step: int) -> bool:
+        """Whether `on_step_end` of this step may read or change the model, its gradients or random numbers.
+
+        Where nobody does, a GPU is given the next step before this one's numbers are known.
+        """
+        return True
+
     def on_pause(self) -> StopRun | None:
         """Between the batches and answers of an evaluation: a StopRun breaks it off."""
 
@@ -76,7 +83,15 @@ class Injector(Callback):
     """A callback that writes into the step's metrics; injectors run before all others."""
 
 
-class MetricsLogger(Callback):
+class NumbersOnly(Callback):
+    """A callback that knows a step by its numbers alone."""
+
+    def touches_model(self, step: int) -> bool:
+        """Never."""
+        return False
+
+
+class MetricsLogger(NumbersOnly):
     """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
 
     main_only = True
@@ -127,7 +142,7 @@ def _jsonable(value: Any) -> Any:  # Any: JSON values
     return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(NumbersOnly):
     """Stops when an evaluation metric has not improved for `patience` evaluations."""
 
     def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
@@ -172,7 +187,7 @@ def is_better(metric: str, value: float, best: float | None, *, min_delta: float
     return value < best - min_delta if falls else value > best + min_delta
 
 
-class MemoryLimit(Callback):
+class MemoryLimit(NumbersOnly):
     """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
 
     def __init__(self, limit_gib: float) -> None:
@@ -196,7 +211,7 @@ class MemoryLimit(Callback):
         )
 
 
-class TimeLimit(Callback):
+class TimeLimit(NumbersOnly):
     """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
 
     def __init__(self, minutes: float) -> None:

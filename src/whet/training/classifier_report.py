@@ -25,7 +25,7 @@ from whet.models.weights import read_json
 from whet.objectives.classify import Classify
 from whet.parallel.group import SOLO, World
 from whet.storage import replace_text
-from whet.training.callbacks import Injector
+from whet.training.callbacks import Injector, NumbersOnly
 from whet.training.classification import fitted_temperature, rows_of
 from whet.training.run_data import RunData
 from whet.training.state import RunResult
@@ -72,7 +72,7 @@ def report_on(
     return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": speed}
 
 
-class ClassificationEnd(Injector):
+class ClassificationEnd(NumbersOnly, Injector):
     """Calibrates and keeps the head, and writes classification.json, after a run has finished."""
 
     def __init__(

@@ -99,13 +99,6 @@ def _shares(
     return torch.stack(terms).sum(), metrics
 
 
-def read_together(*tensors: torch.Tensor) -> list[Any]:  # Any: a number, or the list of a vector's numbers
-    """Read numbers and vectors from their device, waiting for it once."""
-    flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
-    host = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape).tolist() for part, tensor in zip(host, tensors, strict=True)]
-
-
 def evaluate_loss(
     model: Trainable,
     objective: Objective,

@@ -28,6 +28,7 @@ from whet.training.callbacks import (
     MemoryLimit,
     Metrics,
     MetricsLogger,
+    NumbersOnly,
     TimeLimit,
 )
 from whet.training.checkpoint import newest_valid, read_state
@@ -253,7 +254,7 @@ class _Assembly:
             self.world.barrier()
 
 
-class _Description(Injector):
+class _Description(NumbersOnly, Injector):
     """The files that say what a run is, put back where somebody removed them: without them no resume."""
 
     def __init__(self, directory: Path, files: dict[str, str]) -> None:
@@ -268,7 +269,7 @@ class _Description(Injector):
                     replace_text(self.directory / name, text)
 
 
-class _FinalAtEnd(Injector):
+class _FinalAtEnd(NumbersOnly, Injector):
     """`final/`, written before anything else at the end can fail."""
 
     def __init__(self, write: Callable[[], None]) -> None:
@@ -280,7 +281,7 @@ class _FinalAtEnd(Injector):
             self.write()
 
 
-class _TestAtEnd(Injector):
+class _TestAtEnd(NumbersOnly, Injector):
     """The test set, evaluated once, into the summary."""
 
     def __init__(self, batches: list[Batch], evaluators: Sequence[Callable[[], Metrics]]) -> None:

@@ -6,7 +6,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from whet.training.callbacks import Callback, Metrics, StopRun
+from whet.training.callbacks import Metrics, NumbersOnly, StopRun
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("whet")
 
 
-class StopOnSignal(Callback):
+class StopOnSignal(NumbersOnly):
     """A callback that asks the run to stop once a signal has come.
 
     Before the run has begun there is nothing to finish and nothing to save: the signal ends it at once.

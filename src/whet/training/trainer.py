@@ -20,6 +20,7 @@ from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
 from whet.parallel.group import SOLO, World
+from whet.training.ahead import Computed, Reading, device_random, restore_device_random
 from whet.training.callbacks import (
     Callback,
     EvaluationStoppedError,
@@ -36,7 +37,7 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss, read_together, taken, total_weights, weighted_loss
+from whet.training.evaluation import evaluate_loss, taken, total_weights, weighted_loss
 from whet.training.nonfinite import keep_batch
 from whet.training.optimizers import create_optimizer, masked_step
 from whet.training.saving import Saver
@@ -99,7 +100,11 @@ class Trainer:
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
         self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint, world)
-        self._step_began_at: dict[str, Any] | None = None
+        # on a CPU there is nothing to gain, an overflow of fp16 computes its step again, and several ranks
+        # would have to agree on what each of them sees between two steps
+        alone = world.size == 1
+        self.looks_ahead = alone and self.device.type == "cuda" and self.precision.compute != torch.float16
+        self._ahead: Computed | None = None
 
     def fit(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""
@@ -115,7 +120,7 @@ class Trainer:
         self._agree_on_stop()
         self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
-            metrics = self.step(self._next_batches())
+            metrics = self._next_step()
             self._tell("on_step_end", self.state.step, metrics)
             self._remember(metrics)
             self._agree_on_stop()
@@ -131,14 +136,53 @@ class Trainer:
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
         """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
         started = time.perf_counter()
+        return self._completed(Computed(micro_batches, self._gradients(micro_batches)), started=started)
+
+    def _next_step(self) -> Metrics:
+        """The next step of the stream; on a GPU the one after it is queued before its numbers are read."""
+        started = time.perf_counter() if self._ahead is None else self._step_ended
+        computed, self._ahead = self._ahead or self._computed(), None
+        return self._completed(computed, started=started, go_on=self._may_look_ahead(self.state.step + 1))
+
+    def _computed(self) -> Computed:
+        """The gradients of the stream's next step."""
+        if not hasattr(self.source, "state"):
+            return Computed(batches := self._next_batches(), self._gradients(batches))
+        position, random = self.source.state(), device_random(self.device)
+        return Computed(batches := self._next_batches(), self._gradients(batches), position, random)
+
+    def _may_look_ahead(self, step: int) -> bool:
+        """Whether nothing but numbers is wanted between this step and the next."""
+        return (
+            self.looks_ahead
+            and hasattr(self.source, "seek")
+            and step < self.total_steps
+            and not (self._evaluates and self._due_at(step, self.config.eval.every))
+            and not (self._saver is not None and self._saver.due(step))
+            and not any(callback.touches_model(step) for callback in self.callbacks)
+        )
+
+    def _stay_here(self) -> None:
+        """Forget what was computed ahead: the run stands right after its last update."""
+        if self._ahead is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.source.seek(self._ahead.position)  # type: ignore[attr-defined]  # else nothing is ahead
+            restore_device_random(self.device, self._ahead.random)
+            self._ahead = None
+
+    def _completed(self, computed: Computed, *, started: float, go_on: bool = False) -> Metrics:
+        """Update, and say what came of it."""
         lr, scale = self.lr_at(self.state.step + 1), self.state.loss_scale
-        scale_before = scale.value
-        found, norm, skipped = self._update(micro_batches, lr=lr)
+        scale_before, micro_batches = scale.value, computed.micro_batches
+        update = self._update(computed.sums, lr=lr)
+        if go_on:
+            self._ahead = self._computed()
+        found, norm, skipped = update()
         while skipped and scale.shrink_after(found["loss"]):  # an overflow of fp16: the same again, smaller
-            found, norm, skipped = self._update(micro_batches, lr=lr)
+            found, norm, skipped = self._update(self._gradients(micro_batches), lr=lr)()
         if skipped:
             scale.value = scale_before  # it was not to blame
-            self._report_nonfinite(micro_batches, found["loss"], norm)
+            self._report_nonfinite(computed, found["loss"], norm)
             found["skipped"] = True
         else:
             scale.note_good_step()
@@ -148,7 +192,8 @@ class Trainer:
         self.state.step += 1
         self.world.watch.at_step(self.state.step)
         self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
-        self.state.elapsed_s = (now := time.perf_counter()) - self._clock
+        self._step_ended = now = time.perf_counter()
+        self.state.elapsed_s = now - self._clock
         return {
             **found,
             "lr": lr,
@@ -162,10 +207,9 @@ class Trainer:
             "peak_gib": peak_gib(self.device),
         }
 
-    def _update(self, micro_batches: Sequence[Batch], *, lr: float) -> tuple[Metrics, float, bool]:
-        """Forward, backward, and an update unless something is not finite: metrics, norm, and whether not."""
+    def _gradients(self, micro_batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+        """Forward and backward of a step: gradients in the parameters; the loss and the metrics."""
         self.learner.train()
-        scale = self.state.loss_scale.value
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
         mine = list(taken(self.world, micro_batches, matched=self.matched))
@@ -177,14 +221,20 @@ class Trainer:
             )
             if number == len(mine):
                 self.gradients.expect_last()
-            (share * scale if counts else share * 0.0).backward()
+            (share * (self.state.loss_scale.value if counts else 0.0)).backward()
             if not counts:
                 continue
             for name, value in {"loss": share.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
         self.gradients.finish()
+        return sums
+
+    def _update(
+        self, sums: dict[str, torch.Tensor], *, lr: float
+    ) -> Callable[[], tuple[Metrics, float, bool]]:
+        """An update unless something is not finite; later: metrics, norm, and whether it was not."""
         gradients = [p.grad for p in self.trained if p.grad is not None]
-        rescale(gradients, 1.0 / scale)
+        rescale(gradients, 1.0 / self.state.loss_scale.value)
         norm = total_norm(gradients)
         if self.config.optim.clip is not None:
             clip(self.trained, self.config.optim.clip, norm)
@@ -192,9 +242,13 @@ class Trainer:
         if self._saver is not None:
             self._saver.before_update()
         masked_step(self.optimizer, lr=lr, skip=skip)
-        # the first read of device numbers: everything above was queued without waiting
-        skipped, norm_value, *values = read_together(skip, norm, *sums.values())
-        return self.world.sums(dict(zip(sums, values, strict=True))), norm_value, bool(skipped)
+        reading = Reading(skip, norm, *sums.values())  # everything up to here was queued without waiting
+
+        def read() -> tuple[Metrics, float, bool]:
+            skipped, norm_value, *values = reading.values()
+            return self.world.sums(dict(zip(sums, values, strict=True))), norm_value, bool(skipped)
+
+        return read
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Loss over batches, weighted by tokens, and its perplexity."""
@@ -220,6 +274,7 @@ class Trainer:
 
         It may still be copied from the model when this returns; `step` waits for that before it updates.
         """
+        self._stay_here()
         if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
             return
         contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
@@ -265,8 +320,6 @@ class Trainer:
 
     def _next_batches(self) -> list[Batch]:
         """The micro-batches of the next step."""
-        if hasattr(self.source, "state"):
-            self._step_began_at = self.source.state()
         try:
             with self.world.watch.patiently("preparing a step"):  # an epoch's order, or rollouts
                 return next(self.batches)
@@ -276,10 +329,14 @@ class Trainer:
                 hint="batches must yield one list of micro-batches for each step",
             ) from None
 
+    @staticmethod
+    def _due_at(step: int, every: int | None) -> bool:
+        return every is not None and step % every == 0
+
     def _evaluate_if_due(self) -> None:
         """Before the first step and at intervals; a run that must stop now does it when it is resumed."""
-        hurry, every = self.stop is not None and self.stop.unfinished, self.config.eval.every
-        if not hurry and (self.state.step == 0 or (every is not None and self.state.step % every == 0)):
+        hurry = self.stop is not None and self.stop.unfinished
+        if not hurry and (self.state.step == 0 or self._due_at(self.state.step, self.config.eval.every)):
             self._evaluate_and_tell()
 
     def _evaluate_and_tell(self) -> None:
@@ -339,12 +396,12 @@ class Trainer:
                 self.state.stopped = None if stop.unfinished else stop.reason
                 return
 
-    def _report_nonfinite(self, micro_batches: Sequence[Batch], loss: float, norm: float) -> None:
+    def _report_nonfinite(self, computed: Computed, loss: float, norm: float) -> None:
         """The weights did not change; keep what is needed to find out why, and stop or go on."""
         step = self.state.step + 1
         message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
         if self.directory is not None and self.world.is_main:
-            message += f"; {keep_batch(self.directory, step, micro_batches, loss=loss, norm=norm)}"
+            message += f"; {keep_batch(self.directory, step, computed.micro_batches, loss=loss, norm=norm)}"
         run = self.config.run
         in_a_row = self.state.nonfinite_in_a_row + 1
         if run.on_nonfinite == "skip" and in_a_row < run.nonfinite_limit:
@@ -352,8 +409,9 @@ class Trainer:
             return
         if run.on_nonfinite == "skip":
             message += f"; {in_a_row} such steps in a row, and run.nonfinite_limit is {run.nonfinite_limit}"
-        if self._step_began_at is not None:
-            self.source.seek(self._step_began_at)  # type: ignore[attr-defined]  # it has a state, so it can seek
+        self._stay_here()
+        if computed.position is not None:
+            self.source.seek(computed.position)  # type: ignore[attr-defined]  # it has a state, so it can seek
         self.save()
         raise RunError(
             message,
@@ -361,6 +419,7 @@ class Trainer:
         )
 
     def _finish(self) -> RunResult:
+        self._stay_here()
         finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
         if finished:
             self._evaluate_and_tell()

@@ -31,6 +31,7 @@ from whet.parallel.group import SOLO, World
 from whet.parallel.shard import gathered, whole_on_main
 from whet.training.callbacks import Callback, Metrics
 from whet.training.compiling import compile_blocks
+from whet.training.eight_bits import use_fp8
 from whet.training.mix_data import MixData
 from whet.training.provenance import weights_digest
 from whet.training.routing import with_routers
@@ -177,6 +178,8 @@ class TextWork(Work):
         self.base_digest = weights_digest(model)
         make_trainable(model, method, dtype=self.precision.trained)
         model.grad_checkpoint = config.run.grad_checkpoint
+        if config.run.fp8:
+            log.info("fp8: %s", use_fp8(model, method.kind))
         if config.run.compile:
             log.info("compile: %s", compile_blocks(model))
         self.announce(model)

@@ -1,0 +1,152 @@
+"""Training curves side by side on real text: transformers, whet, whet compiled, whet with products in 8 bits.
+
+One model (a llama shape, random weights), the same batches in the same order, AdamW, 200 steps on the documentation
+that comes with Python. Where whet is right its curve lies on that of transformers within what rounding does.
+
+    python -m benchmarks.curves [--small]      writes benchmarks/results/curves.json (and curves.png with matplotlib)
+
+`--small` is a model and a number of steps for a CPU.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import whet
+from benchmarks.machine import describe_machine
+from whet.config.load import make_config
+from whet.data.batches import BatchStream
+from whet.data.examples import Example
+from whet.data.plan import StepSettings
+from whet.data.synthetic import generate
+from whet.hardware import choose_device, choose_precision
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.objectives.sft import SFT
+from whet.training.compiling import compile_blocks
+from whet.training.eight_bits import use_fp8
+from whet.training.trainer import Trainer
+
+RESULTS = Path(__file__).parent / "results"
+LR, WARMUP, SEED, BETAS = 6e-4, 20, 0, (0.9, 0.95)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "curves.json")
+    options = parser.parse_args()
+    device = choose_device()
+    shape = {"layers": 2, "d_model": 128, "heads": 4, "width": 384} if options.small else {"layers": 12}
+    length, rows, steps = (64, 8, 30) if options.small else (512, 32, 200)
+    name = "nano" if options.small else "smollm2-135m"
+    spec = preset_spec(name, **shape, vocab_size=256)
+    examples = windows(length)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        whet.save(from_scratch(spec, seed=SEED), None, folder)
+        kinds = ["transformers", "whet", "whet-fp8"] + ["whet-compiled"] * (device.type == "cuda")
+        for kind in kinds:
+            stream = BatchStream(examples, StepSettings(rows, None, rows * length, pack=False), seed=SEED)
+            curve = theirs if kind == "transformers" else ours
+            found[kind] = curve(folder, stream, steps, device, kind)
+            print(kind, f"{found[kind][0]:.4f} -> {sum(found[kind][-10:]) / 10:.4f}", flush=True)
+    base = found["transformers"]
+    apart = {
+        kind: {
+            "largest": max(abs(a - b) for a, b in zip(base, curve, strict=True)),
+            "last_20_mean": (sum(curve[-20:]) - sum(base[-20:])) / 20,
+        }
+        for kind, curve in found.items()
+    }
+    result = {"machine": describe_machine(), "tokens_a_step": rows * length, "steps": steps, "apart": apart}
+    options.out.write_text(json.dumps({**result, "curves": found}, indent=1) + "\n")
+    print(json.dumps(apart, indent=1))
+    draw(found, options.out.with_suffix(".png"))
+
+
+def windows(length):
+    """Python's documentation as bytes, in windows."""
+    text = "\n".join(record["text"] for record in generate("synth:python-topics")).encode()
+    starts = range(0, len(text) - length - 1, length)
+    return [Example(list(text[s : s + length + 1]), [True] * (length + 1), "topics") for s in starts]
+
+
+def rate(step):
+    return LR * min(1.0, step / WARMUP)
+
+
+def ours(folder, stream, steps, device, kind):
+    precision = choose_precision("bf16" if device.type == "cuda" else "fp32", device)
+    model, _ = whet.load(folder, dtype=precision.trained, device=device)
+    model.requires_grad_(True)
+    if kind == "whet-fp8":
+        use_fp8(model, "full")
+    if device.type == "cuda" and kind != "whet":
+        compile_blocks(model)
+    config = make_config(
+        {
+            "model": "random",
+            "method": {"kind": "full"},
+            "data": {"train": "none"},
+            "optim": {
+                "lr": LR,
+                "weight_decay": 0.1,
+                "betas": BETAS,
+                "clip": 1.0,
+                "schedule": "constant",
+                "warmup": WARMUP,
+            },
+            "run": {"name": "curve", "steps": steps, "batch_size": 1, "device": str(device)},
+        }
+    )
+    trainer = Trainer(model, SFT(), stream, config, precision=precision)
+    return [row["loss"] for row in trainer.fit().history if "loss" in row]
+
+
+def theirs(folder, stream, steps, device, _):
+    """The loop that people write: bf16 by autocast on a GPU; as in whet, embeddings and norms do not decay."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
+    embeddings = {id(p) for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    decays = {id(p): p.dim() > 1 and id(p) not in embeddings for p in model.parameters()}
+    matrices = [p for p in model.parameters() if decays[id(p)]]
+    others = [p for p in model.parameters() if not decays[id(p)]]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+    losses = []
+    for step in range(1, steps + 1):
+        (batch,) = next(stream)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(batch.tokens.to(device)).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.targets.to(device).flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def draw(found, path):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, curve in found.items():
+        axes.plot(range(1, len(curve) + 1), curve, label=kind, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What grows with what, on one GPU: tokens a second and peak memory of LoRA steps, one size changed at a time.
+
+    python -m benchmarks.growth      writes benchmarks/results/growth.json, and growth.png with matplotlib
+
+The shape is that of a 1B model (random weights), bf16, layers compiled, rank 16 on every linear layer, 32,768 tokens a
+step unless the batch is what changes. Text length: rows of that many tokens. Nothing may recompile after the first
+steps of a shape: the count of compilations is in the result.
+"""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import whet
+from benchmarks.gpu import COMMON, SHAPES
+from benchmarks.machine import describe_machine
+from whet.config.load import make_config
+from whet.data.batches import BatchStream
+from whet.data.examples import Example
+from whet.data.plan import StepSettings
+from whet.hardware import choose_precision
+from whet.models import families
+from whet.models.decoder import Decoder
+from whet.objectives.sft import SFT
+from whet.training.callbacks import NumbersOnly
+from whet.training.compiling import compile_blocks
+from whet.training.trainer import Trainer
+
+RESULT = Path(__file__).parent / "results" / "growth.json"
+TOKENS, LENGTH, VOCABULARY, RANK = 32768, 2048, 128256, 16
+GROWTH = {
+    "length": (512, 1024, 2048, 4096, 8192, 16384, 32768),
+    "vocabulary": (32000, 64000, 128256, 256000),
+    "rank": (4, 16, 64, 256),
+    "batch": (2048, 4096, 8192, 16384, 32768, 65536),
+}
+WARMUP, STEPS = 3, 4
+
+
+class Clock(NumbersOnly):
+    """Seconds and memory of the steps after the first few, and what was compiled meanwhile."""
+
+    def __init__(self):
+        self.times, self.compiled = [], 0
+
+    def on_step_end(self, step, metrics):
+        if step == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = compilations()
+        if step > WARMUP:
+            self.times.append(metrics["step_s"])
+            self.compiled = compilations() - self.before
+
+
+def compilations():
+    return sum(torch._dynamo.utils.counters["stats"].values())
+
+
+def main():
+    rows, built = [], {}
+    for what, sizes in GROWTH.items():
+        for size in sizes:
+            sizes_now = {
+                "length": LENGTH,
+                "vocabulary": VOCABULARY,
+                "rank": RANK,
+                "batch": TOKENS,
+                what: size,
+            }
+            key = (sizes_now["vocabulary"], sizes_now["rank"])
+            if key not in built:
+                built.clear()
+                torch.cuda.empty_cache()
+                built[key] = build(*key)
+            started = time.perf_counter()
+            rows.append({"what": what, "size": size, **measure(built[key], sizes_now)})
+            print(json.dumps(rows[-1]), f"{time.perf_counter() - started:.1f} s", flush=True)
+    RESULT.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    draw(rows, RESULT.with_suffix(".png"))
+
+
+def build(vocabulary, rank):
+    config = {"model_type": "llama", **SHAPES["1b"], **COMMON, "vocab_size": vocabulary}
+    config["max_position_embeddings"] = max(GROWTH["length"])
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Decoder(families.FAMILIES["llama"].from_config(config), source_config=config).bfloat16()
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    whet.attach_lora(model, rank=rank, alpha=2 * rank)
+    compile_blocks(model)
+    return model
+
+
+def measure(model, sizes):
+    length = min(sizes["length"], sizes["batch"])
+    count = sizes["batch"] // length
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, sizes["vocabulary"], length + 1) for _ in range(count)]
+    examples = [Example(row, [True] * len(row), "random") for row in rows]
+    config = make_config(
+        {
+            "model": "random",
+            "data": {"train": "none"},
+            "optim": {"lr": 1e-5, "clip": 1.0, "schedule": "constant"},
+            "run": {"name": "growth", "steps": WARMUP + STEPS, "batch_size": count, "precision": "bf16-pure"},
+        }
+    )
+    clock = Clock()
+    stream = BatchStream(examples, StepSettings(count, None, sizes["batch"], pack=False), seed=0)
+    precision = choose_precision("bf16-pure", torch.device("cuda"))
+    Trainer(model, SFT(), stream, config, [clock], precision=precision).fit()
+    median = sorted(clock.times)[len(clock.times) // 2]
+    return {
+        "tokens_per_s": round(sizes["batch"] / median),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "compiled_again": clock.compiled,
+    }
+
+
+def draw(rows, path):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(2, len(GROWTH))
+    for column, what in enumerate(GROWTH):
+        found = [row for row in rows if row["what"] == what]
+        for row, (key, label) in enumerate((("tokens_per_s", "tokens/s"), ("peak_gib", "GiB"))):
+            axes = panels[row][column]
+            axes.plot([each["size"] for each in found], [each[key] for each in found], marker="o")
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set(xlabel=what, ylabel=label if column == 0 else "")
+            axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

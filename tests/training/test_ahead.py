@@ -1,0 +1,174 @@
+"""Computing the next step before this one's numbers are read changes nothing but when things happen."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import whet
+from tiny import random_examples, run_config
+from whet.config.load import make_config
+from whet.data.batches import BatchStream, make_batch
+from whet.data.plan import StepSettings
+from whet.errors import RunError
+from whet.objectives.sft import SFT
+from whet.training.ahead import Reading
+from whet.training.callbacks import Callback, NumbersOnly, StopRun
+from whet.training.checkpoint import newest_valid, read_state
+from whet.training.trainer import Trainer
+
+SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=True)
+
+
+class StopAt(NumbersOnly):
+    """Asks for a stop after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        return StopRun("enough", unfinished=True) if step == self.step else None
+
+
+def trainer(tiny_directory, directory, *, ahead, callbacks=(), steps=7, evaluates=True, **sections):
+    """With dropout, so that the place in the random numbers counts, too."""
+    torch.manual_seed(0)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    whet.attach_lora(model, rank=4, dropout=0.3)
+    sections = {"checkpoint": {"every": 4}, "eval": {"every": 3}, **sections}
+    sections["run"] = {"steps": steps, "batch_size": 4, **sections.get("run", {})}
+    config = make_config(run_config(tiny_directory, directory, **sections))
+    held = [make_batch([[example]]) for example in random_examples(2, seed=1)] if evaluates else ()
+    stream = BatchStream(random_examples(20), SETTINGS, seed=0)
+    run = Trainer(model, SFT(), stream, config, callbacks, eval_batches=held, directory=directory)
+    run.looks_ahead = ahead
+    return run
+
+
+def order_of(run, monkeypatch):
+    """When a step's gradients are computed and when its numbers are read."""
+    seen, compute, read = [], run._gradients, Reading.values
+    monkeypatch.setattr(run, "_gradients", lambda batches: seen.append("compute") or compute(batches))
+    monkeypatch.setattr(Reading, "values", lambda reading: seen.append("read") or read(reading))
+    return seen
+
+
+def outcome(run):
+    weights = [p.detach().clone() for p in run.trained]
+    keys = ("step", "loss", "grad_norm", "eval_loss", "tokens_total")
+    return weights, [{key: row[key] for key in keys if key in row} for row in run.history]
+
+
+def same(one, other):
+    assert one[1] == other[1]
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def test_every_number_and_weight_is_the_same(tiny_directory, tmp_path):
+    found = []
+    for ahead in (False, True):
+        run = trainer(tiny_directory, tmp_path / str(ahead), ahead=ahead)
+        run.fit()
+        found.append(outcome(run))
+    same(*found)
+    states = [read_state(tmp_path / str(ahead) / "checkpoints/step-000004") for ahead in (False, True)]
+    for state in states:
+        state["run"].pop("elapsed_s")
+        state["run"]["latest"] = None
+        state["config"] = None
+    assert states[0] == states[1]
+
+
+def test_the_next_step_is_computed_before_numbers_are_read_unless_the_model_is_wanted(
+    tiny_directory, tmp_path, monkeypatch
+):
+    """Between steps 3 and 4, and 6 and 7, there is an evaluation, between 4 and 5 a checkpoint."""
+    run = trainer(tiny_directory, tmp_path, ahead=True)
+    seen = order_of(run, monkeypatch)
+    run.fit()
+    ahead, turn = ["compute", "read"], ["read", "compute"]
+    assert seen == ["compute", *ahead, *ahead, *turn, *turn, *ahead, *turn, "read"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been_computed(tiny_directory, tmp_path, step):
+    whole = trainer(tiny_directory, tmp_path / "whole", ahead=False)
+    whole.fit()
+    first = trainer(tiny_directory, tmp_path / "cut", ahead=True, callbacks=[StopAt(step)])
+    assert first.fit().unfinished
+    assert first._ahead is None
+    assert all(p.grad is None for p in first.trained)
+    again = trainer(tiny_directory, tmp_path / "cut", ahead=True)
+    again.restore(newest_valid(tmp_path / "cut"))
+    again.fit()
+    weights, rows = outcome(whole)
+    same((weights, [row for row in rows if row["step"] > step]), outcome(again))
+
+
+def spoil(run, step):
+    """The loss of one step is not a number."""
+    original, count = run.objective.loss, 0
+
+    def loss(model, batch):
+        nonlocal count
+        count += torch.is_grad_enabled()
+        result = original(model, batch)
+        bad = torch.is_grad_enabled() and count == step
+        return type(result)({"loss": result.sums["loss"] * (math.nan if bad else 1)})
+
+    run.objective.loss = loss
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_not_finite_stops_the_run_where_it_stood(tiny_directory, tmp_path, ahead):
+    one_each = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=512, pack=True)
+    run = trainer(tiny_directory, tmp_path, ahead=ahead, evaluates=False, checkpoint={"every": 100})
+    run.source.settings = one_each
+    spoil(run, step=2)
+    with pytest.raises(RunError, match="step 2: loss nan"):
+        run.fit()
+    state = read_state(newest_valid(tmp_path))
+    assert (state["step"], state["data"]["index"]) == (1, 1)
+    saved = json.loads((tmp_path / "nonfinite-step-000002.json").read_text())
+    assert len(saved["micro_batches"]) == 1
+
+
+def test_a_step_that_is_skipped_leaves_the_next_one_as_it_would_be(tiny_directory, tmp_path):
+    found = []
+    for ahead in (False, True):
+        run = trainer(
+            tiny_directory, tmp_path / str(ahead), ahead=ahead, evaluates=False, run={"on_nonfinite": "skip"}
+        )
+        run.source.settings = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=512, pack=True)
+        spoil(run, step=2)
+        run.fit()
+        assert run.history[1]["skipped"]
+        for row in run.history:
+            row["loss"] = str(row["loss"])
+            row["grad_norm"] = str(row["grad_norm"])
+        found.append(outcome(run))
+    same(*found)
+
+
+def test_a_callback_that_may_touch_the_model_gets_it_alone(tiny_directory, tmp_path, monkeypatch):
+    """Callbacks of other people are such, unless they say otherwise."""
+    gradients = []
+
+    class Theirs(Callback):
+        def on_step_end(self, step, metrics):
+            gradients.append([p.grad for p in run.trained if p.grad is not None])
+
+    run = trainer(tiny_directory, tmp_path, ahead=True, callbacks=[Theirs()], steps=3)
+    seen = order_of(run, monkeypatch)
+    run.fit()
+    assert seen == 3 * ["compute", "read"]
+    assert gradients == 3 * [[]]
+
+
+def test_a_cpu_and_fp16_never_look_ahead(tiny_directory, tmp_path):
+    torch.manual_seed(0)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    whet.attach_lora(model, rank=4)
+    config = make_config(run_config(tiny_directory, tmp_path))
+    assert not Trainer(model, SFT(), [], config).looks_ahead

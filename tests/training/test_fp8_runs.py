@@ -1,0 +1,60 @@
+"""run.fp8: training in 8 bits learns what training in 16 does, and says no where it cannot."""
+
+import pytest
+
+import whet
+from tiny import run_config
+from whet.config.load import make_config
+from whet.errors import ConfigError
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.training.eight_bits import use_fp8
+
+
+def config(tmp_path, name, **run):
+    return {
+        "model": {
+            "preset": "nano",
+            "layers": 2,
+            "d_model": 64,
+            "heads": 2,
+            "width": 128,
+            "tokenizer": "bytes",
+        },
+        "method": {"kind": "full"},
+        "data": {"train": "synth:python-topics", "max_length": 64, "pack": True},
+        "optim": {"lr": 3e-3, "warmup": 2},
+        "run": {"name": name, "dir": str(tmp_path), "steps": 25, "batch_tokens": 512, "device": "cpu", **run},
+    }
+
+
+def losses(found):
+    return [row["loss"] for row in found.history if "loss" in row]
+
+
+def test_the_loss_follows_that_of_plain_training(tmp_path):
+    """Within a twentieth of what is learned; and it is not the same numbers."""
+    plain = losses(whet.train(make_config(config(tmp_path, "plain"))))
+    eight = losses(whet.train(make_config(config(tmp_path, "eight", fp8=True))))
+    learned = plain[0] - plain[-1]
+    assert learned > 1.0
+    assert max(abs(a - b) for a, b in zip(plain, eight, strict=True)) < learned / 20
+    assert eight != plain
+    model, _ = whet.load(tmp_path / "eight" / "final")
+    assert not any(getattr(module, "fp8", False) for module in model.modules())
+
+
+def test_only_layers_of_blocks_that_fit_are_changed():
+    model = from_scratch(preset_spec("nano", layers=1, d_model=64, heads=2, width=40, vocab_size=96), seed=0)
+    assert "4 of 7 linear layers" in use_fp8(model, "full")
+    assert model.layers[0].self_attn.q_proj.fp8
+    assert not model.layers[0].mlp.up_proj.fp8
+
+
+def test_where_it_does_not_go(tmp_path, tiny_directory):
+    given = run_config(tiny_directory, tmp_path, run={"fp8": True, "steps": 1, "batch_size": 2})
+    with pytest.raises(ConfigError, match="every weight"):
+        whet.train(make_config({**given, "data": {"train": "synth:house:8"}}))
+    model = from_scratch(preset_spec("nano", layers=1, d_model=40, heads=1, width=40, vocab_size=96), seed=0)
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        use_fp8(model, "full")
