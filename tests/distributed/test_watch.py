@@ -94,9 +94,9 @@ def run(tmp_path, trouble, *, at, world=2):
             r"failed at step 11, the forward pass, after the sum of gradients: ValueError: a bad record$",
             0,
         ),
-        ("kill", r"died at step (8|9|1.), .*, after the sum of gradients$", 0),
-        ("leave", r"died at step (8|9|1.), .*, after the sum of gradients$", 0),
-        ("stop", r"gave no sign for 3 s, at step (8|9|1.), .*, after the sum of gradients$", LIMIT_S),
+        ("kill", r"died at step (8|9|1.), .*the sum of gradients$", 0),
+        pytest.param("leave", r"died at step (8|9|1.), .*the sum of gradients$", 0, marks=pytest.mark.slow),
+        ("stop", r"gave no sign for 3 s, at step (8|9|1.), .*the sum of gradients$", LIMIT_S),
         ("sleep", r"hangs at step 11, the forward pass, after the sum of gradients, for 3 s", LIMIT_S),
     ],
 )

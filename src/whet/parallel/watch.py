@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -21,12 +22,20 @@ from typing import Any
 from whet.errors import RunError, WhetError
 
 LIMIT_S = 50.0  # after the first step; with the time to tell everybody, under a minute
-START_S = 900.0  # models are read and layers compiled before the first step is done
-PATIENT_S = 1800.0  # for what may take long without a sign: a large model on its way to a slow disk
+START_S = 1800.0  # models are read and layers compiled before the first step is done
+PATIENT_S = 3600.0  # for what may take long without a sign: a large model on its way to a slow disk
 FAILED = 1
 STARTING = "starting"
 _FAILURE = "failure"  # in the store: which rank was the first to say why the run is over
 _UNKNOWN_S = 5.0  # for a death to be seen after its connections broke
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # only Linux has these files
+        return f"{socket.gethostname()} {uuid.getnode()}"
 
 
 @dataclass
@@ -42,6 +51,7 @@ class Sign:
     beat: int = 0  # of its thread: a stopped process has none
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
+    machine: str = field(default_factory=_machine)  # where a process has this number: hosts may share names
 
     def describe(self) -> str:
         """Where it is, in words."""
@@ -170,10 +180,12 @@ class Watch:
         try:
             self._beat()
             self._store.wait([f"sign/{rank}" for rank in range(self.size)], timedelta(seconds=START_S))
-            while not self._stopped.wait(self._pause_s):
-                self._beat()
+            while True:
                 self._look_at_others(time.monotonic())
                 self._looked_at = time.monotonic()
+                if self._stopped.wait(self._pause_s):
+                    return
+                self._beat()
         except RuntimeError:  # the store is gone, and with it whoever kept it
             if not self._stopped.wait(2 * self._pause_s):
                 self._lose_store("died")
@@ -208,7 +220,7 @@ class Watch:
         """Who has died, stopped or hangs, in words, and its last sign."""
         for rank, seen in self._seen.items():
             name = f"rank {rank} (process {seen.sign.pid} on {seen.sign.host})"
-            if seen.sign.host == self.sign.host and not _is_running(seen.sign.pid):
+            if seen.sign.machine == self.sign.machine and not _is_running(seen.sign.pid):
                 return f"{name} died {seen.sign.describe()}", seen.sign
             if now - seen.beat_at > self._silence_s(seen.sign):
                 return f"{name} gave no sign for {self.limit_s:g} s, {seen.sign.describe()}", seen.sign
@@ -233,7 +245,7 @@ class Watch:
 
     def _kill(self, sign: Sign) -> None:
         """What neither listens nor works cannot be asked to end."""
-        if sign.host == self.sign.host and sign.pid not in (0, self.sign.pid):
+        if sign.machine == self.sign.machine and sign.pid not in (0, self.sign.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(sign.pid, signal.SIGKILL)
 
@@ -255,9 +267,14 @@ class Watch:
         os._exit(FAILED)
 
     def _linger(self) -> None:
-        """The store may end with this process: not before all have read why."""
-        if self.rank == 0:
-            time.sleep(4 * self._pause_s)
+        """The store may end with this process: not before all have read why, or have ended."""
+        ends = time.monotonic() + 4 * self._pause_s
+        others = [seen.sign for rank, seen in self._seen.items() if rank != self.rank]
+        while self.rank == 0 and time.monotonic() < ends:
+            here = [sign for sign in others if sign.machine == self.sign.machine]
+            if others == here and others and not any(_is_running(sign.pid) for sign in here):
+                return
+            time.sleep(0.05)
 
     def _lose_store(self, how: str) -> None:
         """Rank 0 keeps the store, unless torchrun does: the first of the others says so."""

@@ -20,6 +20,7 @@ from whet.errors import CheckpointError
 from whet.models.shards import MOMENT, Stored, fill, has_shards, is_cut, stored_tensors
 from whet.models.weights import read_json
 from whet.parallel.checkpoint import Group, write_sharded
+from whet.parallel.group import SOLO, World
 from whet.storage import (
     check_manifest,
     new_directory,
@@ -88,11 +89,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    world: World = SOLO,
 ) -> State:
-    """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata."""
+    """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata.
+
+    Ranks that do so together check a share of the files each.
+    """
     path = Path(path)
-    check_manifest(path)
+    with world.abreast():
+        check_manifest(path, share=slice(world.rank, None, world.size))
     weights, state = read_trained(model, path), read_state(path)
     if optimizer is not None:
         _restore_optimizer(model, optimizer, path)

@@ -294,7 +294,7 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint: everything the run needs, or an error."""
-        state = load_checkpoint(path, self.learner, self.optimizer)
+        state = load_checkpoint(path, self.learner, self.optimizer, world=self.world)
         self.state = RunState(**state["run"])
         if self._saver is not None:
             self._saver.saved_step = self.state.step
@@ -460,7 +460,8 @@ class Trainer:
         if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
             return
         try:
-            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.learner)
+            best = checkpoint_path(self.directory, self.state.best["step"])
+            load_checkpoint(best, self.learner, world=self.world)
         except CheckpointError as error:
             log.warning("the best weights are lost, and the last ones are used: %s", error.message)
         else:
