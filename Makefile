@@ -1,11 +1,11 @@
-# make demo: fine-tune a real language model. make test, make check: what CI runs.
+# make demo: fine-tune a real language model. make check, make test, make bench-smoke: what CI runs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow bench-smoke check format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,10 @@ test: $(VENV)/installed-dev
 test-slow: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+bench-smoke: $(VENV)/installed-dev
+	$(BIN)/whet pull smollm2-135m-instruct
+	WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cpu --smoke
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -155,7 +155,7 @@ def test_the_page_of_keys_lists_every_key_with_its_default_and_meaning():
     page = (ROOT / "docs" / "config.md").read_text()
     for table in key_tables():
         assert table in page, f"docs/config.md lacks this; see `python tests/test_docs.py`:\n\n{table}"
-    rows = re.findall(r"^\| `([a-z_.]+)` \|", page, flags=re.M)
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \|", page, flags=re.M)
     assert len(rows) == sum(table.count("\n| `") for table in key_tables())  # and no key that does not exist
 
 
@@ -229,7 +229,8 @@ def values(kind, limits=()):
             "number": "list of numbers",
             "a section": "list of sections",
         }
-        return several[values(*get_args(kind))]
+        inner = values(*get_args(kind))
+        return several.get(inner, f"list of {inner}")
     if get_origin(kind) is tuple:
         return "two numbers" + bounds(get_args(get_args(kind)[0])[1:])
     return names[kind] + (bounds(limits) if kind in (int, float) else "")

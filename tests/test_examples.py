@@ -1,6 +1,7 @@
 """Every example runs: configs are valid, and the demo does what it says, on a model small enough to test with."""
 
 import importlib.util
+import json
 import math
 import time
 from collections import Counter, defaultdict
@@ -103,6 +104,24 @@ def test_the_pretraining_examples_run(tmp_path, monkeypatch):
         assert 1 < result.metrics["eval_bits_per_byte"] < 9
         model, tokenizer = whet.load(result.directory)
         assert isinstance(whet.generate(model, tokenizer, "The", max_tokens=3), str)
+
+
+def test_the_probes_example_runs(tmp_path):
+    """Its probes and samples, more often than it says and for fewer steps."""
+    often = [
+        f"log.probes.{name}=2"
+        for name in ("gradients", "weights", "activations", "attention", "noise", "rank")
+    ]
+    small = ["run.steps=4", "run.batch_tokens=512", "run.device=cpu", "eval.every=2", "eval.batches=1"]
+    config = load_config(
+        EXAMPLES / "probes-nano.yaml", [*small, *often, f"run.dir={tmp_path}", "log.samples.max_tokens=4"]
+    )
+    result = whet.train(config)
+    found = [row for row in result.history if "probe_s" in row]
+    assert [row["step"] for row in found] == [2, 4]
+    assert all(len(row["exp_grad_norm_layer"]) == 4 for row in found)
+    samples = [json.loads(line) for line in (result.directory / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in samples] == [0, 0, 4, 4]
 
 
 def witten_bell(train, test, order):

@@ -33,10 +33,19 @@ if TYPE_CHECKING:
     from whet.training.checkpoint import save_checkpoint as save_checkpoint
     from whet.training.classifier import Classifier as Classifier
     from whet.training.optimizers import create_optimizer as create_optimizer
+    from whet.training.probes import ActivationStats as ActivationStats
+    from whet.training.probes import AttentionEntropy as AttentionEntropy
+    from whet.training.probes import EffectiveRank as EffectiveRank
+    from whet.training.probes import GradientNoise as GradientNoise
+    from whet.training.probes import GradientStats as GradientStats
+    from whet.training.probes import WeightStats as WeightStats
     from whet.training.run import resume as resume
     from whet.training.run import train as train
+    from whet.training.samples import SampleGenerations as SampleGenerations
     from whet.training.schedules import create_schedule as create_schedule
     from whet.training.state import RunResult as RunResult
+    from whet.training.throughput import Budget as Budget
+    from whet.training.throughput import ThroughputMonitor as ThroughputMonitor
     from whet.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -58,9 +67,19 @@ _HOMES = {
     "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "training.classifier": ("Classifier",),
     "training.optimizers": ("create_optimizer",),
+    "training.probes": (
+        "ActivationStats",
+        "AttentionEntropy",
+        "EffectiveRank",
+        "GradientNoise",
+        "GradientStats",
+        "WeightStats",
+    ),
     "training.run": ("resume", "train"),
+    "training.samples": ("SampleGenerations",),
     "training.schedules": ("create_schedule",),
     "training.state": ("RunResult",),
+    "training.throughput": ("Budget", "ThroughputMonitor"),
     "training.trainer": ("Trainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -149,6 +149,20 @@ def nonfinite_on_one(world, out, config):
     return found
 
 
+def small_buckets(world, out, config):
+    """A run whose gradients are sent in many pieces: how many were on their way before the backward ended."""
+    from whet.parallel import gradients
+
+    finish, early = gradients.GradientSum.finish, []
+
+    def noted(self):
+        early.append((self._next, len(self.buckets)))
+        finish(self)
+
+    gradients._BUCKET_NUMBERS, gradients.GradientSum.finish = 2000, noted
+    return watched_train(config).found() | {"early": early}
+
+
 def leg(world, out, config, directory, stop_at):
     """Begin a run, or go on with one, up to a step or to its end."""
     again = None if config is not None else f"{directory}/runs/test"

@@ -68,6 +68,7 @@ def test_an_error_of_all_ranks_is_said_once(tiny_directory, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_rendezvous_that_cannot_be_reached_is_said_once_a_machine(tiny_directory, tmp_path):
     config = write_config(tmp_path / "c.yaml", tiny_directory)
     place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -18,7 +18,11 @@ GRPO = {"kind": "grpo", "group_size": 3, "max_new_tokens": 6, "reward_workers": 
 SUMS = {"train": "synth:sums:10", "valid": "synth:sums-valid:5", "test": "synth:sums-valid:3"}
 
 CASES = {
-    "lora": {"method": LORA, "eval": {"generate": True, "max_new_tokens": 4}},
+    "lora": {
+        "method": LORA,
+        "eval": {"generate": True, "max_new_tokens": 4},
+        "log": {"samples": {"prompts": ["Who?"], "every": 2, "max_tokens": 4}},
+    },
     "qlora": {"method": {"kind": "qlora", "rank": 4}},
     "recomputed": {"method": FULL, "run": {"grad_checkpoint": True}, "data": {"pack": False}},
     "dpo-copy": {"method": FULL, "objective": {"kind": "dpo", "reference": "online"}, "data": PAIRS},
@@ -27,6 +31,7 @@ CASES = {
     "distill": {"method": FULL, "objective": {"kind": "distill", "hidden": {"layers": {1: 1, 2: 2}}}},
     "mtp": {"method": FULL, "objective": {"kind": "mtp", "n_predict": 2}},
     "classify": {"method": LORA, "objective": {"kind": "classify", "calibrate": True, "probe": False}},
+    "unused-head": {"method": FULL, "objective": {"kind": "classify", "probe": False, "bias": True}},
     "grpo": {"method": FULL, "objective": GRPO, "data": SUMS, "run": {"batch_size": 2}},
     "mix": {"method": LORA, "objective": {"kind": "mix"}},
     "sgd": {"method": FULL, "optim": {"name": "sgd", "momentum": 0.9, "lr": 1e-2}},
@@ -34,6 +39,7 @@ CASES = {
     "bridge": {"method": {**LORA, "targets": ["query_key_value"]}},
     "pissa": {"method": {**LORA, "variant": "pissa"}},
     "dora": {"method": {**LORA, "variant": "dora"}},
+    "compiled": {"method": FULL, "run": {"compile": True, "grad_checkpoint": True}},
     "lion": {"method": FULL, "optim": {"name": "lion", "lr": 1e-4}},
 }
 QUICK = ("lora", "qlora", "dpo-copy", "mtp", "mix")
@@ -76,6 +82,10 @@ def config(name, kind, directory, tiny_directory, teacher):
         topics = {"train": "synth:python-topics", "valid": "synth:python-topics-valid"}
         sections["data"] = {**topics, "max_length": 65, "too_long": "split"}
         sections["eval"] = {"batches": 3}
+    elif name == "unused-head":  # no rank has a gradient of lm_head, so it does not decay either
+        tiny_directory = directory / "untied"
+        tiny.write_tiny_model(tiny_directory, tie_word_embeddings=False)
+        sections["optim"] = {"weight_decay": 0.5}
     elif name == "bridge":
         tiny_directory = falcon(directory / "falcon")
     run = {"steps": 4, "batch_size": 5, "micro_batch_tokens": 320, "name": name, **sections.pop("run", {})}
@@ -111,12 +121,15 @@ def distance(one, other):
 
 def compare(names, kind, directory, tiny_directory, teacher):
     configs = {name: config(name, kind, directory, tiny_directory, teacher) for name in names}
-    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=300, configs=configs)
+    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=500, configs=configs)
     for name in names:
         alone = watched_train(config(name, "none", directory, tiny_directory, teacher)).found()
         apart = distance(final(directory, "none", name), final(directory, kind, name))
         print(f"{kind} {name}: weights {apart:.2e} apart")
         assert apart < 1e-6, name
+        samples, same = (directory / each / "runs" / name / "samples.jsonl" for each in ("none", kind))
+        if samples.exists() and name != "grpo":
+            assert samples.read_text() == same.read_text()
         for each in ranks:
             assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
             assert len(each[name]["evaluations"]) == len(alone["evaluations"])
@@ -134,3 +147,23 @@ def test_two_processes_train_what_one_does(tiny_directory, teacher, tmp_path, ki
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
 def test_two_processes_train_what_one_does_with(tiny_directory, teacher, tmp_path, kind, name):
     compare([name], kind, tmp_path, tiny_directory, teacher)
+
+
+@pytest.mark.slow
+def test_probes_of_a_replicated_run_are_those_of_one_process(tiny_directory, tmp_path):
+    rows = {}
+    for kind in ("none", "ddp"):
+        probes = dict.fromkeys(("gradients", "weights", "activations", "attention", "noise", "rank"), 2)
+        sections = {"method": FULL, "log": {"probes": probes}, "run": {"steps": 4, "micro_batch_tokens": 256}}
+        settings = tiny.run_config(tiny_directory, tmp_path / kind, **sections) | {"parallel": {"kind": kind}}
+        if kind == "none":
+            watched_train(settings)
+        else:
+            run_world(2, "train_and_tell", out=tmp_path / "out", configs={"ddp": settings})
+        lines = (tmp_path / kind / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
+        rows[kind] = [json.loads(line) for line in lines if "exp_" in line and "summary" not in line]
+    assert len(rows["none"]) == len(rows["ddp"]) == 2
+    for one, two in zip(rows["none"], rows["ddp"], strict=True):
+        assert one.keys() == two.keys()
+        for name in ("exp_grad_norm_mean", "exp_effective_rank_mean", "exp_attn_entropy_mean"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5)

@@ -81,6 +81,12 @@ def test_an_optimizer_that_reads_whole_matrices_is_refused_with_fsdp(name):
         _check_sharding(config)
 
 
+def test_probes_are_refused_with_fsdp():
+    config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "log": {"probes": {}}})
+    with pytest.raises(ConfigError, match="log.probes look at whole weights"):
+        _check_sharding(config)
+
+
 def test_one_process_needs_no_kind():
     assert agreed(SOLO, make_config(CONFIG | {"parallel": {"kind": "fsdp"}})) == SOLO
 

@@ -70,7 +70,7 @@ def leg(size, directory, *, config=None, stop_at=None):
     [
         (("ddp", 2), ("none", 1)),
         (("none", 1), ("fsdp", 2)),
-        (("fsdp", 2), ("fsdp", 2)),
+        pytest.param(("fsdp", 2), ("fsdp", 2), marks=pytest.mark.slow),
         pytest.param(("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),
         pytest.param(("ddp", 4), ("fsdp", 2), marks=pytest.mark.slow),
     ],

@@ -118,3 +118,12 @@ def test_weights_and_moments_a_rank_fall_with_the_world(runs):
         assert sum(held) < 1.02 * one["bytes"]  # nothing is held twice but each weight's count of steps
         assert max(held) < 1.1 * one["bytes"] / size
         assert {each["bytes"] for each in runs["ddp", size][1]} == {one["bytes"]}
+
+
+def test_gradients_are_sent_in_pieces_while_the_last_backward_pass_runs(runs, tiny_directory, tmp_path):
+    settings = config(tiny_directory, tmp_path, "ddp")
+    ranks = run_world(2, "small_buckets", out=tmp_path / "out", config=settings)
+    for each in ranks:
+        assert each["hashes"] == ranks[0]["hashes"]
+        assert all(sent == count > 5 for sent, count in each["early"][1:])
+    assert distance(weights(runs["none", 1][0], "none"), weights(tmp_path, "ddp")) < 1e-6

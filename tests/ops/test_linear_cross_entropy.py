@@ -94,3 +94,12 @@ def test_bf16_hidden_states_stay_within_bf16_rounding():
     loss = linear_cross_entropy(hidden.bfloat16(), Head(weight), targets)
     assert loss.dtype == torch.float32
     assert abs(loss.item() / exact.item() - 1) < 0.01
+
+
+def test_no_positions_give_zero_and_a_gradient_of_zeros_to_all_that_a_loss_reaches():
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    loss = linear_cross_entropy(hidden, Head(weight), torch.zeros(0, dtype=torch.long))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(weight.grad, torch.zeros(7, 4))
+    assert hidden.grad.shape == (0, 4)

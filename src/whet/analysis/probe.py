@@ -40,6 +40,10 @@ class LinearProbe:
         ]
         return np.stack(found, axis=1) if self.multi_label else found[0]
 
+    def accuracy(self, features: np.ndarray, labels: np.ndarray) -> float:
+        """Share of classes, or of marks, that are predicted as they are."""
+        return float((self.predict(features) == labels).mean())
+
     def _scaled(self, features: np.ndarray) -> np.ndarray:
         scaled: np.ndarray = (features - self.centre) / self.spread
         return scaled

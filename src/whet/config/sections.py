@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
 
+from whet.config.budget import Budget
 from whet.config.classify import ClassifyObjective
 from whet.config.experts import Experts
+from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
 from whet.config.optim import Optim, ParameterGroup
@@ -212,6 +214,7 @@ class Run(Section):
         None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"
     )
     max_memory: float | None = Field(None, gt=0, description="GiB at which the run saves and stops")
+    budget: Budget | None = Field(None, description="what the run may cost: when it is spent, it is done")
 
     @field_validator("name")
     @classmethod
@@ -227,12 +230,6 @@ class Run(Section):
         if (self.batch_size is None) == (self.batch_tokens is None):
             raise ValueError("give either batch_size or batch_tokens")
         return self
-
-
-class Log(Section):
-    """What is written while it runs."""
-
-    every: Positive = Field(1, description="steps between training rows of metrics.jsonl")
 
 
 def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from whet.errors import ConfigError
-from whet.generation.engine import check_prompts, evaluating, uncompiled
+from whet.generation.engine import check_prompts
 from whet.generation.rows import Rows
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating, uncompiled
 
 
 @dataclass(frozen=True)

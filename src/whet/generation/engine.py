@@ -1,7 +1,6 @@
 """Batched decoding with a key/value cache over prompts of any lengths."""
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +11,7 @@ from whet.generation.rows import Rows
 from whet.generation.sampling import Picker, Sampling, row_seeds
 from whet.generation.static import StaticRows, graphs_problem
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating, uncompiled
 
 # called with a row and its tokens so far, a stop token left out; False ends the row
 Watch = Callable[[int, list[int]], bool]
@@ -24,20 +24,6 @@ class Completion:
     tokens: list[int]  # with the stop token, where one ended it
     logprobs: list[float]  # of each of the tokens, under the model's plain distribution
     finished: bool  # ended by a stop token or by the watcher (a stop string), not by length
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, for the time of a `with` block."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-        if callable(reshard := getattr(model, "reshard", None)):
-            reshard()  # what FSDP keeps gathered after a forward pass would be out of date one update later
 
 
 def complete(
@@ -193,16 +179,6 @@ class GrowingRows:
         self.rows.keep(kept)
         self.picker.keep(kept)
         self._chosen = self._chosen[kept]
-
-
-@contextlib.contextmanager
-def uncompiled(model: LanguageModel) -> Iterator[None]:
-    """Run compiled layers as they are: the changing shapes of decoding would use up their recompilations."""
-    if not any(getattr(block, "_compiled_call_impl", None) for block in model.blocks()):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:

@@ -11,9 +11,10 @@ from whet.adapters.load import load, put_trained, read_trained, run_of
 from whet.config.load import load_config
 from whet.config.mtp import MTPObjective
 from whet.errors import ModelError
-from whet.generation.engine import check_prompts, evaluating
+from whet.generation.engine import check_prompts
 from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.models.mtp import PredictionHeads, block_of, new_heads
 from whet.ops.attention import Layout
 

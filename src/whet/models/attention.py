@@ -41,23 +41,26 @@ class SelfAttention(nn.Module):
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend over x [B, T, d_model], and over what the cache holds."""
-        spec = self.spec
         queries, keys, values = self._project(x)
         if rotation is not None:
             queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
         if cache is not None:
             keys, values = cache.update(self.layer, keys, values)
-        mixed = attend(
-            queries,
-            keys,
-            values,
-            layout,
-            window=spec.window,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            slopes=slopes,
+        return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
+
+    def mix(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: Layout,
+        slopes: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The values [B, kv_heads, keys, D], weighted for each query and head."""
+        window, scale, softcap = self.spec.window, self.spec.scale, self.spec.softcap
+        return attend(
+            queries, keys, values, layout, window=window, scale=scale, softcap=softcap, slopes=slopes
         )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values as [B, heads, T, head_dim]."""
@@ -117,8 +120,18 @@ class LatentAttention(nn.Module):
             .split((spec.plain_dim, spec.value_dim), dim=-1)
         )
         keys = torch.cat((keys, shared.expand(-1, spec.heads, -1, -1)), dim=-1)
-        mixed = attend(queries, keys, values, layout, window=spec.window, slopes=slopes)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
+
+    def mix(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: Layout,
+        slopes: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The values [B, heads, keys, D], weighted for each query and head."""
+        return attend(queries, keys, values, layout, window=self.spec.window, slopes=slopes)
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         if self.spec.q_rank is None:

@@ -118,6 +118,20 @@ class Bridge(LanguageModel):
         back = torch.cat(order).argsort().to(tokens.device)
         return torch.cat(results).index_select(0, back).view(*tokens.shape, -1)
 
+    def attentions(self, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The attention weights [B, heads, T, T] on tokens [B, T] of those layers that have any."""
+        before = self.model.config._attn_implementation
+        try:
+            self.model.set_attn_implementation("eager")  # the others never have the weights
+            output = self._decoder(input_ids=tokens, use_cache=False, output_attentions=True)
+        finally:
+            self.model.set_attn_implementation(before)
+        found = getattr(output, "attentions", None) or ()
+        weights = {layer: each for layer, each in enumerate(found) if each is not None}
+        if not weights:
+            raise ModelError(f"{type(self.model).__name__} gives no attention weights")
+        return weights
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of its embedding; a factor that its forward puts on them is not in them."""
         rows: torch.Tensor = self.model.get_input_embeddings()(tokens)

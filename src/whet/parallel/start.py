@@ -34,6 +34,11 @@ def _check_sharding(config: RunConfig) -> None:
             "parallel.kind fsdp cuts the layers of a language model, and model.quality has none",
             hint="set parallel.kind=ddp",
         )
+    if config.log.probes is not None:
+        raise ConfigError(
+            "log.probes look at whole weights, and with parallel.kind fsdp each rank has a part",
+            hint="leave out log.probes, or set parallel.kind=ddp",
+        )
     if (name := config.optim.name) not in SHARDED_OPTIMIZERS:
         raise ConfigError(
             f"optim.name {name} reads whole matrices, and with parallel.kind fsdp each rank has a part",

@@ -41,26 +41,25 @@ class RunProgress(NumbersOnly):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tok/s"),
+            TextColumn("{task.fields[speed]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.task = self.bar.add_task("", total=self.total, completed=run.state.step, loss="-", speed="-")
+        self.task = self.bar.add_task("", total=self.total, completed=run.state.step, loss="-", speed="")
         self.bar.start()
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Move the bar, or print a line now and then."""
         if self.bar is not None:
-            loss, speed = f"{metrics['loss']:.4f}", f"{metrics['tokens_per_s']:.0f}"
-            self.bar.update(self.task, completed=step, loss=loss, speed=speed)
+            self.bar.update(self.task, completed=step, loss=f"{metrics['loss']:.4f}", speed=_speed(metrics))
         elif step in (1, self.total) or step % max(1, self.total // _PLAIN_LINES) == 0:
             done = step - self.started_at
             left = (time.perf_counter() - self.started) / done * (self.total - step)
             self.console.print(
                 f"step {step}/{self.total}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.3g}  "
-                f"{metrics['tokens_per_s']:.0f} tok/s  {metrics['peak_gib']:.2f} GiB  {left:.0f} s left",
+                f"{_speed(metrics)}  {metrics['peak_gib']:.2f} GiB  {left:.0f} s left",
                 highlight=False,
             )
 
@@ -77,6 +76,12 @@ class RunProgress(NumbersOnly):
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+
+
+def _speed(metrics: Metrics) -> str:
+    """Tokens a second, and what share of the device that takes, where its peak is known."""
+    share = f"  {metrics['mfu']:.0%} MFU" if "mfu" in metrics else ""
+    return f"{metrics['tokens_per_s']:.0f} tok/s{share}"
 
 
 def describe(metrics: Metrics) -> str:

@@ -15,10 +15,10 @@ from whet.data.examples import Example, StoredExamples
 from whet.data.plan import StepSettings
 from whet.data.strata import held_out, label_values, record_hashes
 from whet.errors import DataError
-from whet.generation.engine import evaluating
 from whet.hardware import Precision
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
 from whet.parallel.gradients import is_sharded
 from whet.parallel.group import SOLO, World

@@ -18,12 +18,13 @@ from whet.data.prepare import Preparation
 from whet.data.render import Supervise
 from whet.data.sources import Source
 from whet.errors import DataError
-from whet.generation.engine import evaluating, generate_tokens
+from whet.generation.engine import generate_tokens
 from whet.generation.exact_match import exact_match
 from whet.generation.text import stop_tokens
 from whet.hardware import Precision
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.models.trainable import Trainable
 from whet.objectives.base import Loss, Objective
 from whet.objectives.sft import SFT

@@ -16,9 +16,9 @@ from whet.data.examples import Example
 from whet.data.plan import StepSettings, permutation, split_step
 from whet.data.prompts import Prompt
 from whet.errors import CheckpointError, ConfigError, RunError
-from whet.generation.engine import evaluating
 from whet.generation.sampling import Sampling
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.objectives.grpo import RolloutBatch, advantages_of, completion_logprobs, head_logprobs
 from whet.parallel.gradients import is_sharded
 from whet.training.callbacks import Metrics

@@ -46,6 +46,7 @@ from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.state import RunResult
 from whet.training.trainer import Trainer
+from whet.training.watching import check_watching, watchers
 from whet.training.work import Work
 
 log = logging.getLogger("whet")
@@ -120,6 +121,7 @@ class _Assembly:
         self.config = config
         self.directory = directory
         self.run_log = run_log
+        check_watching(config)
         self.world = world
         self.work = work_for(config, directory, world)
         check_device(world, self.work.device)
@@ -149,7 +151,7 @@ class _Assembly:
                 work.objective,
                 work.stream,
                 self.config,
-                [*self._own_callbacks(test), *callbacks],
+                [*self._own_callbacks(test, held), *callbacks],
                 total_steps=self._count_steps(),
                 eval_batches=valid.batches if valid else (),
                 evaluators=work.evaluators("valid", valid, self._pause),
@@ -207,13 +209,14 @@ class _Assembly:
         log.info("steps: %d of %s", steps, self.work.data.describe_steps())
         return steps
 
-    def _own_callbacks(self, test: EvaluationSplit | None) -> list[Callback]:
+    def _own_callbacks(self, test: EvaluationSplit | None, held: contextlib.ExitStack) -> list[Callback]:
         config = self.config
         own: list[Callback] = [
             MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every),
             _Description(self.directory, self.description),
             _FinalAtEnd(self._write_final),
             *self.work.callbacks(self._pause),
+            *watchers(config, self.directory, self.work, held),
         ]
         judges = self.work.evaluators("test", test, self._pause)
         if test is not None or judges:

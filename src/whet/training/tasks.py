@@ -26,10 +26,10 @@ from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.labels import Labels
 from whet.data.plan import StepSettings
 from whet.errors import DataError
-from whet.generation.engine import evaluating
 from whet.hardware import Precision
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.models.mtp import block_of
 from whet.objectives import distrust
 from whet.objectives.base import Objective

@@ -15,9 +15,9 @@ from whet.data.examples import StoredExamples
 from whet.data.plan import StepSettings
 from whet.data.teachings import Taught, as_bytes, write_teaching
 from whet.errors import ConfigError, ModelError
-from whet.generation.engine import evaluating
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.models.scratch import new_tokenizer
 from whet.ops.linear_kl import top_logprobs
 from whet.training.mix_data import MixData

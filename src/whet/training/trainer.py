@@ -100,10 +100,10 @@ class Trainer:
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
         self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint, world)
-        # on a CPU there is nothing to gain, an overflow of fp16 computes its step again, and several ranks
-        # would have to agree on what each of them sees between two steps
-        alone = world.size == 1
-        self.looks_ahead = alone and self.device.type == "cuda" and self.precision.compute != torch.float16
+        # on a CPU there is nothing to gain, fp16 may compute a step again, and ranks must agree in between
+        self.looks_ahead = (
+            self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
+        )
         self._ahead: Computed | None = None
 
     def fit(self) -> RunResult:

@@ -1,0 +1,118 @@
+"""What the probes of a run cost at their usual intervals, as a share of its steps.
+
+    python benchmarks/probes.py [--rounds N] [--plain-steps N] [--device D] [CASE...]; cases: nano, smollm2-lora, smollm2-full
+
+Rounds alternate: some plain steps, then every probe once, so that a machine that slows down slows both. The cost
+is the sum over probes of (median seconds / interval), divided by the median seconds of a step. Writes
+benchmarks/results/probes.json (with --device cuda, probes-cuda.json).
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from machine import describe_machine
+
+import whet
+from whet.config.load import make_config
+from whet.config.log import Probes
+from whet.training.probe_batches import probe_batches
+from whet.training.run import assembled
+from whet.training.trainer import Trainer
+
+RESULTS = Path(__file__).parent / "results"
+SMOLLM2 = {
+    "model": "smollm2-135m-instruct",
+    "data": {"train": "synth:house:400", "max_length": 512},
+    "run": {"steps": 1000, "batch_tokens": 512},
+}
+CASES = {
+    "nano": {
+        "model": {"preset": "nano"},
+        "method": {"kind": "full"},
+        "data": {"train": "synth:python-topics", "max_length": 257, "too_long": "split"},
+        "run": {"steps": 1000, "batch_tokens": 2048},
+    },
+    "smollm2-lora": {**SMOLLM2, "method": {"kind": "lora", "rank": 8}},
+    "smollm2-full": {**SMOLLM2, "method": {"kind": "full"}},
+}
+
+
+def measure(case, *, rounds, plain_steps, device, directory):
+    settings = {**CASES[case], "run": {**CASES[case]["run"], "device": device, "dir": str(directory)}}
+    config, usual = make_config(settings), Probes()
+    with assembled(config) as work:
+        pieces = probe_batches(work.stream, work.objective)
+        probes = {
+            "gradients": whet.GradientStats(pieces[0], usual.gradients),
+            "weights": whet.WeightStats(usual.weights),
+            "activations": whet.ActivationStats(pieces[0], usual.activations),
+            "attention": whet.AttentionEntropy(pieces[0], usual.attention),
+            "noise": whet.GradientNoise(pieces, usual.noise),
+            "rank": whet.EffectiveRank(usual.rank),
+        }
+        trainer = Trainer(work.model, work.objective, work.stream, config, precision=work.precision)
+        for probe in probes.values():
+            probe.on_train_begin(trainer)
+        steps, seconds = [], {name: [] for name in probes}
+        trainer.step(next(work.stream))  # the first one warms up
+        for _ in range(rounds):
+            steps += [trainer.step(next(work.stream))["step_s"] for _ in range(plain_steps)]
+            for name, probe in probes.items():
+                started = time.perf_counter()
+                probe.on_step_end(probe.every, found := {})
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                assert any(key.startswith("exp_") for key in found), name
+                seconds[name].append(time.perf_counter() - started)
+        step = statistics.median(steps)
+        each = {name: statistics.median(values) for name, values in seconds.items()}
+        return {
+            "step_s": step,
+            "probes": {
+                name: {
+                    "seconds": each[name],
+                    "every": probe.every,
+                    "share": each[name] / probe.every / step,
+                }
+                for name, probe in probes.items()
+            },
+            "share": sum(each[name] / probe.every / step for name, probe in probes.items()),
+            "rounds": rounds,
+            "device": str(work.device),
+            "precision": work.precision.reason,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--plain-steps", type=int, default=3, help="in a round")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--note", default="")
+    options = parser.parse_args()
+    logging.getLogger("whet").setLevel(logging.WARNING)
+    path = RESULTS / ("probes.json" if options.device == "cpu" else f"probes-{options.device}.json")
+    results = json.loads(path.read_text())["cases"] if path.is_file() else {}
+    for case in options.cases:
+        found = measure(
+            case,
+            rounds=options.rounds,
+            plain_steps=options.plain_steps,
+            device=options.device,
+            directory=path.parent / "none",
+        )
+        results[case] = {**found, "note": options.note} if options.note else found
+        parts = ", ".join(f"{name} {each['share']:.2%}" for name, each in found["probes"].items())
+        print(f"{case}: step {found['step_s']:.3f} s; probes {found['share']:.2%} ({parts})", flush=True)
+    path.write_text(json.dumps({"machine": describe_machine(), "cases": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Who watches a run, as its config asks: rates, budgets, probes, samples and sinks."""
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from whet.config.classify import ClassifyObjective
+from whet.config.grpo import GRPOObjective
+from whet.config.log import Probes
+from whet.config.quality import Quality
+from whet.config.sections import RunConfig
+from whet.errors import ConfigError
+from whet.models.costs import flops_per_token
+from whet.models.decoder import Decoder
+from whet.models.language_model import LanguageModel
+from whet.training.callbacks import Callback
+from whet.training.probe_batches import probe_batches
+from whet.training.probes import (
+    ActivationStats,
+    AttentionEntropy,
+    EffectiveRank,
+    GradientNoise,
+    GradientStats,
+    WeightStats,
+)
+from whet.training.samples import SampleGenerations
+from whet.training.sink_kinds import SINKS, check_sinks
+from whet.training.sinks import SinkCallback
+from whet.training.throughput import Budget, ThroughputMonitor
+
+log = logging.getLogger("whet")
+
+
+def check_watching(config: RunConfig) -> None:
+    """Refuse what cannot be watched, before anything is read."""
+    check_sinks(config.log.sinks)
+    silent = isinstance(config.model, Quality) or isinstance(config.objective, ClassifyObjective)
+    if config.log.samples is not None and silent:
+        raise ConfigError("log.samples needs a model that answers in text, and this run trains none")
+
+
+def watchers(
+    config: RunConfig,
+    directory: Path,
+    work: Any,  # Any: a Work that is built
+    held: contextlib.ExitStack,
+) -> list[Callback]:
+    """The callbacks that a config asks for; the stream of steps must stand at its beginning.
+
+    What is `held` is let go of when the run is over, however it ends.
+    """
+    cost, settings = training_flops(config, work), config.log
+    found: list[Callback] = [ThroughputMonitor(flops_per_token=cost)]
+    if (budget := config.run.budget) is not None:
+        if budget.flops is not None and cost is None:
+            raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
+        found.append(Budget(flops=budget.flops, minutes=budget.minutes, flops_per_token=cost))
+    if settings.probes is not None:
+        found += _probes(config, settings.probes, work)
+    if (samples := settings.samples) is not None:
+        found.append(
+            SampleGenerations(
+                work.tokenizer,
+                samples.prompts,
+                directory / "samples.jsonl",
+                every=samples.every,
+                max_tokens=samples.max_tokens,
+            )
+        )
+    for name in settings.sinks:
+        sink = SinkCallback(name, SINKS[name](), every=settings.every)
+        held.callback(sink.close)
+        found.append(sink)
+    return found
+
+
+def training_flops(config: RunConfig, work: Any) -> float | None:  # Any: as above
+    """FLOPs that training takes for a token, where they can be counted."""
+    if not isinstance(work.model, Decoder):
+        return None
+    passes = 3 if config.method.kind == "full" else 2
+    return passes * flops_per_token(work.model.spec, config.data.max_length if config.data else 512)
+
+
+def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
+    found: list[Callback] = []
+    if wanted.weights:
+        found.append(WeightStats(wanted.weights))
+    if wanted.rank:
+        found.append(EffectiveRank(wanted.rank))
+    if isinstance(config.objective, GRPOObjective):
+        log.info("probes: only weights and rank: grpo has no batch before it has sampled one")
+        return found
+    pieces = probe_batches(work.stream, work.objective)
+    if wanted.gradients:
+        found.append(GradientStats(pieces[0], wanted.gradients))
+    if wanted.noise:
+        found.append(GradientNoise(pieces, wanted.noise))
+    if not isinstance(work.model, LanguageModel):
+        log.info("probes: no activations and no attention: this is no language model")
+        return found
+    if wanted.activations:
+        found.append(ActivationStats(pieces[0], wanted.activations))
+    if wanted.attention:
+        found.append(AttentionEntropy(pieces[0], wanted.attention))
+    return found

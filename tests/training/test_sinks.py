@@ -1,0 +1,356 @@
+"""Sinks: what each library is told, and that none of them can stop or slow a run."""
+
+import importlib.util
+import json
+import math
+import sqlite3
+import sys
+import threading
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import whet
+from tiny import run_config
+from whet.errors import ConfigError
+from whet.training import sinks, watching
+from whet.training.callbacks import Callback, StopRun
+from whet.training.sink_kinds import SINKS, check_sinks
+from whet.training.sinks import RunFacts, SinkCallback, flat_numbers
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        return StopRun("the test says so", unfinished=True) if step == self.step else None
+
+
+class Recorder:
+    """Somebody's library: remembers every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+
+        return call
+
+
+def facts(tmp_path, **changes):
+    given = {
+        "name": "one",
+        "project": "runs",
+        "directory": tmp_path,
+        "config": {"optim": {"lr": 0.1}, "none": None},
+    }
+    return RunFacts(**{**given, "step": 0, "identity": None, **changes})
+
+
+def test_numbers_of_a_row_have_flat_names():
+    row = {"loss": 1.5, "skipped": True, "share": [0.25, None, 0.75], "gluing": {"0-1": 2}, "note": "text"}
+    assert dict(flat_numbers(row)) == {
+        "loss": 1.5,
+        "skipped": 1.0,
+        "share/0": 0.25,
+        "share/2": 0.75,
+        "gluing/0-1": 2.0,
+    }
+
+
+def test_tensorboard_is_told(tmp_path, monkeypatch):
+    writer, opened = Recorder(), []
+    fake = ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = lambda *args, **kwargs: opened.append((args, kwargs)) or writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    sink = SINKS["tensorboard"]()
+    sink.start(facts(tmp_path))
+    sink.write(3, {"loss": 1.5, "lr": 0.1})
+    sink.finish()
+    assert opened == [((str(tmp_path / "tensorboard"),), {"purge_step": None})]
+    assert writer.calls == [
+        ("add_scalar", ("loss", 1.5, 3), {}),
+        ("add_scalar", ("lr", 0.1, 3), {}),
+        ("close", (), {}),
+    ]
+    sink.start(facts(tmp_path, step=7))
+    assert opened[1][1] == {"purge_step": 8}, "what came after the checkpoint is hidden"
+
+
+def test_wandb_is_told(tmp_path, monkeypatch):
+    run, opened = Recorder(), []
+    fake = SimpleNamespace(init=lambda **kwargs: opened.append(kwargs) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = SINKS["wandb"]()
+    identity = sink.start(facts(tmp_path))
+    sink.write(3, {"loss": 1.5})
+    sink.finish()
+    assert opened[0].pop("config") == {"optim": {"lr": 0.1}, "none": None}
+    assert opened == [
+        {"project": "runs", "name": "one", "id": identity, "resume": "allow", "dir": str(tmp_path)}
+    ]
+    assert run.calls == [
+        ("define_metric", ("*",), {"step_metric": "step"}),
+        ("log", ({"step": 3, "loss": 1.5},), {}),
+        ("finish", (), {}),
+    ]
+    assert sink.start(facts(tmp_path, identity=identity)) == identity
+    assert opened[1]["id"] == identity
+
+
+def test_mlflow_is_told(tmp_path, monkeypatch):
+    calls = []
+
+    class Client:
+        def __getattr__(self, name):
+            answers = {
+                "get_experiment_by_name": None,
+                "create_experiment": "7",
+                "create_run": SimpleNamespace(info=SimpleNamespace(run_id="abc")),
+            }
+            return lambda *args, **kwargs: calls.append((name, args, kwargs)) or answers.get(name)
+
+    tracking, entities = ModuleType("mlflow.tracking"), ModuleType("mlflow.entities")
+    tracking.MlflowClient = Client
+    entities.Metric = entities.Param = lambda *args: args
+    for name, module in {
+        "mlflow": ModuleType("mlflow"),
+        "mlflow.tracking": tracking,
+        "mlflow.entities": entities,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    sink = SINKS["mlflow"]()
+    assert sink.start(facts(tmp_path)) == "abc"
+    sink.write(3, {"loss": 1.5, "ratio": math.inf})
+    sink.finish()
+    assert calls[:4] == [
+        ("get_experiment_by_name", ("runs",), {}),
+        ("create_experiment", ("runs",), {}),
+        ("create_run", ("7",), {"run_name": "one"}),
+        ("log_batch", ("abc",), {"params": [("optim.lr", "0.1")]}),
+    ]
+    name, args, kwargs = calls[4]
+    assert (name, args) == ("log_batch", ("abc",))
+    [(key, value, when, step)] = kwargs["metrics"]
+    assert (key, value, step) == ("loss", 1.5, 3)
+    assert abs(when / 1000 - time.time()) < 60
+    assert calls[5:] == [("set_terminated", ("abc",), {})]
+    calls.clear()
+    assert sink.start(facts(tmp_path, identity="abc")) == "abc"
+    assert calls == [("update_run", ("abc",), {"status": "RUNNING"})]
+
+
+def test_trackio_is_told(tmp_path, monkeypatch):
+    run, opened = Recorder(), []
+    monkeypatch.setitem(
+        sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: opened.append(kwargs) or run)
+    )
+    sink = SINKS["trackio"]()
+    identity = sink.start(facts(tmp_path))
+    sink.write(3, {"loss": 1.5})
+    sink.finish()
+    assert identity.startswith("one-")
+    assert opened == [
+        {
+            "project": "runs",
+            "name": identity,
+            "config": {"optim": {"lr": 0.1}, "none": None},
+            "resume": "allow",
+        }
+    ]
+    assert run.calls == [("log", ({"loss": 1.5},), {"step": 3}), ("finish", (), {})]
+
+
+class Fake:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.started, self.rows, self.finished = [], [], 0
+
+    def start(self, run):
+        self.started.append(run)
+        return run.identity or "the-first"
+
+    def write(self, step, numbers):
+        self.rows.append((step, numbers))
+
+    def finish(self):
+        self.finished += 1
+
+
+def use(monkeypatch, sink):
+    """Have log.sinks: [wandb] mean this one."""
+    monkeypatch.setattr(watching, "check_sinks", lambda names: None)
+    monkeypatch.setitem(SINKS, "wandb", lambda: sink)
+
+
+def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, tmp_path, monkeypatch):
+    fake = Fake()
+    use(monkeypatch, fake)
+    sections = {
+        "log": {"sinks": ["wandb"], "every": 2, "probes": {"weights": 3}},
+        "data": {"test": "synth:house-test:3"},
+    }
+    first = whet.train(run_config(tiny_directory, tmp_path, **sections), [StopAt(3)])
+    result = whet.resume(first.directory)
+    names = {step: [sorted(numbers) for at, numbers in fake.rows if at == step] for step, _ in fake.rows}
+    assert list(names) == [0, 2, 3, 4], "log.every, and where a probe was"
+    assert any("eval_loss" in found for found in names[0])
+    assert any("exp_weight_delta_layer/1" in found for found in names[3])
+    assert any("test_loss" in found for found in names[4])
+    assert [(run.name, run.project, run.step, run.identity) for run in fake.started] == [
+        ("test", "runs", 0, None),
+        ("test", "runs", 3, "the-first"),
+    ]
+    assert fake.started[0].config["optim"]["lr"] == 0.01
+    assert fake.finished == 2
+    assert result.steps == 4
+
+
+class Raising(Fake):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def __getattribute__(self, name):
+        if name == super().__getattribute__("where"):
+            raise SystemExit("the server says no\nand more")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("where", ["start", "write", "finish"])
+def test_a_failing_sink_is_dropped_with_one_line(tiny_directory, tmp_path, monkeypatch, caplog, where):
+    use(monkeypatch, Raising(where))
+    result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
+    assert result.steps == 4
+    assert [
+        row["step"]
+        for row in map(json.loads, (result.directory / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    ] == [1, 2, 3, 4]
+    said = [record.message for record in caplog.records if "sink" in record.message]
+    assert said == ["the sink wandb is dropped: SystemExit: the server says no"]
+
+
+def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypatch, caplog):
+    """Not a step waits; at the end it is given a moment, and left."""
+    release = threading.Event()
+
+    class Hanging(Fake):
+        def write(self, step, numbers):
+            release.wait(30)
+
+    use(monkeypatch, Hanging())
+    monkeypatch.setattr(sinks, "_ROWS", 2)
+    slow = SinkCallback.__init__
+    monkeypatch.setattr(
+        SinkCallback, "__init__", lambda self, *args, **keys: slow(self, *args, **keys, last_s=0.2)
+    )
+    try:
+        result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
+    finally:
+        release.set()
+    steps = [row for row in result.history if "loss" in row]
+    assert len(steps) == 4
+    assert steps[-1]["elapsed_s"] < 20
+    said = [record.message for record in caplog.records if "sink" in record.message]
+    assert said == [
+        "the sink wandb is 2 rows behind: the next ones are left out",
+        "the sink wandb was not done 0.2 s after the run, and is left",
+    ]
+
+
+def test_a_run_that_fails_closes_its_sinks(tiny_directory, tmp_path, monkeypatch):
+    fake = Fake()
+    use(monkeypatch, fake)
+
+    class Fail(Callback):
+        def on_step_end(self, step, metrics):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}), [Fail()])
+    assert fake.finished == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "whet-wandb"]
+
+
+def test_a_package_that_is_missing_is_named_before_anything_else(tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    with pytest.raises(ConfigError, match="log.sinks: trackio is not installed") as caught:
+        whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["trackio"]}))
+    assert 'pip install "whet[trackio]"' in caught.value.hint
+    assert not (tmp_path / "runs").exists()
+    check_sinks([])
+
+
+needs = {
+    name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    for name in SINKS
+}
+
+
+@needs["tensorboard"]
+def test_the_real_tensorboard(tiny_directory, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = run_config(tiny_directory, tmp_path, log={"sinks": ["tensorboard"]})
+    result = whet.resume(whet.train(config, [StopAt(2)]).directory)
+    events = EventAccumulator(str(result.directory / "tensorboard"))
+    events.Reload()
+    expected = [
+        row["loss"]
+        for row in map(json.loads, (result.directory / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    ]
+    found = events.Scalars("loss")
+    assert [event.step for event in found] == [1, 2, 3, 4]
+    assert [event.value for event in found] == pytest.approx(expected)
+
+
+@needs["wandb"]
+def test_the_real_wandb_offline(tiny_directory, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
+    assert list((result.directory / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert "sink" not in caplog.text
+
+
+@needs["mlflow"]
+def test_the_real_mlflow(tiny_directory, tmp_path, monkeypatch, caplog):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    result = whet.resume(
+        whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["mlflow"]}), [StopAt(2)]).directory
+    )
+    assert "sink" not in caplog.text
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("runs")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["run.steps"] == "4"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [metric.step for metric in history] == [1, 2, 3, 4]
+    assert history[-1].value == pytest.approx(result.metrics["loss"])
+
+
+@needs["trackio"]
+def test_the_real_trackio(tiny_directory, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["trackio"]}))
+    assert "sink" not in caplog.text
+    with sqlite3.connect(tmp_path / "trackio" / "runs.db") as store:
+        kept = [
+            (step, json.loads(text))
+            for step, text in store.execute("SELECT step, metrics FROM metrics ORDER BY id")
+        ]
+    assert [(step, found["loss"]) for step, found in kept if "loss" in found] == [
+        (row["step"], row["loss"]) for row in result.history if "loss" in row
+    ]

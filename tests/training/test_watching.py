@@ -1,0 +1,154 @@
+"""Throughput, budgets and samples: right numbers, the right end, and rows that can be read."""
+
+import json
+
+import pytest
+import torch
+
+import whet
+from tiny import run_config
+from whet.config.load import make_config
+from whet.errors import ConfigError, DataError
+from whet.training import throughput
+from whet.training.callbacks import Callback, StopRun
+
+
+def rows(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        return StopRun("the test says so", unfinished=True) if step == self.step else None
+
+
+def test_rates_are_over_the_last_steps_and_leave_evaluations_out(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
+    monitor = whet.ThroughputMonitor(2, flops_per_token=3e9, peak_tflops=0.5)
+
+    def step(seconds, tokens, total):
+        clock[0] += seconds
+        metrics = {"tokens": tokens, "tokens_total": total, "step_s": seconds}
+        monitor.on_step_end(1, metrics)
+        return metrics
+
+    clock[0] = 100.0  # whatever happened before the first step
+    first = step(2.0, 50, 50)
+    assert first["steps_per_s"] == pytest.approx(0.5)
+    assert first["mean_tokens_per_s"] == pytest.approx(25)
+    clock[0] += 7.0
+    monitor.on_eval_end(1, {"eval_s": 7.0})
+    second = step(3.0, 100, 150)
+    assert second["steps_per_s"] == pytest.approx(2 / 5)
+    assert second["mean_tokens_per_s"] == pytest.approx(150 / 5)
+    third = step(1.0, 100, 250)  # the first has left the window
+    assert third["steps_per_s"] == pytest.approx(2 / 4)
+    assert third["tflops_per_s"] == pytest.approx(3e9 * 200 / 4 / 1e12)
+    assert third["mfu"] == pytest.approx(3e9 * 200 / 4 / 1e12 / 0.5)
+    assert third["flops_total"] == pytest.approx(3e9 * 250)
+    with pytest.raises(ConfigError, match="every is at least 1"):
+        whet.ThroughputMonitor(0)
+
+
+def test_every_row_of_a_run_has_its_rates(tiny_directory, tmp_path):
+    found = [row for row in rows(whet.train(run_config(tiny_directory, tmp_path)).directory) if "loss" in row]
+    for row in found:
+        assert row["steps_per_s"] > 0
+        assert row["flops_total"] / row["tokens_total"] == pytest.approx(
+            found[0]["flops_total"] / found[0]["tokens_total"]
+        )
+    assert "mfu" not in found[0], "nobody knows the peak of this processor"
+
+
+def test_a_budget_of_flops_ends_a_run_as_finished(tiny_directory, tmp_path):
+    plain = [
+        row
+        for row in rows(whet.train(run_config(tiny_directory, tmp_path / "plain")).directory)
+        if "loss" in row
+    ]
+    limit = (plain[1]["flops_total"] + plain[2]["flops_total"]) / 2
+    config = run_config(tiny_directory, tmp_path, run={"budget": {"flops": limit}})
+    result = whet.train(config)
+    assert result.steps == 3, "the first step at which it is spent"
+    assert "FLOPs is spent" in result.stopped_because
+    assert not result.unfinished
+    assert (result.directory / "final").is_dir()
+    assert rows(result.directory)[-1]["summary"]["steps"] == 3
+
+
+def test_a_budget_counts_over_all_parts_of_a_run(tiny_directory, tmp_path):
+    plain = [
+        row
+        for row in rows(whet.train(run_config(tiny_directory, tmp_path / "plain")).directory)
+        if "loss" in row
+    ]
+    limit = (plain[1]["flops_total"] + plain[2]["flops_total"]) / 2
+    first = whet.train(run_config(tiny_directory, tmp_path, run={"budget": {"flops": limit}}), [StopAt(2)])
+    assert first.unfinished
+    assert whet.resume(first.directory).steps == 3
+
+
+def test_a_budget_of_minutes_ends_a_run_as_finished(tiny_directory, tmp_path):
+    result = whet.train(run_config(tiny_directory, tmp_path, run={"budget": {"minutes": 1e-9}}))
+    assert result.steps == 1
+    assert "minutes is spent" in result.stopped_because
+    assert (result.directory / "final").is_dir()
+
+
+def test_bad_budgets_are_refused(tiny_directory, tmp_path):
+    with pytest.raises(ConfigError, match="a budget needs flops, minutes or both"):
+        make_config(run_config(tiny_directory, tmp_path, run={"budget": {}}))
+    with pytest.raises(ConfigError, match="how many a token takes"):
+        whet.Budget(flops=1.0)
+
+
+def test_samples_before_during_and_after(tiny_directory, tmp_path):
+    prompts = ["Turn on the lamp", "Hello"]
+    log = {"samples": {"prompts": prompts, "every": 2, "max_tokens": 5}}
+    result = whet.train(
+        run_config(tiny_directory, tmp_path, method={"kind": "full"}, run={"steps": 5}, log=log)
+    )
+    found = rows(result.directory, "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in found] == [(n, p) for n in (0, 2, 4, 5) for p in prompts]
+    for step, directory in ((0, tiny_directory), (5, result.directory)):
+        model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
+        expected = [whet.generate(model, tokenizer, prompt, max_tokens=5) for prompt in prompts]
+        assert [row["completion"] for row in found if row["step"] == step] == expected
+    assert found[0]["completion"] != found[-2]["completion"]
+
+
+def test_samples_of_a_resumed_run_come_once(tiny_directory, tmp_path):
+    log = {"samples": {"prompts": ["Hello"], "every": 1, "max_tokens": 3}}
+    plain = whet.train(run_config(tiny_directory, tmp_path / "plain", log=log))
+    config = run_config(tiny_directory, tmp_path / "stopped", log=log, checkpoint={"every": 2})
+
+    class Fail(Callback):
+        def on_step_end(self, step, metrics):
+            if step == 3:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        whet.train(config, [Fail()])
+    directory = tmp_path / "stopped" / "runs" / "test"
+    assert [row["step"] for row in rows(directory, "samples.jsonl")] == [0, 1, 2, 3]
+    whet.resume(directory)
+    assert rows(directory, "samples.jsonl") == rows(plain.directory, "samples.jsonl")
+    assert [row["step"] for row in rows(directory, "samples.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_samples_that_cannot_be_made_are_refused(tiny_directory, tmp_path):
+    log = {"samples": {"prompts": ["x" * 600]}}
+    with pytest.raises(DataError, match="leaves no room"):
+        whet.train(run_config(tiny_directory, tmp_path, log=log))
+    quality = {
+        "model": {"quality": "nano"},
+        "log": {"samples": {"prompts": ["x"]}},
+        "run": {"dir": str(tmp_path / "q")},
+    }
+    with pytest.raises(ConfigError, match="log.samples needs a model that answers in text"):
+        whet.train(quality)
+    assert not (tmp_path / "q").exists()
