@@ -44,7 +44,7 @@ def main():
     device = choose_device()
     shape = {"layers": 2, "d_model": 128, "heads": 4, "width": 384} if options.small else {"layers": 12}
     length, rows, steps = (64, 8, 30) if options.small else (512, 32, 200)
-    name = "nano" if options.small else "smollm2-135m"
+    name = "nano" if options.small else "llama-135m"
     spec = preset_spec(name, **shape, vocab_size=256)
     examples = windows(length)
     found = {}

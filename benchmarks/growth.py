@@ -7,6 +7,7 @@ step unless the batch is what changes. Text length: rows of that many tokens. No
 steps of a shape: the count of compilations is in the result.
 """
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -73,6 +74,7 @@ def main():
             key = (sizes_now["vocabulary"], sizes_now["rank"])
             if key not in built:
                 built.clear()
+                gc.collect()  # a trainer and its callbacks know one another
                 torch.cuda.empty_cache()
                 built[key] = build(*key)
             started = time.perf_counter()

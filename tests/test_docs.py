@@ -23,6 +23,7 @@ from whet.config.load import load_config, make_config
 from whet.config.preset import Preset
 from whet.config.quality import Quality
 from whet.config.sections import Part, RunConfig
+from whet.training.sweep import plan_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
@@ -146,8 +147,11 @@ def check_whet(arguments, tmp_path):
         words = [word for word in arguments if word != "--debug"]
         name, command, rest = group.resolve_command(context, words)
         parsed = command.make_context(name, rest, parent=context)
+        (tmp_path / "base.yaml").write_text(json.dumps(BASE))  # JSON is YAML
+        if name == "sweep":
+            given = parsed.params
+            plan_sweep(tmp_path / "base.yaml", given["settings"], seeds=given["seeds"], draws=given["random"])
         if overrides := parsed.params.get("overrides"):
-            (tmp_path / "base.yaml").write_text(json.dumps(BASE))  # JSON is YAML
             load_config(tmp_path / "base.yaml", overrides)
 
 

@@ -23,6 +23,7 @@ ROOMS = [
     {"data"},
     {"models"},
     {"ops"},
+    {"chips"},
     {"config", "hardware", "storage"},
     {"errors"},
 ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from whet.adapters.lora import merge as merge
     from whet.adapters.merging import AdapterSet as AdapterSet
     from whet.adapters.model_merging import merge_models as merge_models
+    from whet.chips import detect_peak_tflops as detect_peak_tflops
     from whet.errors import WhetError as WhetError
     from whet.generation.beam import beam_search as beam_search
     from whet.generation.engine import Completion as Completion
@@ -57,6 +58,7 @@ _HOMES = {
     "adapters.lora": ("attach_lora", "merge"),
     "adapters.merging": ("AdapterSet",),
     "adapters.model_merging": ("merge_models",),
+    "chips": ("detect_peak_tflops",),
     "errors": ("WhetError",),
     "generation.beam": ("beam_search",),
     "generation.engine": ("Completion", "complete"),

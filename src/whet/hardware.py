@@ -1,7 +1,9 @@
 """Devices, precision and memory: what this machine has, and why a choice was made."""
 
 import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -36,6 +38,27 @@ def choose_device(name: str = "auto") -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device mps was asked for, but torch sees no Apple GPU", hint="run: whet doctor")
     return device
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a run was made on, in words."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "device": f"{device.type}: {chip}" if chip else device.type,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(psutil.cpu_count()),
+        "memory": f"{psutil.virtual_memory().total / GIB:.0f} GiB",
+    }
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def has_fast_bf16(device: torch.device) -> tuple[bool, str]:

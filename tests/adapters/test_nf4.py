@@ -118,3 +118,11 @@ def test_another_dtype_for_the_model_does_not_round_the_scales(backend):
     layer = NF4Linear(nn.Linear(96, 64), device=torch.device("cpu"), dtype=torch.float32)
     before = layer.weight
     assert torch.equal(layer.to(torch.bfloat16).weight, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_numbers_the_sizes_are_the_same(shape):
+    real, planned = quantise(weight(shape)), quantise(torch.empty(shape, device="meta"))
+    assert {name: (t.shape, t.dtype) for name, t in real.items()} == {
+        name: (t.shape, t.dtype) for name, t in planned.items()
+    }

@@ -72,12 +72,6 @@ def test_plan_shows_every_size_without_allocating_it(cli, config, size, arm, mon
     assert "parameters" in out
 
 
-def test_plan_of_a_language_model_is_not_there_yet(cli, config):
-    code, out, err = cli("plan", config, "model=some-model", "method.kind=lora", "objective.kind=sft")
-    assert code == 2
-    assert "only the models of the quality task" in err
-
-
 def test_ledgers_are_made_and_checked(cli, tmp_path):
     code, out, err = cli("ledger", "create", tmp_path / "l", "--rows", 40)
     assert (code, "36 joined" in out) == (0, True), err

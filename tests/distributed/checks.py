@@ -181,7 +181,7 @@ def tell(world, out):
 
     from whet.config.load import make_config
     from whet.errors import DataError, WhetError
-    from whet.parallel.start import agreed
+    from whet.parallel.start import agreed, seed_rank
 
     def fail_on(rank, error):
         def compute(mine):
@@ -201,6 +201,7 @@ def tell(world, out):
     except WhetError as error:
         differs = str(error)
     numbers = {"loss": world.rank + 1.0, "layers": [[1.0, 2.0]]} | ({"only": 5.0} if world.rank == 1 else {})
+    seed_rank(world, 0)
     with world.first_alone():
         turn = time.monotonic()
     return {
@@ -214,4 +215,5 @@ def tell(world, out):
         "odd": fail_on(2, _Odd(1, 2)),
         "config": differs,
         "turn": turn,
+        "drawn": torch.rand(()).item(),
     }

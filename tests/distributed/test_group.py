@@ -9,7 +9,7 @@ from distributed.harness import free_port, run_world
 from whet.config.load import make_config
 from whet.errors import ConfigError
 from whet.parallel.group import SOLO, UnreachableError, World, joined
-from whet.parallel.start import _check_sharding, agreed, check_device
+from whet.parallel.start import agreed, check_device, check_sharding
 
 CONFIG = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size": 1}}
 
@@ -40,6 +40,7 @@ def test_what_ranks_tell_one_another(tmp_path):
         assert each["raised"] == "DataError: rank 1 cannot read\n  hint: mend it"
         assert "rank 0 and rank 2 do not have the same config: optim.lr: 0.0001 and 0.5" in each["config"]
     assert [each["odd"] for each in (first, second, third)] == 2 * ["RunError: _Odd: here"] + ["_Odd: here"]
+    assert len({each["drawn"] for each in (first, second, third)}) == 3
     assert first["turn"] < min(second["turn"], third["turn"])
 
 
@@ -78,13 +79,13 @@ def test_tensor_needs_fsdp():
 def test_an_optimizer_that_reads_whole_matrices_is_refused_with_fsdp(name):
     config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "optim": {"name": name}})
     with pytest.raises(ConfigError, match=f"optim.name {name} reads whole matrices"):
-        _check_sharding(config)
+        check_sharding(config)
 
 
 def test_probes_are_refused_with_fsdp():
     config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "log": {"probes": {}}})
     with pytest.raises(ConfigError, match="log.probes look at whole weights"):
-        _check_sharding(config)
+        check_sharding(config)
 
 
 def test_one_process_needs_no_kind():

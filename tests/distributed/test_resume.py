@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import tiny
@@ -89,3 +90,19 @@ def test_a_run_goes_on_in_another_world(tiny_directory, tmp_path, whole, first, 
     rows = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
     steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
     assert steps == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_what_is_random_on_each_rank_goes_on_where_it_was(tiny_directory, tmp_path):
+    method = {"kind": "lora", "rank": 4, "dropout": 0.3}
+    settings = {
+        part: config(tiny_directory, tmp_path / part, "ddp", method=method) for part in ("whole", "cut")
+    }
+    leg(2, tmp_path / "whole", config=settings["whole"])
+    leg(2, tmp_path / "cut", config=settings["cut"], stop_at=3)
+    leg(2, tmp_path / "cut")
+    one, two = (
+        load_file(tmp_path / part / "runs" / "test" / "final" / "adapter_model.safetensors")
+        for part in settings
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -90,6 +90,8 @@ ROWS = {
     "smollm3-windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 1, 0]}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 6, "tie_word_embeddings": True}),
+    "granite": ("Granite", {"attention_multiplier": 0.1, "logits_scaling": 5.0, "embedding_multiplier": 3.0}),
+    "granite-usual-scores-tied": ("Granite", {"attention_multiplier": 8**-0.5, "logits_scaling": 0.5, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window-tied": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True, "head_dim": 12}),
     "mixtral-odd-width": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 27}),

@@ -13,7 +13,7 @@ import yaml
 from whet.analysis.classification import marked_report, single_report, softmax
 from whet.errors import CheckpointError, ConfigError
 from whet.reporting.report import report_page, write_report
-from whet.reporting.router_maps import MOST_LAYERS
+from whet.reporting.router_maps import MOST_LAYERS, _binned
 from whet.reporting.run_files import read_run
 from whet.reporting.run_list import list_runs, runs_text
 from whet.reporting.series import smoothed, thinned
@@ -92,26 +92,26 @@ def summary(steps=60, because="finished", **more):
     }
 
 
+def write_run(directory, rows=None, *, final=True, config=CONFIG, **files):
+    """The files of a run, by hand."""
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    rows = [*training_rows(), summary()] if rows is None else rows
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    if final:
+        (directory / "final").mkdir()
+    for key, value in files.items():
+        path = directory / (f"{key}.jsonl" if key == "samples" else f"{key}.json")
+        many = isinstance(value, list)
+        path.write_text("\n".join(map(json.dumps, value)) if many else json.dumps(value))
+    return directory
+
+
 @pytest.fixture
 def new_run(tmp_path):
     """Writes the files of a run by hand."""
-
-    def write(rows=None, *, name="demo", final=True, config=CONFIG, **files):
-        directory = tmp_path / "runs" / name
-        directory.mkdir(parents=True)
-        (directory / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        rows = [*training_rows(), summary()] if rows is None else rows
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        if final:
-            (directory / "final").mkdir()
-        for key, value in files.items():
-            path = directory / (f"{key}.jsonl" if key == "samples" else f"{key}.json")
-            many = isinstance(value, list)
-            path.write_text("\n".join(map(json.dumps, value)) if many else json.dumps(value))
-        return directory
-
-    return write
+    return lambda rows=None, *, name="demo", **more: write_run(tmp_path / "runs" / name, rows, **more)
 
 
 def page_of(directory):
@@ -143,6 +143,7 @@ def sections(page):
 def test_a_run_has_its_facts_curves_config_and_commands(new_run):
     origins = {
         "versions": {"torch": "2.99"},
+        "machine": {"device": "cuda: Some GPU"},
         "git_commit": None,
         "base": "abc",
         "data_sha256": {"train": "def"},
@@ -159,7 +160,16 @@ def test_a_run_has_its_facts_curves_config_and_commands(new_run):
     assert charts(page) == {"loss", "lr", "grad_norm", "tokens_per_s", "peak_gib"}
     for said in (
         *("demo", "finished", "some-model", "lora, rank 8, alpha 16", "sft", "train.jsonl", "6,000"),
-        *("6 min 15 s", "eval loss 0.25 at step 40", "loss 0.5", "2.99", "rank: 8", "training", "evaluation"),
+        *(
+            "6 min 15 s",
+            "eval loss 0.25 at step 40",
+            "loss 0.5",
+            "2.99",
+            "Some GPU",
+            "rank: 8",
+            "training",
+            "evaluation",
+        ),
         *(f"whet chat {directory}", f"whet train {directory}/config.yaml run.name=demo-again"),
     ):
         assert said in page.said
@@ -197,6 +207,54 @@ def test_metrics_of_the_objective_are_small_multiples(new_run):
     assert not {"skipped", "router_layers", "tokens", "eval_s"} & charts(page)
 
 
+def test_training_and_evaluation_of_a_metric_share_a_plot(new_run):
+    rows = list(training_rows(kl=lambda step: step / 60, margin=lambda step: 1.0))
+    rows.append({"step": 60, "eval_kl": 0.5, "eval_bits_per_byte": 2.0, "eval_s": 1.0})
+    page = page_of(new_run(rows))
+    assert {"kl", "margin", "eval_bits_per_byte"} <= charts(page)
+    assert "eval_kl" not in charts(page)
+    assert "training 0.01667 → 1; evaluation 0.5" in page.said
+
+
+def test_speed_and_memory_are_shown_against_peak_and_plan(new_run):
+    more = {
+        "tokens_per_s": lambda step: 100.0 if step < 31 else 300.0,
+        "mfu": lambda step: 0.4321,
+        "peak_gib": lambda step: 1.5,
+        "steps_per_s": lambda step: 2.0,
+    }
+    plan = {"bytes": {"weights": 2**29, "optimizer": 0, "peak": 2**31, "peak_at": "loss"}}
+    page = page_of(new_run([*training_rows(**more), summary()], plan=plan))
+    assert charts(page) == {"loss", "tokens_per_s", "mfu", "peak_gib"}
+    for said in ("200tokens a second, median", "43.2%MFU, median", "1.5 GiBpeak memory, 75% of the plan"):
+        assert said in page.said
+    assert "planned 2" in page.said
+    assert "weights0.5 GiB" in page.said
+    assert "optimizer0" not in page.said
+    for odd in ({"bytes": {"peak": "nan"}}, {"bytes": [1]}, {"bytes": {"peak": -1, "x": "inf"}}):
+        assert "planned" not in page_of(new_run(name=f"odd {odd}".replace("/", ""), plan=odd)).said
+
+
+@pytest.mark.parametrize("layers", [2, 30])
+def test_probes_have_a_section_with_lines_or_a_map_by_layer(new_run, layers):
+    more = {
+        "exp_grad_norm_layer": lambda step: [0.1 * step + layer for layer in range(layers)],
+        "exp_grad_norm_mean": lambda step: 0.1 * step,
+        "exp_weight_norm_rest": lambda step: 0.0,
+        "exp_attn_entropy_layer": lambda step: [None, *([1.5] * (layers - 1))],
+        "exp_act_norm_layer": lambda step: ["nan"] * layers,
+        "exp_own_layer": lambda step: [step] * (1 + step % 2),
+        "exp_odd_layer": lambda step: "none",
+    }
+    page = page_of(new_run([*training_rows(5, **more), summary()]))
+    assert sections(page)[:2] == ["curves", "probes"]
+    assert charts(page) == {
+        *("loss", "exp_grad_norm_layer", "exp_attn_entropy_layer", "exp_grad_norm_mean", "exp_own_layer"),
+    }
+    assert ("image" in page.inside["chart-exp_grad_norm_layer"]) is (layers == 30)
+    assert "gradient norm, by layer" in page.said
+
+
 @pytest.mark.parametrize("layers", [1, 3, 40])
 def test_routers_have_a_panel_a_layer_up_to_a_limit(new_run, layers):
     share = [[0.5, 0.25, 0.25, 0.0]] * layers
@@ -209,6 +267,15 @@ def test_routers_have_a_panel_a_layer_up_to_a_limit(new_run, layers):
     assert "layer 0" in page.said
     assert f"layer {layers - 1}" in page.said
     assert ("8 of 40 layers are shown" in page.said) is (layers == 40)
+
+
+@pytest.mark.parametrize("steps", [200, 300, 1000])
+def test_columns_of_a_long_run_are_means_of_as_many_steps_each(steps):
+    shares = np.arange(steps, dtype=float)[:, None, None]
+    found = _binned(shares)[:, 0, 0]
+    assert len(found) <= 240
+    together = math.ceil(steps / 240)
+    np.testing.assert_allclose(found[:-1], np.arange(len(found) - 1) * together + (together - 1) / 2)
 
 
 def test_one_router_for_the_whole_model_is_shown_too(new_run):
@@ -258,6 +325,19 @@ def test_the_first_and_the_last_samples_are_shown(new_run):
     assert "prompt 10-0" not in page.said
     assert "3,000 more characters" in page.said
     assert "0.5 (exact_match 1, length -0.5)" in page.said
+
+
+def test_the_same_prompts_are_shown_before_and_after(new_run):
+    samples = [
+        {"step": step, "prompt": prompt, "completion": f"{prompt} at {step}"}
+        for step in (0, 30, 60)
+        for prompt in ("one", "two")
+    ]
+    page = page_of(new_run([], samples=samples))
+    for said in ("before (step 0)", "after (step 60)", "one at 0", "two at 60", "2 of 2 prompts, at 3 steps"):
+        assert said in page.said
+    assert "at 30" not in page.said
+    assert "reward" not in page.said
 
 
 def test_texts_of_others_are_escaped_everywhere(new_run):

@@ -126,7 +126,7 @@ def _load_checkpointed(
     check_manifest(checkpoint)
     if isinstance(name := config.language_model, Preset):
         tokenizer = load_tokenizer(run_of(checkpoint) / "tokenizer")
-        model = new_model(name, tokenizer, seed=config.run.seed)
+        model = new_model(name, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         where = choose_device(str(device or "auto"))
         model.to(where, dtype or choose_precision("auto", where).frozen)
     else:

@@ -58,8 +58,9 @@ def attach_lora(
     ranks = per_layer(model, chosen, rank_pattern or {}, rank)
     alphas = per_layer(model, chosen, alpha_pattern or {}, alpha)
     settings = {name: LoRASettings(ranks[name], alphas[name], dropout, variant) for name in chosen}
+    fused = fused_weights(model)
     for name, each in settings.items():
-        _check_rank(name, each.rank, _shape(model, name))
+        _check_rank(name, each.rank, _shape(model, name, is_fused=name in fused))
     put_adapters(model, settings, saved_modules(model, modules_to_save))
     return model
 
@@ -99,9 +100,11 @@ def put_adapters(
         raise ConfigError(
             f"{both[0]} cannot have an adapter and be trained whole: drop it from one of the two"
         )
-    fused = fused_weights(model)
+    fused, tied = fused_weights(model), tied_to_head(model)
     made: dict[str, Adapter] = {
-        name: _adapter(model, name, each) for name, each in settings.items() if name not in fused
+        name: _adapter(model, name, each, is_tied=name in tied)
+        for name, each in settings.items()
+        if name not in fused
     }
     by_module: dict[str, dict[str, LoRASettings]] = {}
     for name in (name for name in fused if name in settings):  # in the module's own order, as PEFT nests them
@@ -114,9 +117,9 @@ def put_adapters(
     retrain(model, list(saved))
 
 
-def _adapter(model: LanguageModel, name: str, settings: LoRASettings) -> Adapter:
+def _adapter(model: LanguageModel, name: str, settings: LoRASettings, *, is_tied: bool) -> Adapter:
     base = model.get_submodule(name)
-    if name in tied_to_head(model):
+    if is_tied:
         raise ConfigError(
             f"{name} is tied: an update of the embedding would also be one of the head",
             hint="train both whole instead: method.modules_to_save",
@@ -129,9 +132,9 @@ def _adapter(model: LanguageModel, name: str, settings: LoRASettings) -> Adapter
     return LoRAEmbedding(base, settings)
 
 
-def _shape(model: LanguageModel, name: str) -> tuple[int, int]:
+def _shape(model: LanguageModel, name: str, *, is_fused: bool) -> tuple[int, int]:
     """Inputs and outputs of a layer."""
-    if name in fused_weights(model):
+    if is_fused:
         path, _, leaf = name.rpartition(".")
         return expert_shape(model.get_submodule(path), leaf)[1:]
     module = model.get_submodule(name)

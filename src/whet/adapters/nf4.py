@@ -63,6 +63,8 @@ def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
     Always by torch: of two equal weights bitsandbytes' CPU kernel may give one a scale's second nearest code.
     """
+    if weight.is_meta:
+        return _unfilled(weight.numel())
     blocks = _blocks(weight.float().flatten(), BLOCK)
     largest = blocks.abs().amax(1)
     values = _nearest(blocks, largest, "values").view(-1, 2)
@@ -74,6 +76,16 @@ def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     # as integers: `model.to(torch.bfloat16)` must not round them
     rest = torch.cat([top, mean.view(1)]).view(torch.int32)
     return {"codes": codes, "scales": scales, "rest": rest}
+
+
+def _unfilled(count: int) -> dict[str, torch.Tensor]:
+    """What stands for so many weights, on the meta device: their sizes, quickly."""
+    scales = -(-count // BLOCK)
+    return {
+        "codes": torch.empty(-(-count // 2), dtype=torch.uint8, device="meta"),
+        "scales": torch.empty(scales, dtype=torch.uint8, device="meta"),
+        "rest": torch.empty(-(-scales // SCALES_BLOCK) + 1, dtype=torch.int32, device="meta"),
+    }
 
 
 def dequantise(packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

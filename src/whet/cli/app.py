@@ -13,12 +13,14 @@ from whet.cli import (
     advise,
     chat,
     classify,
+    compare,
     data,
     diagnose,
     doctor,
     evaluate,
     export,
     generate,
+    lab,
     ledger,
     merge,
     plan,
@@ -26,6 +28,7 @@ from whet.cli import (
     report,
     resume,
     runs,
+    sweep,
     teach,
     tokenizer,
     train,
@@ -54,13 +57,16 @@ app.command("merge")(merge.command)
 app.command("export")(export.command)
 app.command("plan")(plan.command)
 app.command("ablate")(ablate.command)
+app.command("sweep")(sweep.command)
 app.command("diagnose")(diagnose.command)
 app.command("report")(report.command)
+app.command("compare")(compare.command)
 app.command("runs")(runs.command)
 app.command("pull")(pull.command)
 app.command("doctor")(doctor.command)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(lab.app, name="lab")
 
 
 def _show_version(asked: bool) -> None:

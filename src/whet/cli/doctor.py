@@ -2,22 +2,26 @@
 
 
 def command() -> None:
-    """Show device, precision and why, versions, memory and cache."""
+    """Show device, its peak rates, precision and why, versions, memory and cache."""
     import platform
 
     import psutil
     import torch
 
+    from whet.chips import find_peak
     from whet.hardware import GIB, choose_device, choose_precision
     from whet.models.hub import cache_dir, cached_models, tokens_dir
     from whet.ops.attention import describe_backend
     from whet.training.provenance import versions
 
     device, memory = choose_device(), psutil.virtual_memory()
+    peak = find_peak(device)
     rows = {
         "system": f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores",
         "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free",
         "device": _describe(device),
+        "peak": f"{peak.half_tflops:.4g} TFLOP/s in 16 bits, {peak.fp32_tflops:.4g} in fp32, "
+        f"{peak.bandwidth_gb_s:.4g} GB/s of memory ({peak.source})",
         "precision": choose_precision("auto", device).reason,
         "attention": describe_backend(device),
         "threads": str(torch.get_num_threads()),

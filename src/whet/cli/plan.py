@@ -1,57 +1,88 @@
 """whet plan: what a run would take, with nothing allocated."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from whet.config.sections import RunConfig
+    from whet.training.plan import Counted
 
 
 def command(
     config: str = typer.Argument(help="A YAML file, as for whet train."),
-    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. model.quality=full"),  # noqa: B008
+    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. method.kind=full"),  # noqa: B008
+    device: str = typer.Option(
+        None, "--device", help="A chip, such as h100, rtx4090, mi300x or m4-max; cpu; or this: the one here."
+    ),
+    gpus: int = typer.Option(1, "--gpus", help="So many of them, as the parallel section says."),
+    network: float = typer.Option(50.0, "--network", help="GB/s from a GPU to those of other machines."),
+    utilisation: float = typer.Option(0.4, "--utilisation", help="Share of the peak that is reached."),
     as_json: bool = typer.Option(False, "--json", help="Print it as one JSON object."),
 ) -> None:
-    """Show parameters, FLOPs, memory, architecture and fingerprint of CONFIG. Nothing is allocated."""
+    """Show parameters, FLOPs, memory and time of CONFIG, here or on other devices. Nothing is allocated."""
     from whet.cli.console import say
     from whet.config.load import load_config
     from whet.config.quality import Quality
-    from whet.data.plan import StepSettings
     from whet.errors import ConfigError
+    from whet.reporting.plan_text import plan_json, plan_lines
+    from whet.training.plan import plan_run
+
+    settings = load_config(config, overrides or ())
+    if not 0 < utilisation <= 1:
+        raise ConfigError(f"--utilisation {utilisation:g}: it is a share, above 0 and at most 1")
+    if isinstance(settings.model, Quality):
+        found = _quality_costs(settings)
+        say(json.dumps(found, indent=2) if as_json else "\n".join(_quality_lines(found)))
+        return
+    plan = plan_run(
+        settings,
+        device=device,
+        gpus=gpus,
+        network_gb_s=network,
+        utilisation=utilisation,
+        counted=_counted(settings),
+    )
+    say(json.dumps(plan_json(plan), indent=2) if as_json else "\n".join(plan_lines(plan)))
+
+
+def _counted(settings: "RunConfig") -> "Counted | None":
+    """Steps and lengths, where the records are few and at hand; else what the config says has to do."""
+    from whet.reporting.cheap_count import count_cheaply
+
+    return count_cheaply(settings)
+
+
+def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values
+    from whet.config.quality import Quality
+    from whet.data.plan import StepSettings
     from whet.models.quality_costs import quality_costs
     from whet.models.tabular import QualitySpec
 
-    settings = load_config(config, overrides or ())
-    if not isinstance(settings.model, Quality):
-        raise ConfigError(
-            "whet plan knows only the models of the quality task so far",
-            hint="whet train --dry-run plans the steps of a language model",
-        )
+    assert isinstance(settings.model, Quality)
     run, optim = settings.run, settings.optim
     steps = StepSettings(run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True)
     rows = min(run.batch_size or run.batch_tokens or 1, steps.micro_tokens)
-    found = quality_costs(
-        QualitySpec.from_config(settings.model), rows=rows, optimizer=optim.name, momentum=optim.momentum
-    )
-    say(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found, rows)))
+    spec = QualitySpec.from_config(settings.model)
+    return {
+        **quality_costs(spec, rows=rows, optimizer=optim.name, momentum=optim.momentum),
+        "rows": rows,
+    }
 
 
-def _lines(found: dict[str, Any], rows: int) -> list[str]:  # Any: JSON values
+def _quality_lines(found: dict[str, Any]) -> list[str]:  # Any: JSON values
+    from whet.reporting.plan_text import in_bytes
+
     memory, flops, shape = found["bytes"], found["flops_per_row"], found["architecture"]
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in memory.items() if name != "total")
+    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in memory.items() if name != "total")
     table = {
         "model": f"quality {shape['size']}, {shape['arm']}: {shape['hidden']} x {shape['depth']}",
         "parameters": f"{found['param_count']:,} in {found['tensors']} tensors",
         "FLOPs": f"{flops['forward']:,} a row forward, {flops['training']:,} with the backward pass",
-        "memory": f"{_size(memory['total'])} in fp32, {rows} rows at once: {parts}",
-        "checkpoint": f"{_size(found['tkp1_bytes'])} as TKP1",
+        "memory": f"{in_bytes(memory['total'])} in fp32, {found['rows']} rows at once: {parts}",
+        "checkpoint": f"{in_bytes(found['tkp1_bytes'])} as TKP1",
         "fingerprint": found["fingerprint"],
         "architecture": json.dumps(shape),
     }
     return [f"{name:<12}  {value}" for name, value in table.items()]
-
-
-def _size(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.1f} KiB"

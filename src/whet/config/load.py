@@ -80,6 +80,15 @@ def to_dict(config: RunConfig) -> dict[str, Any]:  # Any: JSON values
     return config.model_dump(mode="json", by_alias=True)
 
 
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON values
+    """Every value that is no section, by its whole key."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every config key with its default and meaning, one line each."""
     for own_name, field in section.model_fields.items():

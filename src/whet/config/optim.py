@@ -35,6 +35,24 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(None, ge=0, description="instead of optim.weight_decay")
 
 
+class MuP(Section):
+    """Rates and first weights that carry over from a narrow model to this one (docs/mup.md)."""
+
+    base_width: Positive = Field(description="d_model of the model that the rate was found on")
+    base_head_dim: Positive | None = Field(
+        None, description="channels of its heads; null: it has as many heads as this model"
+    )
+
+
+def unfit_for_mup(method: str, objective: str) -> str | None:
+    """Why these train weights that muP has no rule for, or None."""
+    if method != "full":
+        return "optim.mup is about all weights: it needs method.kind full"
+    if objective in ("mtp", "classify"):
+        return f"optim.mup has no rule for the heads of objective.kind {objective}"
+    return None
+
+
 class Optim(Section):
     """The optimizer and its learning rate."""
 
@@ -71,6 +89,8 @@ class Optim(Section):
         None, gt=0, description="factor on the rate of routers: a group of those parameters, by name"
     )
 
+    mup: MuP | None = Field(None, description="learning rates and first weights by the width of the model")
+
     @property
     def parts(self) -> list[SchedulePart]:
         """The schedule as a list, however it was given."""
@@ -90,6 +110,15 @@ class Optim(Section):
     def _nesterov_has_momentum(self) -> "Optim":
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _mup_knows_the_optimizer(self) -> "Optim":
+        if self.mup is not None and self.name == "adafactor":
+            raise ValueError("mup has no rule for adafactor, whose steps grow with the weights")
+        decays = [self.weight_decay, *(group.weight_decay for group in self.groups.values())]
+        if self.mup is not None and self.name == "adam" and any(decays):
+            raise ValueError("mup has no rule for a decay in Adam's gradient: choose adamw")
         return self
 
     @model_validator(mode="after")

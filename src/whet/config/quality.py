@@ -85,6 +85,7 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
         "eval.generate needs a language model": values["eval"].generate,
         "data.curriculum needs a language model": values["data"].curriculum is not None,
         "data.format must be tabular": values["data"].format not in ("auto", "tabular"),
+        "optim.mup needs a language model": values["optim"].mup is not None,
         "run.compile needs a language model": values["run"].compile,
         "run.grad_checkpoint needs a language model": values["run"].grad_checkpoint,
     }

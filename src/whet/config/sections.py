@@ -10,7 +10,7 @@ from whet.config.experts import Experts
 from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
-from whet.config.optim import Optim, ParameterGroup
+from whet.config.optim import Optim, ParameterGroup, unfit_for_mup
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
@@ -338,6 +338,12 @@ class RunConfig(Section):
     def _new_weights_are_trained(self) -> "RunConfig":
         if isinstance(self.model, Preset) and self.method.kind != "full":
             raise ValueError("model.preset starts from random weights: set method.kind to full")
+        return self
+
+    @model_validator(mode="after")
+    def _mup_knows_every_weight(self) -> "RunConfig":
+        if self.optim.mup is not None and (why := unfit_for_mup(self.method.kind, self.objective.kind)):
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")

@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend over x [B, T, d_model], and over what the cache holds."""
-        queries, keys, values = self._project(x)
+        queries, keys, values = self.project(x)
         if rotation is not None:
             queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
         if cache is not None:
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
             queries, keys, values, layout, window=window, scale=scale, softcap=softcap, slopes=slopes
         )
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values as [B, heads, T, head_dim]."""
         if self.spec.fused:
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)

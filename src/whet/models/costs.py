@@ -52,7 +52,7 @@ def forward_flops(spec: ModelSpec, length: int, *, visible_only: bool = True) ->
         flops["feedforward"] += length * sum(
             2 * i * o for i, o, _ in _feedforward_matrices(block, spec.d_model, active=True)
         )
-        flops["scores"] += _score_flops(block.attention, length, visible_only=visible_only)
+        flops["scores"] += score_flops(block.attention, length, visible_only=visible_only)
     flops["head"] = length * 2 * spec.d_model * spec.vocab_size
     return dict(flops)
 
@@ -121,9 +121,10 @@ def _feedforward_matrices(block: BlockSpec, d_model: int, *, active: bool) -> It
                 yield from ((d_model, width, False), (d_model, width, False), (width, d_model, False))
 
 
-def _score_flops(
-    attention: AttentionSpec | LatentAttentionSpec | None, length: int, *, visible_only: bool
+def score_flops(
+    attention: AttentionSpec | LatentAttentionSpec | None, length: int, *, visible_only: bool = True
 ) -> int:
+    """FLOPs of queries with keys and weights with values, of `length` tokens in one layer."""
     match attention:
         case AttentionSpec(head_dim=size):
             keys, values = size, size

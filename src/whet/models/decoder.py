@@ -138,7 +138,7 @@ class Decoder(LanguageModel):
     def head(self) -> Head:
         """The output projection."""
         weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
-        return Head(weight, softcap=self.spec.logit_softcap)
+        return Head(weight, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap)
 
     def new_cache(self, capacity: int = 0) -> KeyValueCache:
         """An empty key/value cache for this model."""

@@ -70,6 +70,25 @@ def resolve(name: str, *, progress: Progress = _to_stderr) -> Path:
     raise ModelError(f"no model called {name!r}: {'; '.join(tried)}", hint=_hint(known))
 
 
+def config_directory(name: str) -> Path:
+    """A directory on this machine with the model's config.json, weights or not; nothing is ever fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
+    known = _known_name(name)
+    for place in (Path(name).expanduser(), _models_dir() / known):
+        if _is_model(place):
+            return place
+    repository = ALIASES.get(known, known)
+    if _NAME.fullmatch(repository) and "/" in repository:
+        found = try_to_load_from_cache(repository, "config.json")
+        if isinstance(found, str):
+            return Path(found).parent
+    raise ModelError(
+        f"no config.json of {name!r} on this machine",
+        hint="whet pull fetches it; or name a directory with one",
+    )
+
+
 def cache_dir() -> Path:
     """Where fetched and converted models are kept: $WHET_CACHE, or the user's cache directory."""
     if given := os.environ.get("WHET_CACHE"):

@@ -109,7 +109,7 @@ def new_heads(model: LanguageModel, count: int, block: BlockSpec | None = None) 
             f"the embedding of {model.name} has {embedded} channels and its output head {d_model}: "
             "heads that share both need one size"
         )
-    with torch.device("cpu"):
+    with torch.device("meta" if weight.is_meta else "cpu"):  # a plan has no numbers
         heads = PredictionHeads(_spec(model, count, block, d_model=d_model))
     _initialise(heads)
     return heads.to(weight.device, weight.dtype)

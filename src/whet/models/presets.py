@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from whet.config.optim import MuP
 from whet.errors import ModelError
 from whet.models.families import FAMILIES
 from whet.models.families import whet as whet_family
+from whet.models.mup import with_multipliers
 from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
@@ -180,13 +182,14 @@ def _known(what: str, key: str, registry: Mapping[str, _Piece]) -> _Piece:
     return registry[key]
 
 
-def preset_spec(name: str, **changes: object) -> ModelSpec:
+def preset_spec(name: str, *, mup: MuP | None = None, **changes: object) -> ModelSpec:
     """The decoder of a preset, with some of its shape changed; it is in the first family that can hold it."""
     shape = _known("preset", name, PRESETS)
     known = {field.name: field for field in dataclasses.fields(Shape)}
     for key in changes:
         _known("part of a model's shape", key, known)
-    return _in_a_family(build_spec(dataclasses.replace(shape, **changes)))  # type: ignore[arg-type]  # checked by name here, by value in the spec
+    spec = build_spec(dataclasses.replace(shape, **changes))  # type: ignore[arg-type]  # checked by name here, by value in the spec
+    return _in_a_family(spec if mup is None else with_multipliers(spec, mup))
 
 
 def build_spec(shape: Shape) -> ModelSpec:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from whet.config.optim import MuP
 from whet.config.preset import Preset
 from whet.errors import ConfigError, ModelError
 from whet.models.costs import flops_per_token, parameter_counts
@@ -12,6 +13,7 @@ from whet.models.encoders import is_homemade, make_tokenizer
 from whet.models.initialise import from_scratch
 from whet.models.language_model import LanguageModel
 from whet.models.load import load_tokenizer
+from whet.models.mup import width_ratio
 from whet.models.presets import preset_spec
 from whet.models.spec import ModelSpec
 
@@ -33,7 +35,7 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None 
     return tokenizer
 
 
-def new_spec(preset: Preset, *, tokens: int) -> ModelSpec:
+def new_spec(preset: Preset, *, tokens: int, mup: MuP | None = None) -> ModelSpec:
     """What a preset describes, for a tokenizer with so many tokens."""
     changes = {"vocab_size": tokens, **preset.changes()}
     if changes["vocab_size"] < tokens:
@@ -42,16 +44,23 @@ def new_spec(preset: Preset, *, tokens: int) -> ModelSpec:
             hint="leave model.vocab_size out to take as many as there are",
         )
     try:
-        return preset_spec(preset.preset, **changes)
+        return preset_spec(preset.preset, mup=mup, **changes)
     except ModelError as error:
         raise ConfigError(f"model: {error.message}", hint=error.hint) from error
 
 
-def new_model(preset: Preset, tokenizer: Any, *, seed: int) -> LanguageModel:  # Any: as above
+def new_model(
+    preset: Preset,
+    tokenizer: Any,  # Any: as above
+    *,
+    seed: int,
+    mup: MuP | None = None,
+) -> LanguageModel:
     """The model of a preset, with fresh weights."""
-    spec = new_spec(preset, tokens=len(tokenizer))
+    spec = new_spec(preset, tokens=len(tokenizer), mup=mup)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = from_scratch(spec, seed=seed, source_config=special)
+    ratio = 1.0 if mup is None else width_ratio(spec, mup)
+    model = from_scratch(spec, seed=seed, source_config=special, width_ratio=ratio)
     model.name = f"{preset.preset} from scratch"
     counts = ", ".join(f"{part} {count:,}" for part, count in parameter_counts(spec).items() if count)
     log.info("model: %s, stored as %s: %s", model.name, spec.family, counts)

@@ -240,9 +240,11 @@ class ModelSpec:
     positions: str = "none"  # besides the rope of each layer
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(vocab_size=self.vocab_size, d_model=self.d_model, max_positions=self.max_positions)
+        _positive(logit_scale=self.logit_scale)
         _known("positions", self.positions, POSITIONS)
         if not self.blocks:
             raise ModelError("a model needs at least one layer")
@@ -261,7 +263,10 @@ class ModelSpec:
 
     def describe(self) -> dict[str, object]:
         """A plain JSON value, equal for equal architectures."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        if self.logit_scale == 1.0:  # as it was before this could be said: fingerprints stay what they are
+            del found["logit_scale"]
+        return found
 
     def fingerprint(self) -> str:
         """SHA-256 of the canonical description: stable across machines and key order."""

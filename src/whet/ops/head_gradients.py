@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from whet.ops.head import Head
+from whet.ops.planned import device_type, is_plan
 
 
 class HeadGradients:
@@ -32,6 +33,8 @@ class HeadGradients:
 
     def _add_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         assert self.weight is not None
+        if is_plan() and device_type(x) == "cuda":
+            return
         if x.is_cuda and x.dtype != self.weight.dtype:  # 16-bit factors, 32-bit sums, in one product
             torch.addmm(self.weight, grad, x, out_dtype=self.weight.dtype, out=self.weight)
         else:

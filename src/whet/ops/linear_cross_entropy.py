@@ -1,5 +1,6 @@
 """Cross-entropy from hidden states and the head, in chunks: the full [tokens, V] logits never exist."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 
 from whet.ops.head import Head, nothing, operands
 from whet.ops.head_gradients import HeadGradients
+from whet.ops.planned import device_type, is_plan
 from whet.ops.softmax_rows import row_losses
 
 # (rows, logits) a chunk has at most: enough to keep the matrix products efficient
@@ -16,9 +18,15 @@ _ALIGNED = 128  # rows of the tiles of a matrix product
 
 def chunk_rows(weight: torch.Tensor) -> int:
     """How many positions are projected at once by a head's weight [V, D]."""
-    most_rows, most_logits = _MOST.get(weight.device.type, _MOST["cpu"])
+    most_rows, most_logits = _MOST.get(device_type(weight), _MOST["cpu"])
     rows = min(most_rows, most_logits // weight.shape[0])
     return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
+
+
+def spans(count: int, rows: int) -> Iterator[slice]:
+    """Chunks of so many rows; in a plan two of them, since all take the same memory."""
+    end = min(count, 2 * rows) if is_plan() else count
+    return (slice(start, start + rows) for start in range(0, end, rows))
 
 
 def linear_cross_entropy(
@@ -55,8 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         gradients = HeadGradients(hidden, weight, bias, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows := chunk_rows(weight)):
-                span = slice(start, start + rows)
+            for span in spans(hidden.shape[0], chunk_rows(weight)):
                 x = hidden[span]
                 row_weight = None if weights is None else weights[span].to(wide)
                 losses, grad = row_losses(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from whet.ops.head import Head, nothing, operands
 from whet.ops.head_gradients import HeadGradients
-from whet.ops.linear_cross_entropy import chunk_rows
+from whet.ops.linear_cross_entropy import chunk_rows, spans
 from whet.ops.softmax_rows import widened
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -115,8 +115,7 @@ class _Compared(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         rows = max(1, chunk_rows(weight) // 2)  # two sides at once
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows):
-                span = slice(start, start + rows)
+            for span in spans(hidden.shape[0], rows):
                 logits = widened(F.linear(hidden[span], student.weight), student)
                 loss, grad = compare(logits, span, any(ctx.needs_input_grad))
                 total += loss.sum()

@@ -3,6 +3,7 @@
 import torch
 
 from whet.ops.head import Head
+from whet.ops.planned import device_type, is_plan
 
 
 def row_losses(
@@ -18,6 +19,8 @@ def row_losses(
     `projected` is hidden @ weight.T, before bias, scale and cap; it is overwritten. Sums are in float32 or
     wider. On a GPU one kernel reads the logits twice and writes them once.
     """
+    if is_plan() and device_type(projected) == "cuda":
+        return projected.new_empty(len(targets), dtype=torch.float32), projected if want_gradient else None
     if projected.is_cuda and projected.dtype != torch.float64:
         from whet.ops.softmax_rows_triton import row_losses_on_gpu
 

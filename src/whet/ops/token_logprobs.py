@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from whet.ops.head import Head, operands
 from whet.ops.head_gradients import HeadGradients
-from whet.ops.linear_cross_entropy import chunk_rows
+from whet.ops.linear_cross_entropy import chunk_rows, spans
 from whet.ops.softmax_rows import row_losses
 
 
@@ -36,8 +36,7 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         found = hidden.new_empty(hidden.shape[0], dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows := chunk_rows(weight)):
-                span = slice(start, start + rows)
+            for span in spans(hidden.shape[0], chunk_rows(weight)):
                 losses, _ = row_losses(
                     F.linear(hidden[span], head.weight), targets[span], head, want_gradient=False
                 )
@@ -52,8 +51,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head = Head(weight.to(hidden.dtype), bias, ctx.scale, ctx.softcap)
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows := chunk_rows(weight)):
-                span = slice(start, start + rows)
+            for span in spans(hidden.shape[0], chunk_rows(weight)):
                 _, grad = row_losses(
                     F.linear(hidden[span], head.weight), targets[span], head, row_weight=-upstream[span]
                 )

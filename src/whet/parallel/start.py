@@ -24,11 +24,12 @@ def agreed(world: World, config: RunConfig) -> World:
     config.parallel.check_processes(world.size)
     world.watch.limit_s = config.parallel.timeout
     if world.size > 1 and config.parallel.kind == "fsdp":
-        _check_sharding(config)
+        check_sharding(config)
     return replace(world, tensor=config.parallel.tensor)
 
 
-def _check_sharding(config: RunConfig) -> None:
+def check_sharding(config: RunConfig) -> None:
+    """Refuse what cannot be cut into parts."""
     if isinstance(config.model, Quality):
         raise ConfigError(
             "parallel.kind fsdp cuts the layers of a language model, and model.quality has none",

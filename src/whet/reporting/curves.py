@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -13,44 +13,78 @@ from whet.reporting.svg import BLUE, ORANGE, drawing, svg
 
 MOST_CHARTS = 36
 # metrics that have a chart of their own, or that say how long something took or how much was read
-_TRAINING = {
+TRAINING = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_s": "tokens a second",
+    "mfu": "MFU, share of the device's peak",
     "peak_gib": "peak memory, GiB",
 }
-_NOT_DRAWN = {
+NOT_DRAWN = {
     *("loss", "eval_loss", "eval_perplexity", "tokens", "supervised_tokens", "tokens_total"),
-    *("step_s", "elapsed_s", "eval_s", "router_dropped_tokens"),
+    *("step_s", "elapsed_s", "eval_s", "probe_s", "router_dropped_tokens"),
+    *("steps_per_s", "tokens_per_s_mean", "flops_total", "tflops_per_s"),  # what is drawn, counted otherwise
 }
+CHARTS_STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 1rem; }
+figure { margin: 1rem 0; break-inside: avoid; overflow-x: auto; }
+figure.large svg { min-width: 36rem; }
+.charts figure { margin: 0; }
+.charts + .charts { margin-top: 1rem; }
+.charts.wide { grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }
+figcaption { font-size: .9rem; margin-bottom: .2rem; }
+svg { display: block; width: 100%; height: auto; }
+svg * { stroke-linejoin: round; }
+svg text { font-family: system-ui, sans-serif !important; }
+.grid th, .grid td { border-top: 1px solid var(--line); padding: .3rem 1rem .3rem 0; vertical-align: top; }
+.grid { width: 100%; font-size: .9rem; margin-bottom: .9rem; }
+.grid td { white-space: pre-wrap; }
+@media print { body { max-width: none; padding: 0; font-size: 11pt; } h2, h3 { break-after: avoid; }
+  tr { break-inside: avoid; } .charts { grid-template-columns: repeat(3, 1fr); }
+  .charts.wide { grid-template-columns: repeat(2, 1fr); } figure.large svg { min-width: 0; } }
+"""
 _EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
 _SMALL = 3.2, 2.0  # inches
+_LARGE_FROM = 5 * 72  # points across: on a narrow screen it scrolls, else its letters would be too small
 
 
 def loss_charts(metrics: dict[str, Metric]) -> list[str]:
     """The loss, with that of the evaluations."""
     loss = Metric(metrics.get("loss", Metric()).train, metrics.get("eval_loss", Metric()).evaluation)
-    return [_chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.drawable else []
+    return [chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.drawable else []
 
 
-def training_charts(metrics: dict[str, Metric]) -> list[str]:
-    """Learning rate, gradient norm, speed and memory."""
+def training_charts(metrics: dict[str, Metric], *, planned_gib: float | None = None) -> list[str]:
+    """Learning rate, gradient norm, speed and memory, that against what was planned."""
     return [
-        _chart(name, title, metrics[name])
-        for name, title in _TRAINING.items()
+        chart(name, title, metrics[name], planned=planned_gib if name == "peak_gib" else None)
+        for name, title in TRAINING.items()
         if name in metrics and metrics[name].drawable
     ]
 
 
 def other_charts(metrics: dict[str, Metric]) -> tuple[list[str], int]:
     """What the objective itself reports, and how many there were no room for."""
-    names = [
-        name
-        for name, metric in metrics.items()
-        if metric.drawable and name not in _TRAINING and name not in _NOT_DRAWN
-    ]
-    shown = names[:MOST_CHARTS]
-    return [_chart(name, name.replace("_", " "), metrics[name]) for name in shown], len(names) - len(shown)
+    both = _with_evaluations(
+        {
+            name: metric
+            for name, metric in metrics.items()
+            if metric.drawable and name not in {*TRAINING, *NOT_DRAWN} and not name.startswith("exp_")
+        }
+    )
+    shown = list(both)[:MOST_CHARTS]
+    return [chart(name, name.replace("_", " "), both[name]) for name in shown], len(both) - len(shown)
+
+
+def _with_evaluations(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """`eval_x` in the plot of `x`, where both are there and not yet together."""
+    found = dict(metrics)
+    for name, metric in metrics.items():
+        other = metrics.get(f"eval_{name}")
+        if other is not None and not metric.evaluation.values and not other.train.values:
+            found[name] = Metric(metric.train, other.evaluation)
+            del found[f"eval_{name}"]
+    return found
 
 
 def chart_grid(charts: Iterable[str]) -> str:
@@ -60,7 +94,9 @@ def chart_grid(charts: Iterable[str]) -> str:
 
 def figure_element(name: str, picture: str, caption: str) -> str:
     """A picture with what it shows above it; the caption is HTML."""
-    return f"<figure id='chart-{escape(name)}'><figcaption>{caption}</figcaption>{picture}</figure>"
+    wide = re.search(r'viewBox="\S+ \S+ ([\d.]+)', picture)
+    large = " class='large'" if wide and float(wide[1]) > _LARGE_FROM else ""
+    return f"<figure id='chart-{escape(name)}'{large}><figcaption>{caption}</figcaption>{picture}</figure>"
 
 
 def element_id(name: str) -> str:
@@ -68,15 +104,26 @@ def element_id(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", lambda found: f"-{ord(found[0])}-", name)
 
 
-def _chart(name: str, title: str, metric: Metric, size: tuple[float, float] = _SMALL) -> str:
+def chart(
+    name: str,
+    title: str,
+    metric: Metric,
+    *,
+    size: tuple[float, float] = _SMALL,
+    planned: float | None = None,
+) -> str:
+    """A metric over the steps, with a line at what was planned."""
     key = element_id(name)
     label = escape(visible(f"{title} over the steps of the run"), quote=True)
     with drawing() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         _draw(axes, metric, smooth=name not in _EXACT)
+        if planned is not None:
+            axes.axhline(planned, color=ORANGE, linestyle="--", linewidth=1.2, label="planned")
+            axes.legend(loc="best", fontsize=8)
         picture = svg(figure, name=key, label=label)
-    return figure_element(key, picture, _caption(title, metric))
+    return figure_element(key, picture, _caption(title, metric, planned))
 
 
 def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotlib has no types
@@ -91,18 +138,23 @@ def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotli
         axes.plot(
             steps, values, color=ORANGE, linewidth=1.5, label=label, marker="o" if few else None, markersize=3
         )
-    axes.grid(visible=True)
-    axes.margins(x=0.02, y=0.08)
-    _widen(axes, [*metric.train.values, *metric.evaluation.values])
-    axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-    axes.yaxis.get_major_locator().set_params(nbins=5)
-    axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+    finish_axes(axes, [*metric.train.values, *metric.evaluation.values])
     if both:
         axes.legend(loc="best", fontsize=8)
 
 
-def _widen(axes: Any, values: list[float]) -> None:  # Any: matplotlib has no types
+def finish_axes(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
+    """Grid, margins and ticks of a plot over steps that shows these values."""
+    axes.grid(visible=True)
+    axes.margins(x=0.02, y=0.08)
+    _widen(axes, values)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+
+
+def _widen(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
     """A metric that never changes is a line in the middle, not a picture of rounding errors."""
     low, high = min(values), max(values)
     most = max(abs(low), abs(high))
@@ -131,7 +183,7 @@ def _draw_training(
         axes.plot(*thinned(series.steps, average), color=BLUE, linewidth=1.5, label=label)
 
 
-def _caption(title: str, metric: Metric) -> str:
+def _caption(title: str, metric: Metric, planned: float | None) -> str:
     shown = []
     for series, kind in ((metric.train, "training"), (metric.evaluation, "evaluation")):
         if series.values:
@@ -139,6 +191,8 @@ def _caption(title: str, metric: Metric) -> str:
             change = last if len(series.values) == 1 else f"{first} → {last}"
             both = metric.train.values and metric.evaluation.values
             shown.append(f"{kind} {change}" if both else change)
+    if planned is not None:
+        shown.append(f"planned {number_text(planned)}")
     if metric.left_out:
         shown.append(f"{metric.left_out:,} not finite, not drawn")
     return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(shown))}</span>"

@@ -13,7 +13,7 @@ from whet.reporting.step_plan import DrawnRow
 _STYLE = """
 :root { --learned: #c9edcf; --learned-ink: #0b4a1a; --special: #7a2ea0; --context: #d7d9dc;
   --padding: #f0c9c4; }
-@media (prefers-color-scheme: dark) { :root { --learned: #1d4a2a; --learned-ink: #c5f2cf;
+@media screen and (prefers-color-scheme: dark) { :root { --learned: #1d4a2a; --learned-ink: #c5f2cf;
   --special: #d59cf0; --context: #484d54; --padding: #5c2f2b; } }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .2rem .8rem; margin-top:
   .8rem; align-items: center; font-variant-numeric: tabular-nums; font-size: .9rem; max-width: 44rem; }

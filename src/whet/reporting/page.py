@@ -10,9 +10,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fcfcfa; --ink: #1d1f21; --quiet: #676b70; --line: #dcdcd6;
-  --bar: #4a8f5c; --bad: #b3261e; --bad-paper: #fdf0ee; }
-@media (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e4e4e0; --quiet: #9a9fa6;
-  --line: #34383d; --bar: #5aa56e; --bad: #ff8a80; --bad-paper: #2c1d1c; } }
+  --link: #2a6db0; --bar: #4a8f5c; --bad: #b3261e; --bad-paper: #fdf0ee; }
+@media screen and (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e4e4e0; --quiet: #9a9fa6;
+  --line: #34383d; --link: #7fb4ea; --bar: #5aa56e; --bad: #ff8a80; --bad-paper: #2c1d1c; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 5rem; background: var(--paper); color:
   var(--ink); font: 16px/1.55 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -24,10 +24,13 @@ table { border-collapse: collapse; }
 th { text-align: left; font-weight: 500; color: var(--quiet); padding: .12rem 1.5rem .12rem 0;
   vertical-align: top; white-space: nowrap; }
 td { padding: .12rem 0; }
+.scroll { overflow-x: auto; }
+@media (max-width: 40rem) { th { white-space: normal; overflow-wrap: normal; padding-right: .8rem; } }
 .problems { background: var(--bad-paper); border-left: 4px solid var(--bad); padding: .8rem 1.1rem;
   margin: 1.2rem 0; border-radius: 0 6px 6px 0; }
 .problems ul { margin: .3rem 0; padding-left: 1.2rem; }
 .problems b { color: var(--bad); }
+@media print { :root { color-scheme: light; --paper: #fff; } }
 details { margin: .6rem 0; }
 summary { cursor: pointer; }
 """

@@ -1,40 +1,49 @@
 """The report of a run: one HTML file that says what was trained on what, how it went and what came of it."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from whet.reporting.classification import ERRORS, SCORES, classification_figure
-from whet.reporting.curves import chart_grid, figure_element, loss_charts, other_charts, training_charts
+from whet.reporting.curves import (
+    CHARTS_STYLE,
+    chart_grid,
+    figure_element,
+    loss_charts,
+    other_charts,
+    training_charts,
+)
 from whet.reporting.page import html_lines, html_page, html_table, html_text
-from whet.reporting.report_facts import facts, number_or_text, reproduce_commands, use_commands
+from whet.reporting.probe_charts import probe_section
+from whet.reporting.report_facts import facts, headline, planned_gib, reproduce_commands, use_commands
+from whet.reporting.report_samples import samples_section
 from whet.reporting.router_maps import router_section
 from whet.reporting.run_files import RunFiles, Values, read_run, section
-from whet.reporting.series import metrics_of
+from whet.reporting.series import as_number, metrics_of
 from whet.reporting.svg import drawing, svg
 from whet.storage import replace_text
 
-_SAMPLES_SHOWN = 6  # of the first step that has some, and of the last
-_LONGEST_TEXT = 2000
-
-_STYLE = """
+_STYLE = (
+    CHARTS_STYLE
+    + """
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .7rem;
+  margin: .2rem 0 1.2rem; }
+.tiles div { border: 1px solid var(--line); border-radius: 8px; padding: .55rem .8rem; break-inside: avoid; }
+.tiles b { display: block; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tiles span { color: var(--quiet); font-size: .85rem; }
+nav { margin-top: 1.2rem; font-size: .9rem; }
+nav a { display: inline-block; margin: 0 1.1rem .2rem 0; color: var(--link); text-decoration: none; }
+nav a:hover { text-decoration: underline; }
+.samples td, .samples th { width: 33%; }
+@media print { nav { display: none; } }
 .status { display: inline-block; padding: .05rem .6rem; border: 1px solid var(--line); border-radius: 1rem;
   font-size: .9rem; margin: .3rem 0 .8rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
-figure { margin: 1rem 0; break-inside: avoid; }
-.charts figure { margin: 0; }
-figcaption { font-size: .9rem; margin-bottom: .2rem; }
-svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; }
-svg text { font-family: system-ui, sans-serif !important; }
+.status.finished { color: var(--bar); border-color: var(--bar); }
 pre { font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; margin: .4rem 0;
   padding: .8rem 1rem; border: 1px solid var(--line); border-radius: 6px; }
-.grid th, .grid td { border-top: 1px solid var(--line); padding: .3rem 1rem .3rem 0; vertical-align: top; }
-.grid { width: 100%; font-size: .9rem; }
-.grid td { white-space: pre-wrap; }
-@media print { body { max-width: none; padding: 0; font-size: 11pt; } h2, h3 { break-after: avoid; }
-  tr { break-inside: avoid; } }
 """
+)
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
@@ -48,9 +57,13 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
 def report_page(run: RunFiles) -> str:
     """The whole page; the same for the same files."""
-    sections = [f"<section id='{name}'>{html}</section>" for name, html in _sections(run)]
+    found = dict(_sections(run))
+    sections = [f"<section id='{name}'>{html}</section>" for name, html in found.items()]
+    links = "".join(f"<a href='#{name}'>{name}</a>" for name in found)
+    done = " finished" if run.finished else ""
     heading = (
-        f"<h1>{html_text(run.name)}</h1><p class='status'>{html_text(run.status)}</p>{html_table(facts(run))}"
+        f"<h1>{html_text(run.name)}</h1><p class='status{done}'>{html_text(run.status)}</p>"
+        f"{_tiles(run)}{html_table(facts(run))}<nav>{links}</nav>"
     )
     # known only when all sections are written
     listed = "".join(f"<li>{html_text(problem)}</li>" for problem in run.problems)
@@ -62,24 +75,44 @@ def report_page(run: RunFiles) -> str:
 
 def _sections(run: RunFiles) -> Iterator[tuple[str, str]]:
     metrics = metrics_of(run.rows)
-    loss, training = loss_charts(metrics), training_charts(metrics)
+    loss, training = loss_charts(metrics), training_charts(metrics, planned_gib=planned_gib(run))
     if loss or training:
-        yield "curves", f"<h2>Curves</h2>{''.join(loss)}{chart_grid(training)}"
+        yield "curves", f"<h2>Curves</h2>{''.join(loss)}{chart_grid(training)}{_planned_memory(run)}"
     own, more = other_charts(metrics)
     if own:
         said = f"<p class='quiet'>{more:,} more metrics are in metrics.jsonl</p>" if more else ""
         yield "metrics", f"<h2>Metrics</h2>{chart_grid(own)}{said}"
+    if (probes := probe_section(run.rows, metrics)) is not None:
+        yield "probes", f"<h2>Probes</h2>{probes}"
     if (routers := router_section(run.rows)) is not None:
         yield "routers", f"<h2>Routers</h2>{routers}"
     if (classified := _classification(run)) is not None:
         yield "classification", f"<h2>Classification</h2>{classified}"
     if run.samples:
-        yield "samples", f"<h2>Samples</h2>{_samples(run.samples)}"
+        yield "samples", f"<h2>Samples</h2>{samples_section(run.samples)}"
     yield "commands", f"<h2>Commands</h2>{_commands(run)}"
     if run.provenance:
         yield "environment", f"<h2>Environment and origins</h2>{html_table(_origins(run.provenance))}"
     if run.config_text:
         yield "config", f"<h2>Config</h2><pre>{html_lines(run.config_text.rstrip())}</pre>"
+
+
+def _tiles(run: RunFiles) -> str:
+    tiles = (
+        f"<div><b>{html_text(value)}</b><span>{html_text(name)}</span></div>" for name, value in headline(run)
+    )
+    return f"<div class='tiles'>{''.join(tiles)}</div>"
+
+
+def _planned_memory(run: RunFiles) -> str:
+    """The parts that a plan names, each at its most."""
+    parts = section(run.plan, "bytes")
+    rows = [
+        (name.replace("_", " "), f"{number / 2**30:,.3g} GiB")
+        for name, value in parts.items()
+        if (number := as_number(value)) is not None and math.isfinite(number) and number > 0
+    ]
+    return f"<h3>Memory, as planned</h3>{html_table(rows)}" if rows else ""
 
 
 def _classification(run: RunFiles) -> str | None:
@@ -118,45 +151,12 @@ def _scores(report: Values) -> str:
         for name in (*SCORES, *ERRORS, "roc_auc_macro", "pr_auc_macro")
         if report.get(name) is not None and name not in known
     ]
-    return f"<table class='grid'><tr><th></th>{head}</tr>{lines}</table>{html_table(rows)}"
+    table = f"<table class='grid'><tr><th></th>{head}</tr>{lines}</table>"
+    return f"<div class='scroll'>{table}</div>{html_table(rows)}"
 
 
 def _score(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "-"
-
-
-def _samples(samples: list[Values]) -> str:
-    """What was said at first, and what at last."""
-    by_step: dict[str, list[Values]] = {}
-    for sample in samples:
-        by_step.setdefault(number_or_text(sample.get("step")), []).append(sample)
-    steps = list(by_step)
-    chosen = steps[:1] + steps[1:][-1:]
-    tables = []
-    for step in chosen:
-        rows = "".join(map(_sample, by_step[step][:_SAMPLES_SHOWN]))
-        tables.append(
-            f"<h3>step {html_text(step)}</h3><table class='grid'><tr><th>prompt</th><th>completion</th>"
-            f"<th>reward</th></tr>{rows}</table>"
-        )
-    shown = sum(min(len(by_step[step]), _SAMPLES_SHOWN) for step in chosen)
-    return "".join(tables) + f"<p class='quiet'>{shown} of {len(samples):,}; all are in samples.jsonl</p>"
-
-
-def _sample(sample: Values) -> str:
-    rewards = ", ".join(
-        f"{name} {number_or_text(value)}" for name, value in section(sample, "rewards").items()
-    )
-    reward = number_or_text(sample.get("reward")) + (f" ({rewards})" if rewards else "")
-    cells = (_cut(sample.get("prompt")), _cut(sample.get("completion")), reward)
-    return f"<tr>{''.join(f'<td>{html_lines(cell)}</td>' for cell in cells)}</tr>"
-
-
-def _cut(text: object) -> str:
-    if not isinstance(text, str):
-        return "-"
-    more = len(text) - _LONGEST_TEXT
-    return f"{text[:_LONGEST_TEXT]}… {more:,} more characters" if more > 0 else text
 
 
 def _commands(run: RunFiles) -> str:
@@ -169,13 +169,13 @@ def _commands(run: RunFiles) -> str:
 
 
 def _origins(provenance: Values) -> Iterator[tuple[str, str]]:
-    for name, version in section(provenance, "versions").items():
-        yield name, str(version)
+    for part in ("machine", "versions"):
+        yield from ((name, str(value)) for name, value in section(provenance, part).items())
     titles = {"git_commit": "git commit", "base": "weights of the base, SHA-256"}
     for name, value in provenance.items():
         if name == "data_sha256":
             for split, digest in section(provenance, name).items():
                 yield f"data.{split}, SHA-256", str(digest)
-        elif name != "versions":
+        elif name not in ("machine", "versions"):
             text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
             yield titles.get(name, name), text

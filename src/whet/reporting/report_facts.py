@@ -1,8 +1,10 @@
 """What a run is, in a few lines, and the commands that go with it."""
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
+from statistics import median
 
 from whet.reporting.curves import number_text
 from whet.reporting.run_files import RunFiles, Values, section
@@ -16,6 +18,41 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
     return [(name, text) for name, text in _facts(run) if text]
 
 
+def headline(run: RunFiles) -> list[tuple[str, str]]:
+    """The few numbers that are asked for first, those that are known."""
+    return [(name, text) for name, text in _headline(run) if text]
+
+
+def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
+    summary = run.summary or {}
+    best = section(summary, "best")
+    if as_number(best.get("value")) is not None:
+        yield f"best {str(best.get('metric')).replace('_', ' ')}", number_or_text(best["value"])
+    else:
+        yield "last loss", number_or_text(_last(run, "loss"), missing="")
+    yield "steps", steps_text(run)
+    yield "tokens", number_or_text(summary.get("tokens", _last(run, "tokens_total")), missing="")
+    yield "time", duration(summary.get("seconds", _last(run, "elapsed_s")))
+    rates = [value for value in _numbers(run, "tokens_per_s") if math.isfinite(value)]
+    yield "tokens a second, median", number_text(median(rates)) if rates else ""
+    used = [value for value in _numbers(run, "mfu") if math.isfinite(value)]
+    yield "MFU, median", f"{median(used):.1%}" if used else ""
+    peaks = [value for value in _numbers(run, "peak_gib") if math.isfinite(value)]
+    planned = planned_gib(run)
+    against = f", {max(peaks) / planned:.0%} of the plan" if peaks and planned else ""
+    yield f"peak memory{against}", f"{max(peaks):.3g} GiB" if peaks else ""
+
+
+def planned_gib(run: RunFiles) -> float | None:
+    """The peak of memory that its plan.json names, in bytes there."""
+    peak = as_number(section(run.plan, "bytes").get("peak"))
+    return peak / 2**30 if peak is not None and 0 < peak < math.inf else None
+
+
+def _numbers(run: RunFiles, name: str) -> list[float]:
+    return [number for row in run.rows if (number := as_number(row.get(name))) is not None]
+
+
 def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     config, summary = run.config, run.summary or {}
     yield "model", _short(config.get("model"))
@@ -23,9 +60,6 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "objective", _objective(section(config, "objective"))
     for split in ("train", "valid", "test"):
         yield f"data.{split}", _short(section(config, "data").get(split))
-    yield "steps", _steps(run)
-    yield "tokens", number_or_text(summary.get("tokens", _last(run, "tokens_total")), missing="")
-    yield "time", _duration(summary.get("seconds", _last(run, "elapsed_s")))
     yield "best", best_text(summary)
     yield (
         "test",
@@ -76,16 +110,22 @@ def _short(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):  # a preset: what was chosen, not what was left alone
-        value = {name: each for name, each in value.items() if each is not None}
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = ", ".join(f"{name} {_plain(each)}" for name, each in value.items() if each is not None)
+    else:
+        text = _plain(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _last(run: RunFiles, name: str) -> object:
     return next((row[name] for row in reversed(run.rows) if name in row), None)
 
 
-def _steps(run: RunFiles) -> str:
+def steps_text(run: RunFiles) -> str:
+    """How many were made, and of how many where that is another number."""
     done = (run.summary or {}).get("steps", _last(run, "step"))
     planned = section(run.config, "run").get("steps")
     if as_number(done) is None:
@@ -94,7 +134,8 @@ def _steps(run: RunFiles) -> str:
     return number_or_text(done) + (f" of {number_or_text(planned)}" if unequal else "")
 
 
-def _duration(seconds: object) -> str:
+def duration(seconds: object) -> str:
+    """Seconds as people say them."""
     number = as_number(seconds)
     if number is None or not 0 <= number < 1e12:
         return ""

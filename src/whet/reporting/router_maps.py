@@ -72,8 +72,8 @@ def _binned(shares: np.ndarray) -> np.ndarray:
     """No more columns than can be told apart: [columns, layers, experts]."""
     if len(shares) <= _MOST_COLUMNS:
         return shares
-    parts = np.array_split(shares, _MOST_COLUMNS)
-    return np.stack([part.mean(0) for part in parts])
+    together = -(-len(shares) // _MOST_COLUMNS)  # as many steps in each column, or time would be uneven
+    return np.stack([shares[start : start + together].mean(0) for start in range(0, len(shares), together)])
 
 
 def _picture(steps: Sequence[int], shares: np.ndarray, names: Sequence[str]) -> str:
@@ -108,5 +108,5 @@ def _picture(steps: Sequence[int], shares: np.ndarray, names: Sequence[str]) -> 
             if number + columns >= layers:
                 axes.set_xlabel("step")
                 axes.tick_params(labelbottom=True)
-        figure.colorbar(image, ax=grid, label="share", shrink=0.9)
+        figure.colorbar(image, ax=grid, label="share", shrink=0.9, aspect=20 * lines)
         return svg(figure, name="router-load", label="share of each expert over the steps")

@@ -11,7 +11,7 @@ import yaml
 from whet.errors import CheckpointError
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
-PROVENANCE, CLASSIFICATION = "provenance.json", "classification.json"
+PROVENANCE, CLASSIFICATION, PLAN = "provenance.json", "classification.json", "plan.json"
 _LARGEST_STEP = 2**53
 
 Values = dict[str, Any]  # Any: JSON values, of any kind until they are looked at
@@ -29,6 +29,7 @@ class RunFiles:
     provenance: Values = field(default_factory=dict)
     classification: Values | None = None
     samples: list[Values] = field(default_factory=list)
+    plan: Values = field(default_factory=dict)  # what it was expected to take
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -73,6 +74,7 @@ def read_run(directory: Path) -> RunFiles:
     run.provenance = _read_object(run, PROVENANCE) or {}
     run.classification = _read_object(run, CLASSIFICATION)
     run.samples = _read_rows(run, SAMPLES)
+    run.plan = _read_object(run, PLAN) or {}
     return run
 
 

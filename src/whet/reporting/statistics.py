@@ -48,6 +48,42 @@ def compare(series: Mapping[str, Sequence[float]]) -> list[Comparison]:
     return [Comparison(*each, p_adjusted=p) for each, p in zip(found, adjusted, strict=True)]
 
 
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """The confidence interval of the mean, by Student's t; None of a single number."""
+    if len(values) < 2:
+        return None
+    half = _t_beyond(1 - level, len(values) - 1) * deviation(values) / math.sqrt(len(values))
+    return mean(values) - half, mean(values) + half
+
+
+def hedges_g(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The difference of two means in pooled standard deviations, corrected for small samples (Hedges 1981).
+
+    None where there are too few numbers to know a spread.
+    """
+    freedom = len(first) + len(second) - 2
+    if freedom < 2:
+        return None
+    squares = sum((len(side) - 1) * deviation(side) ** 2 for side in (first, second) if len(side) > 1)
+    apart = mean(first) - mean(second)
+    if not squares:
+        return math.copysign(math.inf, apart) if apart else 0.0
+    half = freedom / 2
+    correction = math.exp(math.lgamma(half) - math.lgamma(half - 0.5)) / math.sqrt(half)
+    return correction * apart / math.sqrt(squares / freedom)
+
+
+def _t_beyond(p: float, freedom: int) -> float:
+    """The t whose two-sided p-value this is."""
+    low, high = 0.0, 1.0
+    while t_test_p(high, freedom) > p:
+        low, high = high, 2 * high
+    for _ in range(80):  # halving: exact to the last bit
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_test_p(middle, freedom) > p else (low, middle)
+    return high
+
+
 def t_test_p(t: float, freedom: int) -> float:
     """The two-sided p of Student's t, by its finite series (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     if math.isinf(t):

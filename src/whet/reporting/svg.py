@@ -10,7 +10,12 @@ from typing import Any
 from whet.errors import ConfigError
 
 _INK = "#010203"  # drawn in this, shown in the colour of the text around it
-BLUE, ORANGE = "#3d85c6", "#d9822b"  # to be seen on white and on black
+# to be told apart, and seen on white and on black
+COLOURS = (
+    *("#3d85c6", "#d9822b", "#4a9e5c", "#c94f4f", "#8e6bbf"),
+    *("#a0785a", "#d072b0", "#808890", "#a8a32e", "#2ea8b8"),
+)
+BLUE, ORANGE = COLOURS[:2]
 
 _SETTINGS = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font

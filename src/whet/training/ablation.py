@@ -9,16 +9,15 @@ from pathlib import Path
 
 import torch
 
-from whet.config.load import load_config, make_config, to_dict
+from whet.config.load import make_config, to_dict
 from whet.config.quality import ROUTER, Quality
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ConfigError, RunError
 from whet.models.tabular import QualitySpec, TabularModel
 from whet.models.weights import read_json
-from whet.storage import clear_leftovers
 from whet.training.callbacks import Callback
-from whet.training.resuming import is_finished, refuse_changes, summary_of
-from whet.training.run import resume, train
+from whet.training.resuming import is_finished, summary_of
+from whet.training.several import finish, place_of, refuse_other_plan
 
 log = logging.getLogger("whet")
 
@@ -63,12 +62,12 @@ def ablate(
     plans = [arm_config(config, arm, config.run.seed + n) for n in range(seeds) for arm in arms]
     runs, data = [], None
     for number, (arm, plan) in enumerate(plans, start=1):
-        directory = Path(plan.run.dir) / plan.run.name
+        directory = place_of(plan)
         log.info("ablate: run %d of %d: %s, seed %d", number, len(plans), arm, plan.run.seed)
         reused = is_finished(directory)
-        if not reused and not _finish(plan, directory, callbacks()):
+        if not reused and not finish(plan, callbacks()):
             return None
-        refuse_changes(to_dict(load_config(directory / "config.yaml")), plan, directory)
+        refuse_other_plan(plan)
         digest = read_json(directory / "provenance.json").get("data_sha256")
         if data is not None and digest != data:
             raise CheckpointError(f"{directory} was trained on other rows than the runs before it")
@@ -79,16 +78,6 @@ def ablate(
         runs.append(ArmRun(arm, plan.run.seed, str(directory), value, reused))
     weights = {arm: _spec(plan).parameter_count() for arm, plan in plans}
     return Ablation(config.run.steps or 0, weights, runs)
-
-
-def _finish(plan: RunConfig, directory: Path, callbacks: list[Callback]) -> bool:
-    """Run, or go on with, one arm; whether it came to its end."""
-    clear_leftovers(directory.parent, of=directory.name)
-    begun = (directory / "config.yaml").is_file()
-    if begun:
-        refuse_changes(to_dict(load_config(directory / "config.yaml")), plan, directory)
-    result = resume(directory, callbacks) if begun else train(plan, callbacks)
-    return not result.unfinished
 
 
 def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:

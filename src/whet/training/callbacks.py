@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.config.metrics import falls
 from whet.errors import ConfigError, StorageError
 from whet.hardware import used_gib
 from whet.storage import append_text
@@ -183,8 +184,7 @@ def is_better(metric: str, value: float, best: float | None, *, min_delta: float
         return False
     if best is None:
         return True
-    falls = metric.endswith(("loss", "perplexity"))
-    return value < best - min_delta if falls else value > best + min_delta
+    return value < best - min_delta if falls(metric) else value > best + min_delta
 
 
 class MemoryLimit(NumbersOnly):

@@ -1,5 +1,6 @@
 """What is known of a model before any of its weights is read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -31,7 +32,7 @@ def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
     """Facts of the model that a config names; `tokens` is how many its tokenizer has."""
     if isinstance(model, Preset):
         return _of_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
-    directory = _weights_directory(model)
+    directory = weights_directory(model)
     config = read_json(directory / "config.json")
     stops = _stop_tokens(config)
     if (path := directory / "generation_config.json").is_file():
@@ -51,15 +52,15 @@ def _of_spec(name: str, spec: ModelSpec, stops: frozenset[int] = frozenset()) ->
     return ModelFacts(name, spec.vocab_size, spec.max_positions, sum(parameter_counts(spec).values()), stops)
 
 
-def _weights_directory(name: str | Path) -> Path:
+def weights_directory(name: str | Path, find: Callable[[str], Path] = resolve) -> Path:
     """Where the config.json is: of the base, if the name is that of an adapter."""
     target = usable_directory(name)
     if isinstance(target, Path) and (target / ADAPTER_CONFIG).is_file():
         base = read_json(target / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not base:
             raise ModelError(f"{target / ADAPTER_CONFIG} does not name its base model")
-        return _weights_directory(base)
-    return resolve(str(target))
+        return weights_directory(base, find)
+    return find(str(target))
 
 
 def _stop_tokens(config: dict[str, Any]) -> frozenset[int]:  # Any: JSON values

@@ -12,7 +12,7 @@ from whet.training.adafactor import Adafactor
 from whet.training.adamw8bit import AdamW8bit
 from whet.training.lion import Lion
 from whet.training.muon import Muon
-from whet.training.parameter_groups import hidden_matrices, parameter_groups
+from whet.training.parameter_groups import hidden_matrices, mup_ratio, parameter_groups
 from whet.training.sgd import SGD
 
 log = logging.getLogger("whet")
@@ -33,7 +33,8 @@ def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Optimizer:
-    lr, betas, eps = section.lr, section.betas, section.eps
+    # muP's gradients shrink as the width grows, and what is added to their size must, too
+    lr, betas, eps = section.lr, section.betas, section.eps / mup_ratio(section, model)
     match section.name:
         case "sgd":
             return SGD(groups, lr, momentum=section.momentum, nesterov=section.nesterov)

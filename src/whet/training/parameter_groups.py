@@ -8,6 +8,8 @@ from torch import nn
 
 from whet.config.optim import Optim, ParameterGroup
 from whet.errors import ConfigError
+from whet.models.decoder import Decoder
+from whet.models.mup import POWERS, role_of, width_ratio
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,24 @@ class Group:
     lr_scale: float
     weight_decay: float
     parameters: list[nn.Parameter]
+    mup: float = 1.0  # what muP multiplies the rate by
 
     def for_torch(self) -> dict[str, Any]:  # Any: torch's parameter groups
-        """As torch's optimizers take it; `masked_step` reads lr_scale."""
-        return {"params": self.parameters, "weight_decay": self.weight_decay, "lr_scale": self.lr_scale}
+        """As torch's optimizers take it; `masked_step` reads lr_scale.
+
+        They shrink weights by rate * decay, which muP's factor must leave as it is: weights of a wide model
+        are to be forgotten as fast as those of a narrow one (arXiv 2203.03466, appendix B.3).
+        """
+        scale, decay = self.lr_scale * self.mup, self.weight_decay / self.mup
+        return {"params": self.parameters, "weight_decay": decay, "lr_scale": scale}
 
     def describe(self, usual_decay: float) -> str:
         """One phrase for the log."""
         size = _short(sum(p.numel() for p in self.parameters))
         count = f"{len(self.parameters)} tensor{'s' if len(self.parameters) > 1 else ''} ({size})"
         decay = f"decay {self.weight_decay:g}" if self.weight_decay else "no decay"
+        if self.mup != 1:
+            decay += f", muP lr x {self.mup:g}"
         if self.pattern is not None:
             return f"pattern {self.pattern!r}: {count}, lr x {self.lr_scale:g}, {decay}"
         who = " (norms, biases, embeddings)" if usual_decay and not self.weight_decay else ""
@@ -39,16 +49,18 @@ def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ConfigError("nothing to train: every parameter is frozen")
-    embeddings = _embeddings(model)
+    embeddings, factors = _embeddings(model), mup_factors(section, model)
     usual: tuple[str | None, ParameterGroup] = None, ParameterGroup()
     rules = dict([usual, *section.groups.items()])
-    found: dict[str | None, dict[float, list[nn.Parameter]]] = {pattern: {} for pattern in rules}
+    found: dict[str | None, dict[tuple[float, float], list[nn.Parameter]]] = {
+        pattern: {} for pattern in rules
+    }
     for name, p in trainable.items():
         pattern = next((pattern for pattern in section.groups if re.search(pattern, name)), None)
         decay = rules[pattern].weight_decay
         if decay is None:
             decay = section.weight_decay if p.dim() > 1 and id(p) not in embeddings else 0.0
-        found[pattern].setdefault(decay, []).append(p)
+        found[pattern].setdefault((decay, factors.get(name, 1.0)), []).append(p)
     for pattern in section.groups:
         if not found[pattern]:
             raise ConfigError(
@@ -56,10 +68,32 @@ def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
                 hint=f"their names are like {', '.join(list(trainable)[:4])}",
             )
     return [
-        Group(pattern, rules[pattern].lr_scale, decay, parameters)
-        for pattern, by_decay in found.items()
-        for decay, parameters in sorted(by_decay.items(), key=lambda item: -item[0])
+        Group(pattern, rules[pattern].lr_scale, decay, parameters, mup)
+        for pattern, alike in found.items()
+        for (decay, mup), parameters in sorted(alike.items(), key=lambda item: [-n for n in item[0]])
     ]
+
+
+def mup_factors(section: Optim, model: nn.Module) -> dict[str, float]:
+    """What muP multiplies the rate of each parameter by, where it is not 1."""
+    if (ratio := mup_ratio(section, model)) == 1:
+        return {}
+    by_muon = hidden_matrices(model) if section.name == "muon" else set()
+    found = {}
+    for name, p in model.named_parameters():
+        powers = POWERS[role_of(name, p)]
+        usual = powers.sgd if section.name == "sgd" else powers.adam
+        found[name] = ratio ** (powers.muon if id(p) in by_muon else usual)
+    return found
+
+
+def mup_ratio(section: Optim, model: nn.Module) -> float:
+    """How many times as wide as its base the model is; 1 without muP."""
+    if section.mup is None:
+        return 1.0
+    if not isinstance(model, Decoder):
+        raise ConfigError("optim.mup knows the weights of whet's own decoders, and there are others to train")
+    return width_ratio(model.spec, section.mup)
 
 
 def hidden_matrices(model: nn.Module) -> set[int]:

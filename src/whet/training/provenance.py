@@ -10,15 +10,17 @@ import torch
 from torch import nn
 
 import whet
+from whet.hardware import machine
 from whet.models.experts import balance_biases
 
 _SAMPLE = 2**14  # numbers of each tensor
 
 
-def provenance(digests: Mapping[str, str], base: str) -> dict[str, object]:
+def provenance(digests: Mapping[str, str], base: str, *, device: torch.device) -> dict[str, object]:
     """What is stored beside a run so that it can be repeated."""
     return {
         "versions": versions(),
+        "machine": machine(device),
         "git_commit": git_commit(),
         "base": base,
         "data_sha256": dict(digests),

@@ -15,6 +15,7 @@ from whet.data.plan import StepSettings
 from whet.data.rows import Part, Rows, RowStream, read_rows, row_batches
 from whet.data.sources import Source, open_source
 from whet.errors import ConfigError
+from whet.hardware import choose_device
 from whet.models.routers import EXPERTS, IN_DIM
 from whet.models.tabular import ARCH, OUT_DIM, PAIRS, QualitySpec, TabularModel, architecture, save_quality
 from whet.models.tkp1 import tkp1_records, write_tkp1
@@ -213,7 +214,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
     with new_directory(directory.resolve(), replace=earlier) as staging:
         write_text(staging / "config.yaml", to_yaml(config))
         write_json(staging / ARCH, architecture(spec))
-        write_json(staging / "provenance.json", {DRY: True, **provenance(data.digests(), "none: a dry run")})
+        device = choose_device(config.run.device)
+        origins = provenance(data.digests(), "none: a dry run", device=device)
+        write_json(staging / "provenance.json", {DRY: True, **origins})
         summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
         summary["summary"]["throughput_steps_per_sec"] = "nan"
         append_text(staging / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, summary]))

@@ -2,11 +2,11 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.config.load import to_dict
+from whet.config.load import flat_keys, to_dict
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.models.weights import read_json
@@ -43,7 +43,7 @@ MAY_CHANGE = (
 
 def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
     """Compare a config with the one its checkpoint was written under; every difference is named."""
-    before, now = dict(_flat(began)), dict(_flat(to_dict(config)))
+    before, now = dict(flat_keys(began)), dict(flat_keys(to_dict(config)))
     changed = [
         f"  {key}: {json.dumps(before.get(key))} became {json.dumps(now.get(key))}"
         for key in {**before, **now}
@@ -59,14 +59,6 @@ def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path)
 
 def _may_change(key: str) -> bool:
     return key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON values
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) -> None:  # Any: JSON values

@@ -231,7 +231,7 @@ class _Assembly:
 
     def _describe(self) -> dict[str, str]:
         """What this run is, as the files beside it."""
-        self.origins = provenance(self.work.data.digests(), self.work.base_digest)
+        self.origins = provenance(self.work.data.digests(), self.work.base_digest, device=self.work.device)
         return {
             **self.work.files(),
             "config.yaml": to_yaml(self.config),

@@ -5,16 +5,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from whet.chips import find_peak
 from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.log import Probes
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
 from whet.errors import ConfigError
-from whet.models.costs import flops_per_token
-from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.training.callbacks import Callback
+from whet.training.flops import training_flops_per_token
 from whet.training.probe_batches import probe_batches
 from whet.training.probes import (
     ActivationStats,
@@ -51,7 +53,7 @@ def watchers(
     What is `held` is let go of when the run is over, however it ends.
     """
     cost, settings = training_flops(config, work), config.log
-    found: list[Callback] = [ThroughputMonitor(flops_per_token=cost)]
+    found: list[Callback] = [ThroughputMonitor(flops_per_token=cost, peak_tflops=peak_tflops(work))]
     if (budget := config.run.budget) is not None:
         if budget.flops is not None and cost is None:
             raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
@@ -77,10 +79,18 @@ def watchers(
 
 def training_flops(config: RunConfig, work: Any) -> float | None:  # Any: as above
     """FLOPs that training takes for a token, where they can be counted."""
-    if not isinstance(work.model, Decoder):
+    if not isinstance(work.model, LanguageModel):
         return None
-    passes = 3 if config.method.kind == "full" else 2
-    return passes * flops_per_token(work.model.spec, config.data.max_length if config.data else 512)
+    length = config.data.max_length if config.data else 512
+    return training_flops_per_token(work.model, work.objective, length=length)
+
+
+def peak_tflops(work: Any) -> float | None:  # Any: as above
+    """What the devices of a run can do together; a processor would have to be measured, and is not."""
+    if work.device.type == "cpu":
+        return None
+    devices = dist.get_world_size() if dist.is_initialized() else 1
+    return devices * find_peak(work.device).tflops(work.precision.compute)
 
 
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above

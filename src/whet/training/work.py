@@ -22,6 +22,7 @@ from whet.errors import ModelError
 from whet.generation.exact_match import ExactMatch, exact_match
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
+from whet.models.mup import refuse_other_multipliers
 from whet.models.scratch import new_model, new_tokenizer
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective, frozen_models
@@ -188,10 +189,13 @@ class TextWork(Work):
     def _untrained(self, dtype: torch.dtype) -> LanguageModel:
         config, name = self.config, self.config.language_model
         if isinstance(name, Preset):
-            return new_model(name, self.tokenizer, seed=config.run.seed).to(self.device, dtype)
+            model = new_model(name, self.tokenizer, seed=config.run.seed, mup=config.optim.mup)
+            return model.to(self.device, dtype)
         if config.method.kind == "qlora":
             return load_quantised(name, dtype=dtype, device=self.device)
         model, _ = load_base(name, dtype=dtype, device=self.device)
+        if config.optim.mup is not None:
+            refuse_other_multipliers(getattr(model, "spec", None), config.optim.mup, name=name)
         return model
 
     def _build_objective(self) -> Objective:

@@ -10,6 +10,7 @@ from whet.models.families import (
     gemma2,
     gemma3,
     gpt2,
+    granite,
     llama,
     mistral,
     mixtral,
@@ -28,7 +29,7 @@ from whet.models.spec import ModelSpec
 FAMILIES: dict[str, ModuleType] = {
     module.MODEL_TYPE: module
     for module in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2),
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2, granite),
         *(mixtral, qwen3_moe, olmoe, whet),
     )
 }

@@ -63,8 +63,15 @@ def _read(wanted: Any, value: Any, where: str) -> Any:  # Any: a type of the spe
         return value
     for option in options:
         # the descriptions that may stand in one place have different fields
-        if dataclasses.is_dataclass(option) and {f.name for f in dataclasses.fields(option)} == value.keys():
+        if dataclasses.is_dataclass(option) and _has_fields(option, value):
             hints = typing.get_type_hints(option)
             fields = {name: _read(hints[name], each, f"{where}.{name}") for name, each in value.items()}
             return option(**fields)  # type: ignore[operator]  # a dataclass of the spec
     raise ModelError(f"config.json: {where} has the fields {', '.join(value)}, which no part of a spec has")
+
+
+def _has_fields(option: Any, value: dict[str, Any]) -> bool:  # Any: a dataclass, JSON values
+    """Whether a JSON object is a description of this kind; what newer versions added has a default."""
+    fields = dataclasses.fields(option)
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    return needed <= value.keys() <= {field.name for field in fields}

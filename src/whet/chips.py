@@ -1,0 +1,197 @@
+"""What accelerators can do at most: a table of makers' figures, and a measurement for all others."""
+
+import difflib
+import functools
+import platform
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+
+import torch
+
+from whet.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak rates of one device as torch sees it, without sparsity; a GB is 10**9 bytes."""
+
+    name: str  # what --device calls it
+    pattern: str  # a regular expression for the name that its driver gives
+    half_tflops: float  # bf16 products with fp32 sums; fp16 where there are no bf16 units
+    fp32_tflops: float  # without TF32
+    bandwidth_gb_s: float  # of its memory
+    memory_gb: float
+    link_gb_s: float  # to its neighbours in a machine, one way
+    source: str
+
+    def tflops(self, dtype: torch.dtype) -> float:
+        """Peak of matrix products in a dtype."""
+        return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
+
+
+_VOLTA = "NVIDIA V100 data sheet, January 2020 (fp16: it has no bf16)"
+_A100 = "NVIDIA A100 80GB data sheet, June 2021"
+_ADA = "NVIDIA Ada GPU architecture white paper, appendix A"
+_H100 = "NVIDIA H100 data sheet, 2023 (halved: it states bf16 with sparsity)"
+_CLOCK = "GPU cores x 128 lanes x 2 x clock (Apple states none); bandwidth: Apple's technical specifications"
+
+# the first whose pattern fits is taken, so those with longer names come first
+CHIPS = (
+    Chip("v100", r"V100-SXM", 125, 15.7, 900, 32, 150, _VOLTA),
+    Chip("v100-pcie", r"V100", 112, 14, 900, 32, 16, _VOLTA),
+    Chip("t4", r"\bT4\b", 65, 8.1, 300, 16, 16, "NVIDIA T4 data sheet, 2019 (fp16: it has no bf16)"),
+    Chip("a100-40gb", r"A100.*40GB", 312, 19.5, 1555, 40, 300, "NVIDIA A100 data sheet, 2020"),
+    Chip("a100-pcie", r"A100.*PCIe", 312, 19.5, 1935, 80, 32, _A100),
+    Chip("a100", r"A100", 312, 19.5, 2039, 80, 300, _A100),
+    Chip("a10", r"\bA10\b", 125, 31.2, 600, 24, 32, "NVIDIA A10 data sheet, 2021"),
+    Chip("l40s", r"L40S", 362, 91.6, 864, 48, 32, "NVIDIA L40S data sheet, 2023"),
+    Chip("l4", r"\bL4\b", 121, 30.3, 300, 24, 32, "NVIDIA L4 data sheet, 2023 (halved: with sparsity)"),
+    Chip(
+        "rtx3090", r"RTX 3090\b(?! Ti)", 71, 35.6, 936, 24, 32, "NVIDIA Ampere GA102 white paper, appendix A"
+    ),
+    Chip("rtx4090", r"RTX 4090\b(?! [DL])", 165.2, 82.6, 1008, 24, 32, _ADA),
+    Chip(
+        "rtx5090",
+        r"RTX 5090\b(?! [DL])",
+        209.5,
+        104.8,
+        1792,
+        32,
+        64,
+        "NVIDIA RTX Blackwell architecture white paper, appendix A",
+    ),
+    Chip("h100-nvl", r"H100 NVL", 835, 60, 3900, 94, 300, _H100),
+    Chip("h100-pcie", r"H100 PCIe", 756, 51, 2000, 80, 64, _H100),
+    Chip("h100", r"H100", 989, 67, 3350, 80, 450, _H100),
+    Chip("h200", r"H200", 989, 67, 4800, 141, 450, "NVIDIA H200 data sheet, 2024 (halved: with sparsity)"),
+    Chip(
+        "b200", r"B200", 2250, 75, 8000, 180, 900, "NVIDIA HGX B200 data sheet, 2025 (an eighth; bf16 halved)"
+    ),
+    # torch sees the two dies of an MI250X as two devices
+    Chip("mi250x", r"MI250X", 191.5, 23.9, 1638, 64, 50, "AMD Instinct MI250X data sheet (half of each)"),
+    Chip("mi300x", r"MI300X", 1307.4, 163.4, 5300, 192, 448, "AMD Instinct MI300X data sheet"),
+    Chip("mi325x", r"MI325X", 1307.4, 163.4, 6000, 256, 448, "AMD Instinct MI325X data sheet"),
+    Chip("m1-ultra", r"Apple M1 Ultra", 20.8, 20.8, 800, 128, 0, _CLOCK),
+    Chip("m1-max", r"Apple M1 Max", 10.4, 10.4, 400, 64, 0, "Apple newsroom, 18 October 2021"),
+    Chip("m1-pro", r"Apple M1 Pro", 5.2, 5.2, 200, 32, 0, "Apple newsroom, 18 October 2021"),
+    Chip("m1", r"Apple M1\b", 2.6, 2.6, 68, 16, 0, "Apple newsroom, 10 November 2020"),
+    Chip("m2-ultra", r"Apple M2 Ultra", 27.2, 27.2, 800, 192, 0, _CLOCK),
+    Chip("m2-max", r"Apple M2 Max", 13.6, 13.6, 400, 96, 0, _CLOCK),
+    Chip("m2-pro", r"Apple M2 Pro", 6.8, 6.8, 200, 32, 0, _CLOCK),
+    Chip("m2", r"Apple M2\b", 3.6, 3.6, 100, 24, 0, "Apple newsroom, 6 June 2022"),
+    Chip("m3-ultra", r"Apple M3 Ultra", 28.6, 28.6, 819, 512, 0, _CLOCK),
+    Chip("m3-max", r"Apple M3 Max", 14.3, 14.3, 400, 128, 0, _CLOCK),
+    Chip("m3-pro", r"Apple M3 Pro", 6.4, 6.4, 150, 36, 0, _CLOCK),
+    Chip("m3", r"Apple M3\b", 3.6, 3.6, 100, 24, 0, _CLOCK),
+    Chip("m4-max", r"Apple M4 Max", 16.2, 16.2, 546, 128, 0, _CLOCK),
+    Chip("m4-pro", r"Apple M4 Pro", 8.1, 8.1, 273, 64, 0, _CLOCK),
+    Chip("m4", r"Apple M4\b", 4.0, 4.0, 120, 32, 0, _CLOCK),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device can do at most, and how that is known."""
+
+    half_tflops: float
+    fp32_tflops: float
+    bandwidth_gb_s: float
+    source: str
+
+    def tflops(self, dtype: torch.dtype) -> float:
+        """Peak of matrix products in a dtype."""
+        return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
+
+
+def named_chip(name: str) -> Chip:
+    """A chip of the table by its short name."""
+    wanted = name.lower().replace(" ", "-").replace("_", "-")
+    for chip in CHIPS:
+        if chip.name == wanted:
+            return chip
+    known = [chip.name for chip in CHIPS]
+    near = difflib.get_close_matches(wanted, known, n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"unknown device {name!r}", hint=f"{guess}known: this, cpu, {', '.join(known)}")
+
+
+def chip_called(driver_name: str) -> Chip | None:
+    """The chip that a driver names, if the table has it."""
+    return next((chip for chip in CHIPS if re.search(chip.pattern, driver_name, re.IGNORECASE)), None)
+
+
+def driver_name(device: torch.device) -> str:
+    """What a device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def find_peak(device: torch.device) -> Peak:
+    """Peak rates of a device here: from the table, else measured in about a second, once."""
+    chip = None if device.type == "cpu" else chip_called(driver_name(device))
+    if chip is None:
+        return measured_peak(device)
+    return Peak(chip.half_tflops, chip.fp32_tflops, chip.bandwidth_gb_s, chip.source)
+
+
+def detect_peak_tflops(
+    device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> float | None:
+    """Peak TFLOP/s of a device (by default the one that runs take) in a dtype (the one runs compute in).
+
+    From the table of chips, else measured once; None where neither is possible.
+    """
+    from whet.hardware import choose_device, choose_precision
+
+    try:
+        where = choose_device(str(device or "auto"))
+        return find_peak(where).tflops(dtype or choose_precision("auto", where).compute)
+    except (RuntimeError, ConfigError):
+        return None
+
+
+@functools.cache
+def measured_peak(device: torch.device) -> Peak:
+    """The best of a few matrix products and copies; nothing random is drawn."""
+    half = torch.float16 if device.type == "mps" else torch.bfloat16
+    return Peak(
+        _product_tflops(device, half), _product_tflops(device, torch.float32), _copy_gb_s(device), "measured"
+    )
+
+
+def _product_tflops(device: torch.device, dtype: torch.dtype, budget_s: float = 0.3) -> float:
+    size = 768 if device.type == "cpu" else 4096
+    left = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    best = _best_time(device, lambda: left @ left, budget_s)
+    return 2 * size**3 / best / 1e12
+
+
+def _copy_gb_s(device: torch.device, budget_s: float = 0.2) -> float:
+    source = torch.ones(2**24 if device.type == "cpu" else 2**26, device=device)
+    target = torch.empty_like(source)
+    best = _best_time(device, lambda: target.copy_(source), budget_s)
+    return 2 * source.numel() * source.element_size() / best / 1e9
+
+
+def _best_time(device: torch.device, call: object, budget_s: float) -> float:
+    assert callable(call)
+    _wait_for(device, call())
+    best, ends = float("inf"), time.perf_counter() + budget_s
+    while best == float("inf") or time.perf_counter() < ends:
+        started = time.perf_counter()
+        _wait_for(device, call())
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _wait_for(device: torch.device, _: object) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

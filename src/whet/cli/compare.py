@@ -1,0 +1,34 @@
+"""whet compare: runs beside each other."""
+
+import typer
+
+
+def command(
+    runs: list[str] = typer.Argument(  # noqa: B008
+        help="Runs, or directories of runs; the first is what others are held against."
+    ),
+    metric: str | None = typer.Option(
+        None, "--metric", help="Judge by this; else by what the runs call their best."
+    ),
+    html: str | None = typer.Option(
+        None, "--html", help="Also write a page with the curves (needs matplotlib)."
+    ),
+    json_: bool = typer.Option(False, "--json", help="Print everything as JSON instead of tables."),
+) -> None:
+    """Tabulate what RUNS came to, seeds taken together, and what differs in their configs."""
+    import json
+
+    from whet.cli.console import say
+    from whet.errors import ConfigError, StorageError
+    from whet.reporting.compare_text import comparison_text
+    from whet.reporting.comparison import as_json, compare_runs
+
+    found = compare_runs(runs, metric=metric)
+    if html is not None:
+        from whet.reporting.compare_page import write_comparison
+
+        try:
+            write_comparison(found, html)
+        except StorageError as error:
+            raise ConfigError(error.message, hint="--html names a file in a directory that exists") from error
+    say(json.dumps(as_json(found), indent=2) if json_ else comparison_text(found))

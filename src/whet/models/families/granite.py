@@ -1,0 +1,49 @@
+"""Granite: llama with factors on embeddings, scores and logits, which is what muP asks for."""
+
+from dataclasses import replace
+from typing import Any
+
+from whet.models.families import llama
+from whet.models.families.common import Config
+from whet.models.spec import ModelSpec
+
+MODEL_TYPE = "granite"
+ARCHITECTURE = "GraniteForCausalLM"
+hf_name = llama.hf_name
+
+
+def unsupported(config: Config) -> str | None:
+    """Why this config cannot be built natively, or None."""
+    if config.get("residual_multiplier", 1.0) != 1.0:
+        return "a factor on what is added to the residual stream"
+    return llama.unsupported(config)
+
+
+def from_config(config: Config) -> ModelSpec:
+    """Read a Hugging Face config."""
+    spec = llama.from_config(config)
+    attention = spec.blocks[0].grouped
+    scale: float | None = float(config.get("attention_multiplier", 1.0))
+    if scale == attention.head_dim**-0.5:
+        scale = None
+    block = replace(spec.blocks[0], attention=replace(attention, scale=scale))
+    return replace(
+        spec,
+        family=MODEL_TYPE,
+        blocks=(block,) * len(spec.blocks),
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        logit_scale=1 / float(config.get("logits_scaling", 1.0)),
+    )
+
+
+def to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    attention = spec.blocks[0].grouped
+    return {
+        **llama.to_config(spec),
+        "architectures": [ARCHITECTURE],
+        "attention_multiplier": attention.head_dim**-0.5 if attention.scale is None else attention.scale,
+        "embedding_multiplier": spec.embedding_scale,
+        "logits_scaling": 1 / spec.logit_scale,
+        "residual_multiplier": 1.0,
+    }

@@ -1,0 +1,54 @@
+"""Steps and lengths of a run from its records, where that takes no more than a moment."""
+
+from pathlib import Path
+
+from whet.config.preset import Preset
+from whet.config.sections import RunConfig
+from whet.errors import WhetError
+from whet.models.hub import config_directory
+from whet.models.load import has_tokenizer, load_tokenizer
+from whet.models.scratch import new_tokenizer
+from whet.reporting.step_plan import plan_steps
+from whet.training.plan import Counted
+from whet.training.run_data import RunData
+
+_MOST_BYTES = 4_000_000
+_MOST_EXAMPLES = 5_000
+
+
+def count_cheaply(config: RunConfig) -> Counted | None:
+    """Tokenise the training records and plan the steps; None where they are many, elsewhere, or wrong."""
+    if config.parts() or config.objective.kind == "grpo" or not _is_cheap(config.data.train):
+        return None
+    try:
+        data = RunData(
+            config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})})
+        )
+        data.use(_tokenizer(config, data))
+        data.prepare_source("train")
+        facts = plan_steps(config, data)
+    except (WhetError, OSError):
+        return None
+    length = max(1, round(facts.tokens_a_step / max(facts.examples_a_step, 1)))
+    return Counted(facts.steps, facts.tokens_a_step, length)
+
+
+def _tokenizer(config: RunConfig, data: RunData) -> object:
+    if isinstance(config.language_model, Preset):
+        return new_tokenizer(config.language_model, data.texts())
+    directory = config_directory(config.language_model)
+    if not has_tokenizer(directory):
+        raise WhetError("it has no tokenizer")
+    return load_tokenizer(directory)
+
+
+def _is_cheap(source: object) -> bool:
+    """Few records that whet makes, or a small file; nothing that would have to be fetched."""
+    if not isinstance(source, str):
+        return False
+    kind, _, rest = source.partition(":")
+    if kind == "synth":
+        count = rest.rpartition(":")[2]
+        return not count.isdecimal() or int(count) <= _MOST_EXAMPLES
+    path = Path(source).expanduser()
+    return path.is_file() and path.stat().st_size <= _MOST_BYTES

@@ -1,0 +1,236 @@
+"""Runs beside each other: how they are grouped, the numbers against scipy, and what is shown."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_report import SCRIPT, Page
+
+from whet.errors import CheckpointError, ConfigError
+from whet.reporting.compare_page import comparison_page, write_comparison
+from whet.reporting.compare_text import comparison_text
+from whet.reporting.comparison import as_json, compare_runs
+from whet.reporting.statistics import hedges_g, interval
+from whet.reporting.svg import COLOURS
+
+LOSSES = {1e-4: [1.0, 1.3, 0.9], 1e-3: [0.5, 0.7, 0.55], 1e-2: [2.0, 1.8, 2.5]}
+
+
+def write_seed(place, name, loss, *, lr=1e-3, seed=0, done=True, digest="abc", rows=(), **sections):
+    """The files of a run, by hand."""
+    directory = place / name
+    (directory / "final").mkdir(parents=True)
+    run = {"name": name, "dir": str(place), "seed": seed, "steps": 2}
+    config = {"model": "m", "optim": {"lr": lr, "betas": [0.9, 0.95]}, "run": run, **sections}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    (directory / "provenance.json").write_text(json.dumps({"data_sha256": {"valid": digest}}))
+    lines = [
+        {"step": 1, "loss": 3.0, "tokens_per_s": 100.0, "lr": lr},
+        {"step": 2, "loss": 2.0, "tokens_per_s": 300.0, "lr": lr},
+        {"step": 2, "eval_loss": loss, "eval_s": 0.1},
+        *rows,
+    ]
+    if done:
+        best = {"metric": "eval_loss", "value": loss - 0.1, "step": 1}
+        lines.append({"summary": {"steps": 2, "seconds": 4.0, "best": best, "test": {"loss": 7.0, "s": 1}}})
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return directory
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    """Writes the files of a run by hand."""
+    return lambda name, loss, **more: write_seed(tmp_path / "runs", name, loss, **more)
+
+
+@pytest.fixture
+def sweep(new_run):
+    """Three learning rates with three seeds each."""
+    return [
+        new_run(f"lr-{lr}-seed-{seed}", loss, lr=lr, seed=seed)
+        for lr, losses in LOSSES.items()
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def test_seeds_are_taken_together_and_only_what_differs_is_named(sweep):
+    found = compare_runs(sweep)
+    assert [group.name for group in found.groups] == ["lr=0.0001", "lr=0.001", "lr=0.01"]
+    assert [len(group.runs) for group in found.groups] == [3, 3, 3]
+    assert found.differences == {"optim.lr": [1e-4, 1e-3, 1e-2]}
+    assert found.metric == "eval_loss"
+    assert found.notes == []
+    finals = found.groups[0].finals[0]
+    assert finals == pytest.approx(
+        {
+            "eval_loss": 1.0,
+            "loss": 2.0,
+            "tokens_per_s": 200.0,
+            "seconds": 4.0,
+            "best_eval_loss": 0.9,
+            "test_loss": 7.0,
+        }
+    )
+
+
+def test_means_intervals_effects_and_tests_are_scipys(sweep):
+    stats = pytest.importorskip("scipy.stats")
+    found = compare_runs(sweep)
+    first = LOSSES[1e-4]
+    ps = []
+    for group, against, values in zip(
+        found.groups, found.against_first("eval_loss"), LOSSES.values(), strict=True
+    ):
+        scores = group.scores("eval_loss")
+        assert scores.mean == pytest.approx(np.mean(values))
+        assert scores.std == pytest.approx(np.std(values, ddof=1))
+        expected = stats.t.interval(0.95, 2, loc=np.mean(values), scale=stats.sem(values))
+        assert scores.interval == pytest.approx(expected)
+        if against is None:
+            continue
+        pooled = math.sqrt((np.var(values, ddof=1) + np.var(first, ddof=1)) / 2)
+        correction = math.gamma(2) / (math.sqrt(2) * math.gamma(1.5))  # 4 degrees of freedom
+        assert against.difference == pytest.approx(np.mean(values) - np.mean(first))
+        assert against.hedges_g == pytest.approx(correction * against.difference / pooled)
+        paired = stats.ttest_rel(values, first)
+        assert (against.t, against.p, against.pairs) == (
+            pytest.approx(paired.statistic),
+            pytest.approx(paired.pvalue),
+            3,
+        )
+        ps.append((against.p, against.p_adjusted))
+    low, high = sorted(ps)
+    assert low[1] == pytest.approx(2 * low[0])
+    assert high[1] == pytest.approx(max(high[0], low[1]))
+
+
+def test_the_interval_is_students():
+    stats = pytest.importorskip("scipy.stats")
+
+    @settings(deadline=None, max_examples=40)
+    @given(st.lists(st.floats(-100, 100), min_size=2, max_size=40), st.sampled_from([0.5, 0.9, 0.95, 0.999]))
+    def check(values, level):
+        half = stats.t.ppf((1 + level) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+        low, high = interval(values, level)
+        assert (high - low) / 2 == pytest.approx(half, rel=1e-6, abs=1e-9)
+
+    check()
+
+
+def test_effects_without_a_spread_are_not_made_up():
+    assert hedges_g([1.0], [2.0]) is None
+    assert hedges_g([1.0, 1.0], [2.0]) is None
+    assert hedges_g([1.0, 1.0], [2.0, 2.0]) == -math.inf
+    assert hedges_g([1.0, 1.0], [1.0, 1.0]) == 0.0
+    assert interval([1.0]) is None
+
+
+def test_seeds_are_paired_by_number_not_by_place(new_run):
+    runs = [new_run(f"a{seed}", 1.0 + seed, lr=1e-4, seed=seed) for seed in (0, 1, 2)]
+    runs += [new_run(f"b{seed}", 2.0 + seed + 0.1 * (seed == 1), lr=1e-3, seed=seed) for seed in (2, 1, 9)]
+    [_, against] = compare_runs(runs).against_first("eval_loss")
+    assert against.pairs == 2
+    assert against.t == pytest.approx(1.05 / (0.05 * math.sqrt(2) / math.sqrt(2)))  # differences 1.1 and 1.0
+
+
+def test_two_single_runs_have_a_difference_and_no_more(new_run):
+    found = compare_runs([new_run("one", 1.0), new_run("other", 1.5, lr=0.1)])
+    [_, against] = found.against_first("eval_loss")
+    assert (against.difference, against.hedges_g, against.p) == (0.5, None, None)
+    said = comparison_text(found)
+    assert "best: lr=0.001" in said
+    assert "Hedges" not in said
+    assert "interval" not in said
+
+
+def test_a_directory_of_runs_stands_for_them_and_none_counts_twice(sweep, tmp_path):
+    assert len(compare_runs([tmp_path / "runs"]).runs) == 9
+    assert len(compare_runs([tmp_path / "runs", sweep[0]]).runs) == 9
+
+
+def test_many_differences_are_named_by_the_runs(new_run):
+    other = {"method": {"kind": "lora", "rank": 8, "alpha": 16, "variant": "lora", "dropout": 0.1}}
+    found = compare_runs([new_run("full", 1.0), new_run("small", 2.0, **other)])
+    assert [group.name for group in found.groups] == ["full", "small"]
+    assert found.differences["method.rank"] == [None, 8]
+
+
+def test_what_makes_numbers_less_comparable_is_said(new_run):
+    found = compare_runs([new_run("one", 1.0), new_run("other", 2.0, done=False, digest="def")])
+    assert found.notes == ["other is not finished", "data.valid is not the same records in all runs"]
+    assert "note: other is not finished" in comparison_text(found)
+    assert "other is not finished" in Page(comparison_page(found)).said
+
+
+def test_a_metric_can_be_chosen_and_rises_if_it_is_no_loss(sweep):
+    found = compare_runs(sweep, metric="tokens_per_s")
+    assert found.metrics[0] == "tokens_per_s"
+    assert "higher is better" in comparison_text(found)
+    with pytest.raises(ConfigError, match="no run has a metric 'f1'"):
+        compare_runs(sweep, metric="f1")
+
+
+def test_json_has_everything(sweep):
+    found = json.loads(json.dumps(as_json(compare_runs(sweep)), allow_nan=False))
+    assert found["groups"][1]["metrics"]["eval_loss"]["values"] == LOSSES[1e-3]
+    assert found["groups"][1]["setting"] == {"optim.lr": 1e-3}
+    assert found["groups"][1]["runs"][2]["seed"] == 2
+    assert found["groups"][2]["against_first"]["eval_loss"]["pairs"] == 3
+    assert found["groups"][0]["against_first"] == {}
+
+
+def test_the_page_has_its_charts_and_stands_alone(sweep, tmp_path):
+    found = compare_runs(sweep)
+    text = comparison_page(found)
+    page = Page(text)
+    assert "script" not in page.tags
+    assert len(set(page.ids)) == len(page.ids)
+    charts = {name for name in page.ids if name.startswith("chart-")}
+    names = ("intervals", "swept-optim-46-lr", "eval_loss", "loss", "lr", "tokens_per_s")
+    assert charts == {f"chart-{name}" for name in names}
+    assert text == comparison_page(compare_runs(sweep))
+    for said in ("9 in 3 groups", "best: lr=0.001", "optim.lr", "lr-0.01-seed-2"):
+        assert said in page.said
+    with pytest.raises(ConfigError, match=r"does not end in \.html"):
+        write_comparison(found, tmp_path / "page.txt")
+
+
+def test_more_groups_than_colours_show_the_first_and_the_best(new_run):
+    count = len(COLOURS) + 3
+    runs = [new_run(f"r{n}", 5.0 if n == 0 else 4.0 - n / 10, lr=n + 1.0) for n in range(count)]
+    page = Page(comparison_page(compare_runs(runs)))
+    assert "3 more are not drawn" in page.said
+    curves = page.said[page.said.index("Curves") : page.said.index("3 more are not drawn")]
+    assert [int(lr) for lr in re.findall(r"lr=(\d+)", curves.replace("lr=", " lr="))] == [
+        1,
+        *range(count, 4, -1),
+    ]
+
+
+def test_others_texts_are_escaped_and_broken_runs_do_not_matter(new_run):
+    one = new_run("one", 1.0, data={"train": SCRIPT}, rows=[{"step": 2, SCRIPT: 1.0}])
+    two = new_run("two", 2.0, data={"train": "x\x1b[31m"})
+    three = new_run("three", math.nan)
+    (three / "config.yaml").write_text("[")
+    (three / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{torn')
+    found = compare_runs([one, two, three])
+    assert len(found.groups) == 3
+    text = comparison_page(found)
+    assert "<script" not in text
+    assert "config.yaml is no valid config" in Page(text).said
+    assert "\x1b" not in comparison_text(found)
+
+
+def test_what_cannot_be_compared_is_refused(new_run, tmp_path):
+    one = new_run("one", 1.0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="one run is no comparison"):
+        compare_runs([one, one])
+    for place, said in (("none", "does not exist"), ("empty", "has no runs in it")):
+        with pytest.raises(CheckpointError, match=said):
+            compare_runs([one, tmp_path / place])

@@ -1,0 +1,155 @@
+"""Every page that whet writes, in real headless Chromium: its charts are there, and the console says nothing."""
+
+import base64
+import re
+
+import psutil
+import pytest
+import typer
+import yaml
+from test_comparison import write_seed
+from test_report import CONFIG, classified, sample, summary, training_rows, write_run
+
+import whet
+from browser import MEASURE, Browser, find_chromium
+from tiny import run_config
+from whet.cli.app import app
+from whet.reporting.compare_page import write_comparison
+from whet.reporting.comparison import compare_runs
+from whet.reporting.report import write_report
+
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium here")
+
+TRAINING = {
+    "lr": lambda step: 1e-5 * step,
+    "grad_norm": lambda step: 1.0 + step % 5,
+    "tokens_per_s": lambda step: 2000.0 + step,
+    "mfu": lambda step: 0.4,
+    "peak_gib": lambda step: 1.25,
+    "reward_mean": lambda step: step / 60,
+    "router_share": lambda step: [[0.5, 0.25, 0.25, 0.0]] * 3,
+    "exp_grad_norm_layer": lambda step: [float(layer) for layer in range(24)],
+    "exp_effective_rank_layer": lambda step: [2.0, 3.0],
+    "exp_grad_noise_scale": lambda step: 100.0 + step,
+}
+CHARTS = {"loss", *TRAINING, "classification-plots", "router-load"} - {"router_share"}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("browser")
+    with Browser(directory) as found:
+        yield found
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if str(directory) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert left == []  # every process of it is gone
+
+
+def look(browser, path, charts, **how):
+    """Load a page, and check what holds for every one."""
+    found = browser.open(path, **how)
+    assert browser.said == []
+    assert [url for url in browser.fetched if not url.startswith("data:")] == [path.resolve().as_uri()]
+    assert found["overflow"] == 0, "it scrolls sideways"
+    assert set(found["charts"]) == charts
+    for name, chart in found["charts"].items():
+        assert chart["pictures"] == 1, name
+        assert chart["width"] > 200, name
+        assert chart["height"] > 50, name
+        assert chart["lines"] > 3, name
+        assert chart["letters"] > 7, f"{name}: too small to read"
+        assert chart["ink"] == found["ink"], f"{name} is not in the page's ink"
+    return found
+
+
+def brightness(colour):
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Of a run with everything that a report can show."""
+    run = write_run(
+        tmp_path_factory.mktemp("reported") / "demo",
+        [*training_rows(**TRAINING), summary(test={"loss": 0.5, "s": 1.0})],
+        config=CONFIG | {"objective": {"kind": "classify"}},
+        classification=classified(["a", "b", "a much longer name of a class <b>"]),
+        samples=[sample(step, "x" * 300) for step in (0, 60)],
+        provenance={"versions": {"torch": "2.99"}, "data_sha256": {"train": "0123456789abcdef" * 4}},
+        plan={"bytes": {"weights": 2**29, "peak": 2**30}},
+    )
+    return write_report(run)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    place = tmp_path_factory.mktemp("compared")
+    for lr in (1.0, 2.0, 4.0):
+        for seed in (0, 1):
+            write_seed(place, f"{lr}-{seed}", 1 / lr + seed, lr=lr, seed=seed)
+    return write_comparison(compare_runs([place]), place / "compare.html")
+
+
+HOW = pytest.mark.parametrize(
+    "how",
+    [{}, {"dark": True}, {"width": 400}, {"width": 400, "dark": True}],
+    ids=["light", "dark", "narrow", "both"],
+)
+
+
+@HOW
+def test_the_report_of_a_run(browser, report, how):
+    found = look(browser, report, CHARTS, **how)
+    assert found["title"] == "demo: report"
+    assert found["sections"] == [
+        *("curves", "metrics", "probes", "routers", "classification"),
+        *("samples", "commands", "environment", "config"),
+    ]
+    assert (brightness(found["paper"]) < 60) is ("dark" in how)
+    assert abs(brightness(found["paper"]) - brightness(found["ink"])) > 150
+
+
+@HOW
+def test_a_comparison_of_runs(browser, comparison, how):
+    charts = {"intervals", "swept-optim-46-lr", "eval_loss", "loss", "lr", "tokens_per_s"}
+    found = look(browser, comparison, charts, **how)
+    assert "best: lr=4" in found["text"]
+
+
+def test_pages_can_be_printed(browser, report, comparison):
+    for page in (report, comparison):
+        browser.open(page, dark=True)
+        browser.call("Emulation.setEmulatedMedia", media="print")  # dark is for screens: paper is white
+        colours = browser.evaluate(MEASURE)
+        assert brightness(colours["paper"]) > 250
+        assert brightness(colours["ink"]) < 60
+        pdf = base64.b64decode(browser.printed())
+        assert pdf.startswith(b"%PDF")
+        assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 2
+
+
+def test_a_fault_would_be_seen(browser, tmp_path):
+    page = tmp_path / "broken.html"
+    page.write_text(
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
+        "<figure id='chart-x'></figure><img src='missing.png'><script>alert(1)</script>"
+    )
+    found = browser.open(page)
+    assert len(browser.said) == 2  # the picture and the script, both refused
+    assert found["charts"]["x"]["pictures"] == 0
+
+
+def test_pages_of_a_real_run_and_of_its_data(browser, tiny_directory, tmp_path):
+    config = run_config(tiny_directory, tmp_path, run={"steps": 3}, eval={"every": 2})
+    run = whet.train(config).directory
+    charts = {"loss", "lr", "grad_norm", "tokens_per_s", "peak_gib", "eval_bits_per_byte"}
+    found = look(browser, write_report(run), charts)
+    assert "whet chat" in found["text"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    command = typer.main.get_command(app)
+    arguments = ["data", str(tmp_path / "config.yaml"), "--html", str(tmp_path / "data.html")]
+    command.main(arguments, standalone_mode=False)
+    for width in (1200, 400):
+        found = look(browser, tmp_path / "data.html", set(), width=width)
+        assert "What the model sees" in found["text"]

@@ -1,0 +1,101 @@
+"""Peak rates of devices: the table, how drivers' names lead to it, and the measurement."""
+
+import re
+
+import pytest
+import torch
+
+import whet
+from whet.chips import CHIPS, chip_called, driver_name, find_peak, measured_peak, named_chip
+from whet.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla V100-PCIE-32GB", "v100-pcie"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI325X", "mi325x"),
+        ("Apple M1", "m1"),
+        ("Apple M2 Pro", "m2-pro"),
+        ("Apple M3 Max", "m3-max"),
+        ("Apple M4", "m4"),
+    ],
+)
+def test_a_drivers_name_leads_to_its_chip(said, name):
+    assert chip_called(said).name == name
+
+
+@pytest.mark.parametrize(
+    "said", ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA A10G", "NVIDIA L40", "Apple M9", "x86_64"]
+)
+def test_another_chip_is_not_taken_for_one_of_the_table(said):
+    assert chip_called(said) is None
+
+
+def test_the_table_is_whole():
+    assert len({chip.name for chip in CHIPS}) == len(CHIPS)
+    for chip in CHIPS:
+        assert 0 < chip.fp32_tflops <= chip.half_tflops
+        assert chip.bandwidth_gb_s > 0 < chip.memory_gb
+        assert re.search("NVIDIA|AMD|Apple", chip.source)
+        assert named_chip(chip.name.upper().replace("-", " ")) is chip
+
+
+def test_an_unknown_name_gets_its_neighbour():
+    with pytest.raises(ConfigError, match="unknown device 'h10'") as caught:
+        named_chip("h10")
+    assert "h100" in caught.value.hint
+
+
+def test_a_cpu_is_measured_once():
+    cpu = torch.device("cpu")
+    before = torch.get_rng_state()
+    peak = find_peak(cpu)
+    assert torch.equal(before, torch.get_rng_state())
+    assert peak is find_peak(cpu) is measured_peak(cpu)
+    assert peak.source == "measured"
+    assert 1e-3 < peak.fp32_tflops < 100
+    assert 0.1 < peak.bandwidth_gb_s < 10_000
+    assert driver_name(cpu)
+
+
+def test_the_measurement_is_within_reach_of_a_plain_loop():
+    """Peak means that no product of the same size is much quicker."""
+    from time import perf_counter
+
+    left = torch.ones(768, 768)
+    times = []
+    for _ in range(5):
+        started = perf_counter()
+        _ = left @ left
+        times.append(perf_counter() - started)
+    assert find_peak(torch.device("cpu")).fp32_tflops > 0.3 * 2 * 768**3 / min(times) / 1e12
+
+
+def test_detection_goes_by_the_dtype(monkeypatch):
+    monkeypatch.setattr("whet.chips.driver_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("whet.hardware.choose_device", lambda _: torch.device("cuda"))
+    assert whet.detect_peak_tflops("cuda", torch.bfloat16) == 989
+    assert whet.detect_peak_tflops("cuda", torch.float32) == 67
+
+
+def test_a_device_that_is_not_there_has_no_peak():
+    assert whet.detect_peak_tflops("warp:9") is None
+    assert whet.detect_peak_tflops("cpu") > 0

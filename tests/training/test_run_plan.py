@@ -1,0 +1,248 @@
+"""Plans of runs: parts that add up, sizes that no machine here could hold, clusters, and bad input."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from tiny import run_config, write_tiny_model
+from whet.config.load import make_config
+from whet.errors import ConfigError, ModelError
+from whet.models.presets import PRESETS, Shape, build_spec, preset_spec
+from whet.training.plan import batch_shape, plan_run
+
+FSDP = {"kind": "fsdp"}
+SHAPES = {  # the published sizes of Llama 3
+    "8b": (32, 4096, 32, 14336, 8_030_261_248),
+    "70b": (80, 8192, 64, 28672, 70_553_706_496),
+    "405b": (126, 16384, 128, 53248, 405_853_388_800),
+}
+
+
+def llama(size):
+    layers, d_model, heads, width, _ = SHAPES[size]
+    shape = Shape(
+        d_model=d_model,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        width=width,
+        vocab_size=128256,
+        max_positions=8192,
+    )
+    return build_spec(Shape(**{**vars(shape), "tied_head": False}))
+
+
+def config(**sections):
+    return make_config(
+        {
+            "model": "described by the test",
+            "method": {"kind": "full"},
+            "data": {"train": "none", "max_length": 513},
+            "run": {"steps": 10, "batch_tokens": 4096, "micro_batch_tokens": 2048, "device": "cpu"},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize(("size", "kind"), [("70b", "lora"), ("70b", "qlora"), ("405b", "full")])
+def test_models_that_fit_no_machine_here_are_planned_in_seconds(size, kind):
+    wanted = config(
+        method={"kind": kind}, parallel=FSDP, run={"steps": 9, "batch_tokens": 8192, "grad_checkpoint": True}
+    )
+    before, times = torch.get_rng_state(), []
+    for _ in range(2):  # the first one also imports
+        started = time.process_time()
+        plan = plan_run(wanted, device="h100", gpus=512, spec=llama(size))
+        times.append(time.process_time() - started)
+    assert min(times) < 5
+    assert torch.equal(before, torch.get_rng_state())
+    assert plan.total == SHAPES[size][-1]
+    # two FLOPs a weight and token forward; as many for the gradients of inputs; and of trained weights
+    passes = 6 if kind == "full" else 4
+    assert plan.flops.model == pytest.approx(passes * plan.total, rel=0.06)
+    assert plan.traffic.total > 0
+    assert 0 < plan.efficiency <= 1
+
+
+def test_nothing_is_allocated():
+    import psutil
+
+    plan_run(config(), device="h100", spec=preset_spec("nano"))  # what a first plan imports stays
+    before = psutil.Process().memory_info().rss
+    plan_run(config(), device="h100", spec=llama("405b"), suggest=False)
+    assert psutil.Process().memory_info().rss - before < 500 * 2**20  # of 1.5 TiB
+
+
+def test_parts_are_what_they_must_be():
+    spec = preset_spec("llama-135m")
+    full = plan_run(config(), device="a100", spec=spec, suggest=False)
+    assert full.memory.weights == full.memory.gradients == 4 * full.total
+    assert full.memory.optimizer == 8 * full.total
+    lora = plan_run(config(method={"kind": "lora"}), device="a100", spec=spec, suggest=False)
+    assert lora.memory.weights == 2 * lora.total  # bf16
+    assert lora.memory.adapters == lora.memory.gradients == 4 * lora.trained
+    qlora = plan_run(config(method={"kind": "qlora"}), device="a100", spec=spec, suggest=False)
+    packed = qlora.parameters["attention"] + qlora.parameters["feedforward"]
+    assert qlora.memory.weights == pytest.approx(2 * (qlora.total - packed) + 0.516 * packed, rel=0.01)
+    names = {"adamw": 8, "lion": 4, "sgd": 4, "adafactor": 0}
+    for name, bytes_a_weight in names.items():
+        found = plan_run(
+            config(optim={"name": name}), device="a100", spec=spec, suggest=False
+        ).memory.optimizer
+        assert found == pytest.approx(bytes_a_weight * full.total, rel=0.01, abs=4e6)
+
+
+def test_recomputing_trades_memory_for_flops():
+    spec = preset_spec("micro")
+    plain = plan_run(config(), device="t4", spec=spec)
+    again = plan_run(
+        config(
+            run={
+                "steps": 1,
+                "device": "cpu",
+                "batch_tokens": 4096,
+                "micro_batch_tokens": 2048,
+                "grad_checkpoint": True,
+            }
+        ),
+        device="t4",
+        spec=spec,
+    )
+    assert again.memory.activations == pytest.approx(plain.other_activations, rel=1e-5)
+    assert again.memory.activations < plain.memory.activations / 5
+    assert again.other_activations == pytest.approx(plain.memory.activations, rel=1e-5)
+    assert again.flops.computed > 1.2 * plain.flops.computed
+    assert again.fits > 2 * plain.fits
+
+
+def test_what_fits_fits_and_twice_as_much_does_not():
+    spec = preset_spec("llama-360m", layers=6)
+    found = plan_run(config(), device="rtx4090", spec=spec)
+    for times, fits in ((1, True), (2, False)):
+        run = {"steps": 1, "batch_tokens": 2**22, "micro_batch_tokens": times * found.fits, "device": "cpu"}
+        plan = plan_run(config(run=run), device="rtx4090", spec=spec, suggest=False)
+        assert (plan.memory.peak < 1.02 * plan.target.room) == fits
+
+
+def test_a_reference_and_a_teacher_are_held(tmp_path):
+    write_tiny_model(tmp_path / "tiny")
+    tiny = str(tmp_path / "tiny")
+    base = {"model": tiny, "method": {"kind": "full"}}
+    plain = plan_run(config(**base), suggest=False)
+    online = {"kind": "dpo", "reference": "online"}
+    reference = plan_run(config(**base, objective=online), suggest=False)
+    assert reference.memory.other_models == plain.memory.weights
+    assert reference.flops.others > 0
+    stored = plan_run(config(**base, objective={"kind": "dpo"}), suggest=False)
+    assert stored.memory.other_models == stored.flops.others == 0
+    adapters = plan_run(config(model=tiny, method={"kind": "lora"}, objective=online), suggest=False)
+    assert adapters.memory.other_models == 0 < adapters.flops.others
+    teacher = plan_run(config(**base, objective={"kind": "distill", "teacher": tiny}), suggest=False)
+    assert teacher.memory.other_models == plain.memory.weights
+
+
+def test_classes_of_transformers_are_planned_from_their_config(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+    given = {"model_type": "gpt_neox", "vocab_size": 300, "max_position_embeddings": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**given, "architectures": ["GPTNeoXForCausalLM"]}))
+    for kind in ("full", "lora"):
+        plan = plan_run(config(model=str(tmp_path), method={"kind": kind}), suggest=False)
+        matrices = 2 * 300 * 64 + 4 * (4 * 64 * 64 + 2 * 64 * 128)
+        assert plan.total == pytest.approx(matrices, rel=0.05)  # and biases and norms
+        assert plan.memory.peak > 4 * plan.total
+        assert plan.memory.activations > 0
+
+
+def test_weights_are_cut_into_parts():
+    spec = llama("8b")
+    one = plan_run(config(), device="h100", spec=spec, suggest=False)
+    eight = plan_run(config(parallel=FSDP), device="h100", gpus=8, spec=spec, suggest=False)
+    assert eight.memory.weights == pytest.approx(one.memory.weights / 8, rel=1e-6)
+    assert eight.memory.optimizer == pytest.approx(one.memory.optimizer / 8, rel=1e-6)
+    assert eight.memory.peak < one.memory.peak / 2
+    # each device gathers seven eighths of the others' weights, twice, and sends as many gradients in fp32
+    assert eight.traffic.gathered == pytest.approx(2 * 7 / 8 * 2 * one.total)
+    assert eight.traffic.added_up == pytest.approx(7 / 8 * 4 * one.total)
+    assert eight.compute_s == pytest.approx(one.compute_s / 8)
+
+
+def test_a_network_between_machines_is_slower():
+    spec = llama("8b")
+    wanted = config(parallel=FSDP)
+    near = plan_run(wanted, device="h100", gpus=8, spec=spec, suggest=False)
+    far = plan_run(wanted, device="h100", gpus=64, network_gb_s=5, spec=spec, suggest=False)
+    assert near.traffic.bandwidth_gb_s == 450
+    assert far.traffic.bandwidth_gb_s == 40
+    assert far.efficiency < near.efficiency
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "h1000"}, "unknown device 'h1000'"),
+        ({"gpus": 0}, "at least one"),
+        ({"gpus": 8}, "parallel.kind is none"),
+        ({"gpus": 8, "network_gb_s": 0}, "must be positive"),
+        ({"gpus": 9, "parallel": {"kind": "fsdp", "tensor": 2}}, "=2 does not divide the 9"),
+        ({"gpus": 16, "parallel": {"kind": "fsdp", "tensor": 8}}, "does not divide the model's heads"),
+        ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "reads whole matrices"),
+    ],
+)
+def test_bad_input_gets_one_message(given, said):
+    sections = {name: given.pop(name) for name in ("parallel", "optim") if name in given}
+    with pytest.raises(ConfigError, match=said):
+        plan_run(config(**sections), spec=preset_spec("nano"), **given)
+
+
+def test_copies_add_up_their_gradients():
+    spec = llama("8b")
+    one = plan_run(config(), device="h100", spec=spec, suggest=False)
+    eight = plan_run(config(parallel={"kind": "ddp"}), device="h100", gpus=8, spec=spec, suggest=False)
+    assert eight.memory.weights == one.memory.weights
+    assert eight.traffic.added_up == pytest.approx(2 * 7 / 8 * 4 * one.total)
+    assert eight.traffic.gathered == 0
+
+
+def test_layers_computed_together_take_a_share_of_the_activations():
+    spec = llama("8b")
+    alone = plan_run(config(parallel=FSDP), device="h100", gpus=16, spec=spec, suggest=False)
+    wanted = config(parallel={"kind": "fsdp", "tensor": 8})
+    together = plan_run(wanted, device="h100", gpus=16, spec=spec, suggest=False)
+    assert together.memory.weights == alone.memory.weights
+    assert together.memory.activations < 0.7 * alone.memory.activations
+    assert together.traffic.layers > 0 == alone.traffic.layers
+    assert together.traffic.exposed_s > 0
+
+
+def test_a_model_that_is_not_here_is_not_fetched():
+    with pytest.raises(ModelError, match=r"no config.json of 'nobody/nothing'"):
+        plan_run(config(model="nobody/nothing"))
+
+
+def test_a_micro_batch_is_full_of_the_longest_documents():
+    shape, tokens = batch_shape(config())
+    assert (shape.documents, shape.length, tokens) == (4, 512, 4096)
+    run = {"steps": 1, "batch_size": 3, "device": "cpu"}
+    shape, tokens = batch_shape(config(run=run, objective={"kind": "dpo"}))
+    assert (shape.documents, tokens) == (6, 3 * 2 * 512)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_planned(preset):
+    plan = plan_run(config(model={"preset": preset}), suggest=False)
+    assert plan.memory.peak > 12 * plan.total
+
+
+def test_the_cache_of_keys_and_values_is_what_generation_allocates(tmp_path):
+    from whet.adapters.load import load
+
+    write_tiny_model(tmp_path / "tiny")
+    given = run_config(tmp_path / "tiny", tmp_path)
+    model, _ = load(str(tmp_path / "tiny"), device="cpu", dtype=torch.float32)
+    cache = model.new_cache()
+    with torch.no_grad():
+        model.hidden(torch.zeros(1, 32, dtype=torch.long), cache=cache)
+    held = sum(t[:, :, :32].nbytes for t in (*cache._keys, *cache._values))
+    assert plan_run(make_config(given), suggest=False).cache_bytes * 32 == held
