@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import whet
 from distributed.ranks import run_ranks
@@ -14,7 +14,8 @@ from whet.models.decoder import Decoder
 from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpec, NormSpec, RopeSpec
 from whet.ops.head import Head
 from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.parallel.tensor import cut_layers, refuse_uncuttable
+from whet.parallel.group import World
+from whet.parallel.tensor import NeighbourGradients, cut_layers, refuse_uncuttable
 
 KINDS = {
     "llama": {},
@@ -104,6 +105,24 @@ def test_layers_that_are_cut_learn_as_whole_ones(kind, data, tensor):
         assert error / size < 1e-12, (rank, error / size)
         if data == 1:
             assert found == pytest.approx(losses, rel=1e-12)
+
+
+def align_on_ranks(rank):
+    """What neighbours hold twice has another gradient on each of them; a weight that is cut keeps its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    twice = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)]))
+    once = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0), Shard(0)]))
+    for p in (twice, once):
+        p.grad = torch.zeros_like(p)
+        p.grad.to_local().fill_(rank)
+    NeighbourGradients([twice, once], World(rank, 4, tensor=2)).align()
+    return twice.grad.to_local().tolist(), once.grad.to_local().tolist()
+
+
+def test_neighbours_take_one_gradient_of_what_they_hold_twice():
+    found = run_ranks(align_on_ranks, 4)
+    assert [twice for twice, _ in found] == [[0, 0], [0, 0], [2, 2], [2, 2]]
+    assert [once for _, once in found] == [[0], [1], [2], [3]]
 
 
 def generate_on_ranks(rank, directory):

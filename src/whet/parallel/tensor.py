@@ -5,8 +5,14 @@ layer needs two sums over the ranks forward and two backward. Norms, embeddings 
 each rank: what goes into a layer and what comes out of it is the same on all of them.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
 from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec
+from whet.parallel.group import World
 
 _HEADS = 1  # the dimension of heads in queries and keys [B, heads, T, head_dim]
 
@@ -92,3 +99,29 @@ def _plan(block: BlockSpec) -> dict[str, ParallelStyle]:
         plan |= {f"mlp.{name}": ColwiseParallel() for name in into}
         plan["mlp.down_proj"] = RowwiseParallel()
     return plan
+
+
+class NeighbourGradients:
+    """Gradients of what neighbours hold twice: all of them take those of the first.
+
+    They compute the same, and yet a GPU may add up in another order each time: without this, embeddings and
+    norms would slowly differ between ranks that compute layers together.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+        self.world = world
+        self.twice = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
+        self._group: dist.ProcessGroup | None = None
+        if world.tensor > 1 and self.twice:
+            self._group, _ = dist.new_subgroups(world.tensor)
+
+    def align(self) -> None:
+        """After the gradients of a step are complete."""
+        if self._group is None:
+            return
+        parts = [cast("DTensor", p.grad).to_local() for p in self.twice if p.grad is not None]
+        vector = torch.cat([part.flatten() for part in parts])
+        with self.world.watch.collective("the gradients of neighbours"):
+            dist.broadcast(vector, group=self._group, group_src=0)
+        for part, same in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
+            part.copy_(same.view_as(part))

@@ -20,6 +20,7 @@ from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
 from whet.parallel.group import SOLO, World
+from whet.parallel.tensor import NeighbourGradients
 from whet.training.ahead import Computed, Reading, device_random, restore_device_random
 from whet.training.callbacks import (
     Callback,
@@ -92,6 +93,7 @@ class Trainer:
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in self.learner.parameters() if p.requires_grad]
         self.gradients = GradientSum(self.trained, world)
+        self.neighbours = NeighbourGradients(self.trained, world)
         self.matched = is_sharded(self.learner)
         self.state = RunState()
         if self.precision.compute == torch.float16:
@@ -227,6 +229,7 @@ class Trainer:
             for name, value in {"loss": share.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
         self.gradients.finish()
+        self.neighbours.align()
         return sums
 
     def _update(
