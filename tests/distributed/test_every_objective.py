@@ -42,7 +42,8 @@ CASES = {
     "compiled": {"method": FULL, "run": {"compile": True, "grad_checkpoint": True}},
     "lion": {"method": FULL, "optim": {"name": "lion", "lr": 1e-4}},
 }
-QUICK = ("lora", "qlora", "dpo-copy", "mtp", "mix")
+QUICK = {"ddp": ("lora", "mix"), "fsdp": ("lora", "qlora", "mtp", "mix")}
+SLOW = [(kind, name) for kind in QUICK for name in CASES if name not in QUICK[kind]]
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +138,13 @@ def compare(names, kind, directory, tiny_directory, teacher):
                 assert mine == pytest.approx(one, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", QUICK)
 def test_two_processes_train_what_one_does(tiny_directory, teacher, tmp_path, kind):
-    compare(QUICK, kind, tmp_path, tiny_directory, teacher)
+    compare(QUICK[kind], kind, tmp_path, tiny_directory, teacher)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+@pytest.mark.parametrize(("kind", "name"), SLOW)
 def test_two_processes_train_what_one_does_with(tiny_directory, teacher, tmp_path, kind, name):
     compare([name], kind, tmp_path, tiny_directory, teacher)
 
