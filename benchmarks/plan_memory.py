@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.machine import describe_machine
 from whet.adapters.lora import make_trainable
+from whet.adapters.nf4 import bitsandbytes
 from whet.adapters.qlora import quantise_base
 from whet.config.load import make_config
 from whet.config.sections import RunConfig
@@ -63,7 +64,7 @@ CASES: dict[str, Case] = {
     "deep-full": Case(_DEEP, "full", documents=2, length=256),
     "deep-full-checkpoint": Case(_DEEP, "full", documents=4, length=256, run=_RECOMPUTED),
     "deep-lora": Case(_DEEP, "lora", documents=2, length=384),
-    "deep-lora-checkpoint": Case(_DEEP, "lora", documents=2, length=512, run=_RECOMPUTED),
+    "deep-lora-checkpoint": Case(_DEEP, "lora", documents=4, length=512, run=_RECOMPUTED),
     "words-full": Case(_WORDS, "full", documents=2, length=256),
     "words-lora": Case(_WORDS, "lora", documents=3, length=256),
     "accumulated": Case(_WIDE, "full", documents=2, length=128, micro_batches=2),
@@ -77,7 +78,7 @@ CASES: dict[str, Case] = {
     ),
     "latent-full": Case({**_DEEP, "attention": "latent"}, "full", documents=4, length=256),
     "window-lora": Case(
-        {**_DEEP, "attention": "window", "window": 64}, "lora", documents=4, length=256, run=_RECOMPUTED
+        {**_DEEP, "attention": "window", "window": 64}, "lora", documents=8, length=256, run=_RECOMPUTED
     ),
     "wide-qlora": Case(_WIDE, "qlora", documents=4, length=256),
 }
@@ -160,7 +161,8 @@ def _batch(case: Case) -> Batch:
 
 
 def _warm_up(device: torch.device) -> None:
-    """What the first product of a process takes is no part of a step."""
+    """What the first product of a process takes is no part of a step, nor is a library."""
+    bitsandbytes()
     x = torch.ones(64, 64, device=device, requires_grad=True)
     torch.nn.functional.scaled_dot_product_attention(
         x[None, None], x[None, None], x[None, None]

@@ -217,3 +217,13 @@ def tell(world, out):
         "turn": turn,
         "drawn": torch.rand(()).item(),
     }
+
+
+def train_logged(world, out, configs):
+    """Train each config, and tell where it landed and what the last weights hash to."""
+    found = {}
+    for name, config in configs.items():
+        watch = Watch()
+        result = whet.train(config, [watch])
+        found[name] = {"directory": str(result.directory), "hash": watch.hashes[-1]}
+    return found

@@ -251,7 +251,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "fp16" else ()) for kind in KINDS]
+)
 def test_a_run_is_the_same_to_the_bit_with_probes_and_without(tiny_directory, tmp_path, kind):
     """Also when it is stopped, and goes on."""
     sections = {**KINDS[kind], "run": {**KINDS[kind].get("run", {}), "steps": 5}}
@@ -344,11 +346,11 @@ def test_models_behind_the_bridge(tmp_path, kind, caplog):
     method = (
         {"kind": "full"} if kind == "mamba" else {"kind": "lora", "rank": 4, "targets": ["query_key_value"]}
     )
-    sections = {"method": method, "data": {"max_length": 64, "valid": None}, "run": {"steps": 4}}
+    sections = {"method": method, "data": {"max_length": 64, "valid": None}, "run": {"steps": 3}}
     plain = whet.train(run_config(directory, tmp_path / "plain", **sections))
     result = whet.train(run_config(directory, tmp_path / "watched", **sections, log={"probes": ALL}))
     found = probed(rows(result.directory))
-    assert len(found) == 2
+    assert len(found) == 1
     assert all(
         len(row[f"exp_{name}_layer"]) == 2
         for row in found
@@ -362,14 +364,14 @@ def test_models_behind_the_bridge(tmp_path, kind, caplog):
             caplog.text.count("AttentionEntropy is off from here on: ModelError: MambaForCausalLM gives no")
             == 1
         )
-    name = "checkpoints/step-000004/weights.safetensors"
+    name = "checkpoints/step-000003/weights.safetensors"
     expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
     assert all(torch.equal(expected[key], weights[key]) for key in expected)
 
 
 @pytest.mark.parametrize("kind", ["qlora", "classify"])
 def test_quantised_bases_and_classifiers(tiny_directory, tmp_path, kind):
-    sections = {"method": {"kind": "qlora", "rank": 4}} if kind == "qlora" else {}
+    sections = {"run": {"steps": 3}, **({"method": {"kind": "qlora", "rank": 4}} if kind == "qlora" else {})}
     if kind == "classify":
         texts = [{"input": f"{word} {n}", "label": word} for n in range(12) for word in ("red", "blue")]
         (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
@@ -378,13 +380,13 @@ def test_quantised_bases_and_classifiers(tiny_directory, tmp_path, kind):
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", **sections))
     result = whet.train(run_config(tiny_directory, tmp_path / "watched", **sections, log={"probes": ALL}))
     found = probed(rows(result.directory))
-    assert len(found) == 2
+    assert len(found) == 1
     assert all(
         {"exp_grad_norm_mean", "exp_weight_delta", "exp_attn_entropy_mean", "exp_grad_noise"} <= set(row)
         for row in found
     )
     assert (found[0]["exp_grad_norm_rest"] > 0) == (kind == "classify"), "the head is outside the layers"
-    name = "checkpoints/step-000004/weights.safetensors"
+    name = "checkpoints/step-000003/weights.safetensors"
     expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
     assert all(torch.equal(expected[key], weights[key]) for key in expected)
 

@@ -10,7 +10,8 @@ from tiny import run_config, write_tiny_model
 from whet.config.load import make_config
 from whet.errors import ConfigError, ModelError
 from whet.models.presets import PRESETS, Shape, build_spec, preset_spec
-from whet.training.plan import batch_shape, plan_run
+from whet.training.plan import plan_run
+from whet.training.plan_sizes import batch_shape
 
 FSDP = {"kind": "fsdp"}
 SHAPES = {  # the published sizes of Llama 3

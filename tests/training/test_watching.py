@@ -62,6 +62,11 @@ def test_every_row_of_a_run_has_its_rates(tiny_directory, tmp_path):
             found[0]["flops_total"] / found[0]["tokens_total"]
         )
     assert "mfu" not in found[0], "nobody knows the peak of this processor"
+    # by hand: q and o of 32 x 32, k and v of 32 x 16, three of 32 x 64, scores of half a document, the head
+    data = found[0]["supervised_tokens"] / found[0]["tokens"]
+    layer = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 2 * 2 * 32 * 110 / 2
+    expected = 2 * (2 * layer + data * 2 * 32 * 260)  # forward, and back through frozen weights
+    assert found[0]["flops_total"] / found[0]["tokens_total"] == pytest.approx(expected, rel=0.02)
 
 
 def test_a_budget_of_flops_ends_a_run_as_finished(tiny_directory, tmp_path):

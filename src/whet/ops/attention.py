@@ -41,7 +41,9 @@ class Layout:
         if device.type == "cpu":
             return Layout(documents=lengths)
         ends = list(itertools.accumulate(itertools.chain(*lengths)))
-        offsets = torch.tensor([0, *ends], dtype=torch.int32, pin_memory=device.type == "cuda")
+        offsets = torch.tensor(
+            [0, *ends], dtype=torch.int32, pin_memory=device.type == "cuda" and torch.cuda.is_available()
+        )
         longest = max(map(max, lengths))
         offsets = offsets.to(device, non_blocking=True)
         return Layout(documents=lengths, offsets=offsets, longest=1 << (longest - 1).bit_length())

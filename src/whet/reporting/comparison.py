@@ -15,10 +15,15 @@ from whet.reporting.statistics import compare, deviation, hedges_g, holm, interv
 
 # what runs of one group may differ in: neither changes what is learned but by chance
 _CHANCE = ("run.seed", "run.name", "run.dir")
-_RATES = ("tokens_per_s", "steps_per_s", "mfu")  # of a run: the median, as single steps say little
+_RATES = (
+    "tokens_per_s",
+    "steps_per_s",
+    "tflops_per_s",
+    "mfu",
+)  # of a run: the median, as single steps say little
 _NOT_COMPARED = {
     *("tokens", "supervised_tokens", "step_s", "elapsed_s", "eval_s", "tokens_total", "lr", "skipped"),
-    *("loss_scale", "router_dropped_tokens"),
+    *("loss_scale", "router_dropped_tokens", "probe_s", "mean_tokens_per_s"),
 }
 _LONGEST_NAME = 60
 _MOST_KEYS_IN_A_NAME = 4

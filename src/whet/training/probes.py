@@ -42,7 +42,7 @@ class Probe(Injector, abc.ABC):
     probe that fails says so once and is not asked again.
     """
 
-    main_only = True  # the others have the same weights
+    main_only = True  # ranks with whole weights have the same ones
     every = 200
     failed = False
 

@@ -95,7 +95,7 @@ class SampleGenerations(Callback):
     def _complete(self) -> list[str]:
         model = self.run.model
         assert isinstance(model, LanguageModel)
-        with undisturbed(self.run.learner, model):
+        with undisturbed(self.run.learner, model), gathered(model):
             found = generate_tokens(
                 model,
                 self._encoded,

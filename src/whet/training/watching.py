@@ -61,15 +61,15 @@ def watchers(
     if settings.probes is not None:
         found += _probes(config, settings.probes, work)
     if (samples := settings.samples) is not None:
-        found.append(
-            SampleGenerations(
-                work.tokenizer,
-                samples.prompts,
-                directory / "samples.jsonl",
-                every=samples.every,
-                max_tokens=samples.max_tokens,
-            )
+        answers = SampleGenerations(
+            work.tokenizer,
+            samples.prompts,
+            directory / "samples.jsonl",
+            every=samples.every,
+            max_tokens=samples.max_tokens,
         )
+        answers.main_only = config.parallel.kind != "fsdp"  # weights in parts are put together by all ranks
+        found.append(answers)
     for name in settings.sinks:
         sink = SinkCallback(name, SINKS[name](), every=settings.every)
         held.callback(sink.close)
@@ -81,8 +81,8 @@ def training_flops(config: RunConfig, work: Any) -> float | None:  # Any: as abo
     """FLOPs that training takes for a token, where they can be counted."""
     if not isinstance(work.model, LanguageModel):
         return None
-    length = config.data.max_length if config.data else 512
-    return training_flops_per_token(work.model, work.objective, length=length)
+    length, supervised = _typical_example(config, work.data)
+    return training_flops_per_token(work.model, work.objective, length=length, supervised=supervised)
 
 
 def peak_tflops(work: Any) -> float | None:  # Any: as above
@@ -93,8 +93,21 @@ def peak_tflops(work: Any) -> float | None:  # Any: as above
     return devices * find_peak(work.device).tflops(work.precision.compute)
 
 
+def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any: RunData or MixData
+    """The mean length of the training examples, and the share of their tokens that is supervised."""
+    parts = data.parts.values() if config.parts() else [data]
+    every = [part.examples["train"].sides for part in parts if "train" in part.examples]
+    if not every:  # prompts, whose answers are not known yet
+        return config.data.max_length, 1.0
+    tokens = sum(int(sides.lengths.sum()) for sides in every)
+    return round(tokens / sum(map(len, every))), sum(sides.supervised for sides in every) / tokens
+
+
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
     found: list[Callback] = []
+    if config.parallel.kind == "fsdp":
+        log.info("probes: none: with parallel.kind fsdp no process has the weights whole")
+        return found
     if wanted.weights:
         found.append(WeightStats(wanted.weights))
     if wanted.rank:
