@@ -105,6 +105,28 @@ def train_and_tell(world, out, configs):
     return found
 
 
+def train_on(world, out, config=None, again=None, stop_at=None):
+    """A run, or the next part of one: what happened on this rank."""
+    return watched_train(config, again=again, stop_at=stop_at).found()
+
+
+class FillWithRank(Callback):
+    """After the last step, what a rank holds of each trained weight becomes the rank's number."""
+
+    def on_train_begin(self, run):
+        self.run = run
+
+    def on_step_end(self, step, metrics):
+        if step == self.run.total_steps:
+            with torch.no_grad():
+                for p in self.run.trained:
+                    p.to_local().fill_(self.run.world.rank)
+
+
+def train_and_fill(world, out, config):
+    whet.train(config, [FillWithRank()])
+
+
 def nonfinite_on_one(world, out, config):
     """The last rank's loss is not a number in step 2: what all of them made of it."""
     found = {}

@@ -25,8 +25,8 @@ from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.load import has_tokenizer, load_model, load_tokenizer, save_model
 from whet.models.scratch import new_model
+from whet.models.shards import MOMENT, fill_like, has_shards, is_cut, stored_tensors, whole_tensors
 from whet.models.weights import read_json
-from whet.ops.shards import part_like
 from whet.storage import MANIFEST, check_manifest
 
 CHECKPOINT_WEIGHTS = "weights.safetensors"
@@ -135,7 +135,7 @@ def _load_checkpointed(
         model.requires_grad_(True)
     else:
         attach_configured(model, config.method)
-    put_trained(model, read_trained(model, checkpoint / CHECKPOINT_WEIGHTS, besides=HEADS))
+    put_trained(model, read_trained(model, checkpoint, besides=HEADS))
     return model.eval(), tokenizer
 
 
@@ -154,20 +154,31 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_trained(
-    model: torch.nn.Module, path: Path, *, besides: str | None = None
+    model: torch.nn.Module, checkpoint: Path, *, besides: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, which must be exactly those this model trains, and any whose names begin so."""
-    try:
-        found: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    """A checkpoint's weights, which must be exactly those this model trains, and any whose names begin so.
+
+    Of a model in shards, those of this rank.
+    """
     expected = trained_parameters(model)
-    if besides is not None:
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(besides)}
-    odd = sorted(found.keys() ^ expected.keys())
-    odd += [name for name in found.keys() & expected.keys() if found[name].shape != expected[name].shape]
+    in_shards = any(is_cut(tensor) for tensor in expected.values())
+    whole = {} if in_shards else checkpoint_weights(checkpoint)
+    shapes = {name: stored.shape for name, stored in (whole or stored_tensors(checkpoint)).items()}
+    odd = [name for name in expected if shapes.pop(name, None) != expected[name].shape]
+    odd += [name for name in shapes if MOMENT not in name and not (besides and name.startswith(besides))]
     if odd:
-        raise CheckpointError(f"{path} does not fit this model: {', '.join(odd[:4])}")
+        raise CheckpointError(f"{checkpoint} does not fit this model: {', '.join(sorted(odd)[:4])}")
+    return fill_like(expected, checkpoint) if in_shards else {name: whole[name] for name in expected}
+
+
+def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint in one piece, whoever wrote it."""
+    if has_shards(checkpoint):
+        return whole_tensors(checkpoint, lambda name: MOMENT not in name)
+    try:
+        found: dict[str, torch.Tensor] = load_file(checkpoint / CHECKPOINT_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint / CHECKPOINT_WEIGHTS} cannot be read: {error}") from error
     return found
 
 
@@ -175,7 +186,7 @@ def put_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Non
     """Copy what `read_trained` returned into the model."""
     with torch.no_grad():
         for name, tensor in trained_parameters(model).items():
-            tensor.copy_(part_like(weights[name], tensor))
+            tensor.copy_(weights[name])
 
 
 def load_base(

@@ -1,5 +1,6 @@
 """The `whet` command: parsing, errors and exit codes. Each command lives in a file of its own."""
 
+import os
 import sys
 import traceback
 from typing import NoReturn
@@ -86,6 +87,8 @@ def _options(
 
 def main() -> NoReturn:
     """Run the command line: one message and an exit code for every error, a traceback only with --debug."""
+    if "RANK" in os.environ:  # when a process dies, torch would print a trace of every connection to it
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1  # accepted before and after the command's name
     try:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.training.state import RunResult
 
 NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
+RESTARTS = "With --nproc: how often to start again from the last checkpoint when a process fails."
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:
@@ -36,6 +37,7 @@ def command(
         False, "--dry-run", help="Go through every file and print the plan; build no model, write no run."
     ),
     nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
+    max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
     _: bool = typer.Option(
         False,
         "--help",
@@ -51,7 +53,7 @@ def command(
     if nproc > 1 and not dry_run:
         # what is wrong with it is said before anything starts
         load_config(config, overrides or ()).parallel.check_processes(nproc)
-        in_processes(nproc, ["train", config, *(overrides or ())])
+        in_processes(nproc, ["train", config, *(overrides or ())], restarts=max_restarts)
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan
     from whet.config.quality import Quality
@@ -70,12 +72,12 @@ def command(
     plan(config, overrides or [])
 
 
-def in_processes(count: int, arguments: "Sequence[str]") -> NoReturn:
+def in_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> NoReturn:
     """Run a command in several processes of this machine, and exit as they do."""
     from whet.parallel.launch import launch
 
     debug = ["--debug"] if "--debug" in sys.argv else []
-    raise typer.Exit(launch([*arguments, *debug], count))
+    raise typer.Exit(launch([*arguments, *debug], count, restarts=restarts))
 
 
 def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
@@ -87,9 +89,11 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
         with joined() as world:
             try:
                 code = _shown(run) if world.is_main else _unseen(run)
-            except (Exception, typer.Exit) as error:
-                if world.speaks():
-                    raise
+            except typer.Exit:
+                raise
+            except Exception as error:
+                if world.watch.speaks(error):
+                    raise world.watch.located(error) from error
                 sys.exit(getattr(error, "exit_code", 1))
     except UnreachableError:  # nobody can agree on who says it: the first process of each machine
         if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -19,6 +19,11 @@ class Parallel(Section):
     tensor: Positive = Field(
         1, description="fsdp: processes that compute each layer together; divides their number"
     )
+    timeout: float = Field(
+        50.0,
+        gt=0,
+        description="Seconds without a sign from a process, after the first step, until all are ended",
+    )
 
     @model_validator(mode="after")
     def _layers_are_cut_with_fsdp(self) -> "Parallel":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from whet.adapters.load import CHECKPOINT_WEIGHTS, load, put_trained, read_trained, run_of
+from whet.adapters.load import load, put_trained, read_trained, run_of
 from whet.config.load import load_config
 from whet.config.mtp import MTPObjective
 from whet.errors import ModelError
@@ -51,7 +51,7 @@ def load_with_heads(
     model, tokenizer = load(checkpoint, dtype=dtype, device=device)
     heads = new_heads(model, objective.n_predict, block_of(model, objective))
     both = WithHeads(model, heads)
-    put_trained(both, read_trained(both, checkpoint / CHECKPOINT_WEIGHTS))
+    put_trained(both, read_trained(both, checkpoint))
     return model, heads.requires_grad_(False).eval(), tokenizer
 
 

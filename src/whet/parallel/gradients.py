@@ -1,7 +1,7 @@
 """Gradients added up over the ranks, while the last backward pass of a step still runs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from whet.errors import RunError
 from whet.parallel.group import World
+
+T = TypeVar("T", bound=torch.Tensor)
 
 _BUCKET_NUMBERS = 2**23  # added up at once: enough to use a network well, few enough to begin early
 
@@ -59,8 +61,9 @@ class GradientSum:
         elif any(p.grad is not None and p not in self._of for p in self.parameters):
             raise RunError("a weight has its first gradient after the first step: not on several processes")
         self._send(everything=True)
-        for bucket in self.buckets:
-            bucket.work.wait()
+        for number, bucket in enumerate(self.buckets, start=1):
+            with self.world.watch.collective(f"the sum of gradients {number} of {len(self.buckets)}"):
+                bucket.work.wait()
             assert bucket.vector is not None
             parts = bucket.vector.split([p.numel() for p in bucket.parameters])
             for p, part in zip(bucket.parameters, parts, strict=True):
@@ -108,25 +111,27 @@ class GradientSum:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, of which some may be in shards."""
-    norms = [torch.nn.utils.get_total_norm(kind) for kind in _by_kind(gradients)]
+    norms = [torch.nn.utils.get_total_norm(kind) for kind in by_mesh(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply all gradients."""
-    for kind in _by_kind(gradients) if factor != 1.0 else ():
+    for kind in by_mesh(gradients) if factor != 1.0 else ():
         torch._foreach_mul_(kind, factor)
 
 
 def clip(parameters: Sequence[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
     """Scale the gradients so that their norm, which is known, is at most a limit."""
-    for kind in _by_kind(parameters):
+    for kind in by_mesh(parameters):
         torch.nn.utils.clip_grads_with_norm_(kind, limit, norm)
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Whole ones and those in shards: torch's functions on lists take no mixture."""
-    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    parts: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    return [kind for kind in (whole, parts) if kind]
+def by_mesh(tensors: Sequence[T]) -> list[list[T]]:
+    """Whole tensors, and those that the same ranks hold in parts: torch's kernels take no mixture."""
+    found: dict[Any, list[T]] = {}  # Any: a mesh, or None
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        found.setdefault(mesh, []).append(tensor)
+    return list(found.values())

@@ -5,7 +5,8 @@ import datetime
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from whet.errors import ConfigError, RunError
+from whet.parallel.watch import Watch
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 RENDEZVOUS_S = 120.0  # for all processes to find one another; they are started together
-COLLECTIVE_S = 600.0  # for the slowest of them: rank 0 writes files while the others wait
-_SAID = "said"
+COLLECTIVE_S = 7200.0  # for the slowest of them: rank 0 writes files; the watch knows sooner who hangs
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     tensor: int = 1
-    store: Any = None  # Any: torch's, which has no types
+    watch: Watch = field(default_factory=Watch, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -57,7 +58,8 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size  # Any: filled by torch
-        dist.all_gather_object(found, value)
+        with self.watch.collective("a gathering"):
+            dist.all_gather_object(found, value)
         return found
 
     def gather_shares(self, value: T) -> list[T]:
@@ -69,20 +71,28 @@ class World:
         if self.size == 1:
             return value
         held = [value if self.is_main else None]
-        dist.broadcast_object_list(held, src=0)
+        with self.watch.collective("a word from rank 0"):
+            dist.broadcast_object_list(held, src=0)
         return held[0]  # type: ignore[return-value]  # rank 0 gave it
 
     def barrier(self) -> None:
         """Wait for everyone."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(()))  # on the host: torch's barrier may choose the device
+            with self.watch.collective("a barrier"):
+                dist.all_reduce(torch.zeros(()))  # on the host: torch's barrier may choose the device
+
+    def new_group(self) -> dist.ProcessGroup:
+        """All ranks again, for exchanges on the host that go on beside the others."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the shares."""
         if self.shares == 1:
             return tensor
         total = tensor.clone() if self.rank % self.tensor == 0 else torch.zeros_like(tensor)
-        dist.all_reduce(total)
+        with self.watch.collective("a sum of numbers"):
+            dist.all_reduce(total)
         return total
 
     def sums(self, found: Mapping[str, Any]) -> dict[str, Any]:  # Any: numbers, and lists of numbers
@@ -132,7 +142,9 @@ class World:
         """Raise the first error that any rank brings here, on all of them."""
         for rank, found in enumerate(self.gather(None if error is None else _portable(error))):
             if found is not None:
-                raise error if error is not None and rank == self.rank else found
+                raised = error if error is not None and rank == self.rank else found
+                raised.is_of_all = True  # type: ignore[attr-defined]  # no rank is to blame alone
+                raise raised
 
     @contextlib.contextmanager
     def abreast(self) -> Iterator[None]:
@@ -154,18 +166,9 @@ class World:
         for _ in range(2 - turn):
             self.barrier()
 
-    def speaks(self) -> bool:
-        """Whether this rank is the first to say that something went wrong: nobody else says it again."""
-        if self.size == 1:
-            return True
-        try:
-            first: bytes = self.store.compare_set(_SAID, "", str(self.rank))
-        except RuntimeError:  # rank 0 has ended, and what it had to say is said
-            return self.is_main
-        return first == str(self.rank).encode()
-
 
 SOLO = World()
+_JOINED: ContextVar[World] = ContextVar("joined")  # what a run inside another call of `joined` is part of
 
 
 def _portable(error: Exception) -> Exception:
@@ -182,6 +185,11 @@ def started_as_one_of_many() -> bool:
     return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def was_restarted() -> bool:
+    """Whether torchrun, or `--nproc`, has started this process again, after a failure of any rank."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 @contextlib.contextmanager
 def joined(*, timeout_s: float | None = None) -> Iterator[World]:
     """The world that this process was started in, for as long as it lasts."""
@@ -189,9 +197,11 @@ def joined(*, timeout_s: float | None = None) -> Iterator[World]:
         yield SOLO
         return
     rank, size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if dist.is_initialized():  # by the caller of this one, who holds the store
-        store = dist.distributed_c10d._get_default_store()
-        yield World(rank, size, local_rank, store=PrefixStore("whet", store))
+    if (around := _JOINED.get(None)) is not None:
+        yield around
+        return
+    if dist.is_initialized():  # by the caller, who looks after it
+        yield World(rank, size, local_rank)
         return
     store = _meet(rank, size, timeout_s or float(os.environ.get("WHET_RENDEZVOUS_S", RENDEZVOUS_S)))
     backend = "gloo"
@@ -201,8 +211,19 @@ def joined(*, timeout_s: float | None = None) -> Iterator[World]:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=COLLECTIVE_S)
     )
-    yield World(rank, size, local_rank, store=PrefixStore("whet", store))
-    # after a failure others may be waiting in a collective, so that taking the group apart would hang
+    world = World(rank, size, local_rank, watch=Watch(PrefixStore("watch", store), rank=rank, size=size))
+    world.watch.start()
+    token = _JOINED.set(world)
+    try:
+        yield world
+    except BaseException as error:
+        # others may be waiting in a collective, so that taking the group apart would hang
+        world.watch.fail(error)
+        raise
+    finally:
+        _JOINED.reset(token)
+    world.barrier()
+    world.watch.stop()
     dist.destroy_process_group()
 
 

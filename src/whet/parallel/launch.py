@@ -12,19 +12,38 @@ from types import FrameType
 
 from whet.errors import ConfigError, RunError
 
-UNFINISHED = 3  # an exit code that is no failure
+FAILED, UNFINISHED = 1, 3  # exit codes; the second is no failure
 _GRACE_S = 10.0  # for the others to notice that one has failed
 
 
-def launch(arguments: Sequence[str], count: int) -> int:
+def launch(arguments: Sequence[str], count: int, *, restarts: int = 0) -> int:
     """Run `whet ARGUMENTS` in `count` processes and return the exit code of all together.
 
-    A process that fails takes the others with it; signals are passed on to all of them.
+    A process that fails takes the others with it; all are started again as often as `restarts` says, and go
+    on from the last checkpoint.
     """
     if "RANK" in os.environ:
         raise ConfigError("--nproc starts processes, and torchrun has started this one", hint="leave out one")
+    for restart in range(restarts):
+        try:
+            code = _launch_once(arguments, count, restart)
+        except RunError as error:
+            code = _complain(f"error: {error}")
+        if code != FAILED:
+            return code
+        _complain(f"starting again ({restart + 1} of {restarts})")
+    return _launch_once(arguments, count, restarts)
+
+
+def _complain(message: str) -> int:
+    sys.stderr.write(f"{message}\n")
+    return FAILED
+
+
+def _launch_once(arguments: Sequence[str], count: int, restart: int) -> int:
+    """The same, once. Signals are passed on to all processes."""
     port = str(_free_port())
-    started = [_start(arguments, rank, count, port) for rank in range(count)]
+    started = [_start(arguments, rank, count, port, restart) for rank in range(count)]
     before = {
         number: signal.signal(number, lambda got, _frame: _pass_on(got, started))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,7 +59,9 @@ def launch(arguments: Sequence[str], count: int) -> int:
             signal.signal(number, handler)
 
 
-def _start(arguments: Sequence[str], rank: int, count: int, port: str) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], rank: int, count: int, port: str, restart: int
+) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // count)
     place = {
         "RANK": str(rank),
@@ -49,6 +70,7 @@ def _start(arguments: Sequence[str], rank: int, count: int, port: str) -> subpro
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
     return subprocess.Popen(
@@ -84,10 +106,11 @@ def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> int:
         time.sleep(0.05)
     codes = [process.returncode for process in started]
     killed = [rank for rank, code in enumerate(codes) if code < 0]
-    if killed and first <= 0:  # else: one that failed has said why, and the others were ended for it
+    said = [code for code in (first, *codes) if code > 0 and code != UNFINISHED]
+    if killed and not said:  # else: one that failed has said why, and the others were ended for it
         by = signal.Signals(-codes[killed[0]]).name
         raise RunError(f"rank {killed[0]} of {len(codes)} was ended by {by}")
-    return first or next((code for code in codes if code not in (0, UNFINISHED)), max(codes))
+    return said[0] if said else max(codes)
 
 
 def _free_port() -> int:

@@ -22,6 +22,7 @@ def agreed(world: World, config: RunConfig) -> World:
     """The world as a config wants it, once all ranks are known to have the same config."""
     refuse_differences(world, "config", to_dict(config))
     config.parallel.check_processes(world.size)
+    world.watch.limit_s = config.parallel.timeout
     if world.size > 1 and config.parallel.kind == "fsdp":
         check_sharding(config)
     return replace(world, tensor=config.parallel.tensor)

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torch import nn
 
 from whet.adapters.load import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
 from whet.errors import CheckpointError
+from whet.models.shards import MOMENT, Stored, fill, has_shards, is_cut, stored_tensors
 from whet.models.weights import read_json
-from whet.ops.shards import part_like, whole_tensors
+from whet.parallel.checkpoint import Group, write_sharded
+from whet.parallel.group import SOLO, World
 from whet.storage import (
     check_manifest,
     new_directory,
@@ -44,28 +47,28 @@ class Contents:
     moments: dict[str, torch.Tensor] | None
     state: str  # JSON
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether each rank holds a part of it."""
+        return any(is_cut(tensor) for tensor in self.weights.values())
+
 
 def contents_of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    step: int,
-    metadata: State | None,
-    *,
-    keep: bool = True,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: State | None
 ) -> Contents:
-    """What a checkpoint of this moment holds: the tensors themselves, not copies.
-
-    What ranks hold in parts is gathered by all of them, for those that `keep` it.
-    """
-    moments = None
-    if optimizer is not None:
-        moments = whole_tensors(_optimizer_tensors(model, optimizer), keep=keep)
-    weights = whole_tensors(trained_parameters(model), keep=keep)
-    return Contents(weights, moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n")
+    """What a checkpoint of this moment holds: the tensors themselves, not copies."""
+    moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
+    return Contents(
+        trained_parameters(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n"
+    )
 
 
-def write_contents(path: Path, contents: Contents) -> None:
-    """Write a checkpoint directory, complete or not at all."""
+def write_contents(path: Path, contents: Contents, group: Group = None) -> None:
+    """Write a checkpoint directory, complete or not at all; of a model in shards, all ranks together."""
+    if contents.in_shards:
+        tensors = {**contents.weights, **(contents.moments or {})}
+        write_sharded(path, tensors, {STATE: contents.state}, group=group)
+        return
     with new_directory(path, replace=True) as staging:
         files = {WEIGHTS: write_safetensors(staging / WEIGHTS, contents.weights)}
         if contents.moments is not None:
@@ -86,14 +89,22 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    world: World = SOLO,
 ) -> State:
-    """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata."""
+    """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata.
+
+    Ranks that do so together check a share of the files each.
+    """
     path = Path(path)
-    check_manifest(path)
-    weights, state = read_trained(model, path / WEIGHTS), read_state(path)
+    with world.abreast():
+        check_manifest(path, share=slice(world.rank, None, world.size))
+    weights, state = read_trained(model, path), read_state(path)
     if optimizer is not None:
-        _restore_optimizer(model, optimizer, path / OPTIMIZER)
+        _restore_optimizer(model, optimizer, path)
     put_trained(model, weights)
     return state
 
@@ -106,7 +117,7 @@ def read_state(path: Path) -> State:
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{names[parameter]}::{key}": value
+        f"{names[parameter]}{MOMENT}{key}": value
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if value is not None
@@ -114,20 +125,39 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     parameters = dict(model.named_parameters())
+    if has_shards(path) or any(is_cut(parameter) for parameter in parameters.values()):
+        tensors = {
+            entry: _room_for(stored, _parameter_of(entry, parameters, path))
+            for entry, stored in stored_tensors(path).items()
+            if MOMENT in entry
+        }
+        fill(tensors, path)
+    else:
+        try:
+            tensors = load_file(path / OPTIMIZER)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path / OPTIMIZER} cannot be read: {error}") from error
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for entry, tensor in tensors.items():
-        name, _, key = entry.rpartition("::")
-        if name not in parameters:
-            raise CheckpointError(f"{path} does not fit this model: {name}")
-        parameter = parameters[name]
-        state.setdefault(parameter, {})[key] = part_like(tensor, parameter)
+        parameter = _parameter_of(entry, parameters, path)
+        state.setdefault(parameter, {})[entry.rpartition(MOMENT)[2]] = tensor.to(parameter.device)
     optimizer.state.clear()
     optimizer.state.update(state)
+
+
+def _parameter_of(entry: str, parameters: Mapping[str, nn.Parameter], path: Path) -> nn.Parameter:
+    name = entry.rpartition(MOMENT)[0]
+    if name not in parameters:
+        raise CheckpointError(f"{path / OPTIMIZER} does not fit this model: {name}")
+    return parameters[name]
+
+
+def _room_for(stored: Stored, parameter: nn.Parameter) -> torch.Tensor:
+    """For what an optimizer remembers: of a parameter in shards the part that goes with it, or the whole."""
+    if is_cut(parameter) and stored.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+    return torch.empty(stored.shape, dtype=stored.dtype)
 
 
 def random_state() -> State:

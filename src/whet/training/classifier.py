@@ -13,7 +13,7 @@ from whet.adapters.classifier_files import ClassifierInfo, StoredHead, head_from
 from whet.adapters.files import save_adapter
 from whet.adapters.layer import LoRALinear
 from whet.adapters.load import (
-    CHECKPOINT_WEIGHTS,
+    checkpoint_weights,
     load_base,
     load_body,
     load_quantised,
@@ -23,7 +23,6 @@ from whet.adapters.load import (
     usable_directory,
 )
 from whet.adapters.lora import make_trainable, merge
-from whet.adapters.stored import read_tensors
 from whet.analysis.classification import Report, sigmoid, softmax
 from whet.config.classify import ClassifyObjective
 from whet.config.load import load_config, make_config
@@ -135,9 +134,9 @@ class Classifier:
         model, tokenizer = load_body(name_or_path, dtype=dtype, device=where)
         if checkpointed:
             info = info_of(section, max_length=config.data.max_length)
-            stored = read_tensors(path / CHECKPOINT_WEIGHTS)
+            stored = checkpoint_weights(path)
             own = {name.removeprefix(HEADS): t for name, t in stored.items() if name.startswith(HEADS)}
-            head = head_from(own, info, path / CHECKPOINT_WEIGHTS)
+            head = head_from(own, info, path)
         else:
             head, info = (kept := read_head(target)).head, kept.info
         if precision is not None:

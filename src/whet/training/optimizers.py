@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from whet.config.optim import Optim
+from whet.parallel.gradients import by_mesh
 from whet.training.adafactor import Adafactor
 from whet.training.adamw8bit import AdamW8bit
 from whet.training.lion import Lion
@@ -55,8 +55,7 @@ def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Opt
 
 def _apart(groups: Groups) -> Groups:
     """Weights that ranks hold in parts in groups of their own: torch's kernels take no mixture."""
-    parts = {id(p) for group in groups for p in group["params"] if isinstance(p, DTensor)}
-    return [*_part(groups, parts, inside=False), *_part(groups, parts, inside=True)] if parts else groups
+    return [{**group, "params": alike} for group in groups for alike in by_mesh(group["params"])]
 
 
 def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:

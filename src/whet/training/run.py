@@ -15,9 +15,10 @@ from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
-from whet.parallel.group import SOLO, World, joined
-from whet.parallel.shard import device_mesh, local_bytes_of, shard
+from whet.parallel.group import SOLO, World, joined, was_restarted
+from whet.parallel.shard import TENSOR, device_mesh, local_bytes_of, shard
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
+from whet.parallel.tensor import cut_layers, refuse_uncuttable
 from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
@@ -61,6 +62,8 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = Path(config.run.dir) / config.run.name
+    if was_restarted() and (directory / "config.yaml").is_file():
+        return resume(directory, callbacks)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
         world = agreed(group, config)
         with world.abreast():
@@ -188,12 +191,17 @@ class _Assembly:
         )
 
     def _shard(self) -> None:
+        refuse_uncuttable(self.work.model, self.world.tensor)
         mesh = device_mesh(self.world, self.work.device)
+        cut_layers(self.work.model, mesh[TENSOR])
         for model in [self.work.model, *self.work.frozen_models()]:
             shard(model, mesh, self.work.precision)
 
     def _pause(self) -> None:
-        self.trainer.pause_point()
+        if self.world.tensor > 1:  # ranks that generate together stop together: afterwards
+            self.world.watch.doing("generating")
+        else:
+            self.trainer.pause_point()
 
     def _count_steps(self) -> int:
         run, stream = self.config.run, self.work.stream
@@ -244,7 +252,8 @@ class _Assembly:
     def _write_final(self) -> None:
         # else: killed between its result and its summary
         if not self.world.from_main((self.directory / "final").is_dir()):
-            self.work.write_final(self.trainer)
+            with self.world.watch.patiently("writing final/"):
+                self.work.write_final(self.trainer)
             self.world.barrier()
 
 

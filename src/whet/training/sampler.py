@@ -75,6 +75,7 @@ class Sampler:
     ) -> Iterator[Completion]:
 
         def watch(_row: int, _tokens: list[int]) -> bool:
+            self.world.watch.doing("generating")
             pause()
             return True
 
@@ -104,7 +105,8 @@ class Sampler:
             Judged(prompt.question.text, text, prompt.fields)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        scores = self.world.each(judged, lambda mine: self.pool.score(mine) if mine else [])
+        with self.world.watch.patiently("judging completions"):  # rewards have a time limit of their own
+            scores = self.world.each(judged, lambda mine: self.pool.score(mine) if mine else [])
         return np.array(scores, dtype=np.float64)
 
     def take_failures(self) -> int:

@@ -14,6 +14,8 @@ import torch
 
 from whet.config.sections import Checkpoint
 from whet.errors import StorageError
+from whet.parallel.checkpoint import Group, local_part, with_local_part
+from whet.parallel.group import SOLO, World
 from whet.training.checkpoint import Contents, checkpoint_path, prune, write_contents
 
 log = logging.getLogger("whet")
@@ -26,7 +28,8 @@ class Saver:
     save tries again.
     """
 
-    def __init__(self, directory: Path, settings: Checkpoint) -> None:
+    def __init__(self, directory: Path, settings: Checkpoint, world: World = SOLO) -> None:
+        self.world = world
         self.directory = directory
         self.settings = settings
         self.saved_step: int | None = None  # of the newest checkpoint that is written, or being written
@@ -38,6 +41,7 @@ class Saver:
         self._written: list[int] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._last_save = time.monotonic()
+        self._group: Group = None  # of its own: what is exchanged in the background must not get in the way
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step: by the count of steps, or by the clock."""
@@ -50,6 +54,10 @@ class Saver:
         self.wait()
         self.saved_step = step
         self._last_save = time.monotonic()
+        if not contents.in_shards and not self.world.is_main:
+            return
+        if contents.in_shards and self._group is None:
+            self._group = self.world.new_group()
         if not self.settings.asynchronous:
             self._write(step, contents, best_step)
             self._settle()
@@ -93,8 +101,9 @@ class Saver:
 
     def _write(self, step: int, contents: Contents, best_step: int | None) -> None:
         try:
-            write_contents(checkpoint_path(self.directory, step), contents)
-            prune(self.directory, keep=self.settings.keep, best_step=best_step)
+            write_contents(checkpoint_path(self.directory, step), contents, self._group)
+            if self.world.is_main:
+                prune(self.directory, keep=self.settings.keep, best_step=best_step)
         except BaseException as error:  # raised, or said, where the run can hear it
             self._error = error
 
@@ -125,11 +134,12 @@ class Saver:
     def _copies(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copies = {}
         for name, tensor in tensors.items():
-            key = f"{kind} {name}"
+            key, part = f"{kind} {name}", local_part(tensor.detach())
             buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                pinned = tensor.device.type == "cuda"
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+                pinned = part.device.type == "cuda"
+                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
                 self._buffers[key] = buffer
-            copies[name] = buffer.copy_(tensor.detach(), non_blocking=buffer.is_pinned())
+            buffer.copy_(part, non_blocking=buffer.is_pinned())
+            copies[name] = with_local_part(tensor, buffer)
         return copies

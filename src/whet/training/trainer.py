@@ -20,6 +20,7 @@ from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
 from whet.parallel.group import SOLO, World
+from whet.parallel.tensor import NeighbourGradients
 from whet.training.ahead import Computed, Reading, device_random, restore_device_random
 from whet.training.callbacks import (
     Callback,
@@ -92,6 +93,7 @@ class Trainer:
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in self.learner.parameters() if p.requires_grad]
         self.gradients = GradientSum(self.trained, world)
+        self.neighbours = NeighbourGradients(self.trained, world)
         self.matched = is_sharded(self.learner)
         self.state = RunState()
         if self.precision.compute == torch.float16:
@@ -99,7 +101,7 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
         self._clock = time.perf_counter()
-        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint)
+        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint, world)
         # on a CPU there is nothing to gain, fp16 may compute a step again, and ranks must agree in between
         self.looks_ahead = (
             self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
@@ -190,6 +192,7 @@ class Trainer:
             found["loss_scale"] = scale.value
         self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
         self.state.step += 1
+        self.world.watch.at_step(self.state.step)
         self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
         self._step_ended = now = time.perf_counter()
         self.state.elapsed_s = now - self._clock
@@ -212,7 +215,9 @@ class Trainer:
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
         mine = list(taken(self.world, micro_batches, matched=self.matched))
+        exchanging = "gathering layers and adding up gradients" if self.matched else None
         for number, (_, batch, counts) in enumerate(mine, start=1):
+            self.world.watch.doing(f"micro-batch {number} of {len(mine)}", exchanging=exchanging)
             share, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
@@ -224,6 +229,7 @@ class Trainer:
             for name, value in {"loss": share.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
         self.gradients.finish()
+        self.neighbours.align()
         return sums
 
     def _update(
@@ -260,6 +266,7 @@ class Trainer:
 
     def pause_point(self) -> None:
         """Called often during an evaluation: break it off where a callback wants the run to stop."""
+        self.world.watch.doing("evaluating")
         for callback in self.callbacks:
             if (answer := callback.on_pause()) is not None:
                 self._obey(answer)
@@ -273,15 +280,15 @@ class Trainer:
         self._stay_here()
         if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
             return
-        main = self.world.is_main
-        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state(), keep=main)
+        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
         best_step = self.state.best["step"] if self.state.best else None
-        if main:
+        with self.world.watch.patiently("saving"):
             self._saver.save(self.state.step, contents, best_step=best_step)
 
     def _wait_for_save(self) -> None:
         if self._saver is not None:
-            self._saver.wait()
+            with self.world.watch.patiently("saving"):
+                self._saver.wait()
             self._tell_of_saves()
 
     def _tell_of_saves(self) -> None:
@@ -290,7 +297,7 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint: everything the run needs, or an error."""
-        state = load_checkpoint(path, self.learner, self.optimizer)
+        state = load_checkpoint(path, self.learner, self.optimizer, world=self.world)
         self.state = RunState(**state["run"])
         if self._saver is not None:
             self._saver.saved_step = self.state.step
@@ -317,7 +324,8 @@ class Trainer:
     def _next_batches(self) -> list[Batch]:
         """The micro-batches of the next step."""
         try:
-            return next(self.batches)
+            with self.world.watch.patiently("preparing a step"):  # an epoch's order, or rollouts
+                return next(self.batches)
         except StopIteration:
             raise RunError(
                 f"the batches ran out after step {self.state.step} of {self.total_steps}",
@@ -439,7 +447,8 @@ class Trainer:
                 "fingerprint": self.model.fingerprint,
             },
         )
-        self._tell("on_train_end", result)
+        with self.world.watch.patiently("finishing"):
+            self._tell("on_train_end", result)
         if self._saver is not None and self._saver.failure is not None:
             raise RunError(
                 f"the last checkpoint is missing: {self._saver.failure.message}",
@@ -454,7 +463,8 @@ class Trainer:
         if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
             return
         try:
-            load_checkpoint(checkpoint_path(self.directory, self.state.best["step"]), self.learner)
+            best = checkpoint_path(self.directory, self.state.best["step"])
+            load_checkpoint(best, self.learner, world=self.world)
         except CheckpointError as error:
             log.warning("the best weights are lost, and the last ones are used: %s", error.message)
         else:

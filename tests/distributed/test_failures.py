@@ -1,0 +1,206 @@
+"""What happens to a whole job when one of its processes is killed, stopped, or told to end."""
+
+import json
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+import tiny
+from distributed.commands import (
+    errors_in,
+    rank_processes,
+    run_command,
+    started,
+    torchrun,
+    wait_for_step,
+    whet_command,
+    write_config,
+)
+from whet.storage import check_manifest
+
+LIMIT_S = 10
+LONG = 100_000  # steps: nobody waits for the end
+
+
+def config(tiny_directory, tmp_path, *, kind="ddp", steps=LONG, timeout=LIMIT_S, **sections):
+    settings = tiny.run_config(
+        tiny_directory,
+        tmp_path,
+        run={"steps": steps, "batch_size": 4},
+        data={"valid": None},
+        checkpoint={"every": 5, "keep": 3},
+        optim={"warmup": 2},
+        **sections,
+    )
+    settings["parallel"] = {"kind": kind, "timeout": timeout}
+    return write_config(tmp_path / "config.yaml", settings)
+
+
+def nobody_left(processes):
+    _, alive = psutil.wait_procs(processes, timeout=3)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "limit_s"),
+    [
+        ("raise", "rank 1 failed at step 4, between steps, after .*: ValueError: a bad thing", 0),
+        ("kill", r"rank 1 \(process \d+ on .*\) died at step 4, between steps, after .*", 0),
+        ("hang", "rank 1 hangs at step 4, between steps, after .*, for 2 s .*rank 0 is at step 4, .*", 2),
+    ],
+)
+def test_trouble_on_one_rank_is_the_end_of_the_command(tiny_directory, tmp_path, kind, said, limit_s):
+    path = config(tiny_directory, tmp_path, timeout=2)
+    codes, took, log = run_command(2, ["train", str(path)], out=tmp_path, trouble=(1, 5, kind))
+    assert took < limit_s + 15
+    assert codes == [1, -signal.SIGKILL if kind == "kill" else 1]
+    (message,) = errors_in(tmp_path / "log")
+    assert re.fullmatch(f"error: {said}", message), message
+    assert "Traceback" not in log
+
+
+def test_a_signal_to_one_rank_saves_once_on_all(tiny_directory, tmp_path):
+    path = config(tiny_directory, tmp_path, kind="fsdp")
+    codes, _, log = run_command(2, ["train", str(path)], out=tmp_path, trouble=(1, 7, "terminate"))
+    assert codes == [3, 3], log
+    run = tmp_path / "runs" / "test"
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["step-000005", "step-000007"]
+    check_manifest(run / "checkpoints" / "step-000007")
+    assert "rank 1: SIGTERM after step 7" in log
+    assert not errors_in(tmp_path / "log")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "said", "limit_s"),
+    [
+        pytest.param(signal.SIGKILL, r"rank 1 \(process \d+ on .*\) died at step \d+, .*", 0, id="killed"),
+        pytest.param(
+            signal.SIGSTOP,
+            r"rank 1 \(process \d+ on .*\) gave no sign for 10 s, at step \d+, .*",
+            LIMIT_S,
+            id="stopped",
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_ends_the_job(tiny_directory, tmp_path, number, said, limit_s):
+    log, run = tmp_path / "log", tmp_path / "runs" / "test"
+    command = whet_command("train", str(config(tiny_directory, tmp_path)), "--nproc", "2")
+    with started(command, log) as process:
+        wait_for_step(run, 7, log=log, process=process)
+        ranks = rank_processes(process)
+        ranks[1].send_signal(number)
+        began = time.monotonic()
+        code = process.wait(limit_s + 20)
+        took = time.monotonic() - began
+        assert took < limit_s + 15, took
+        assert code == 1
+        assert nobody_left(ranks.values())
+    (message,) = errors_in(log)
+    assert re.fullmatch(f"error: {said}", message), message
+    assert ", after a" in message or ", in a" in message  # the last collective
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["a rank", "whet", "torchrun"])
+def test_a_signal_to_any_process_saves_once_on_all(tiny_directory, tmp_path, to):
+    log, run = tmp_path / "log", tmp_path / "runs" / "test"
+    path = str(config(tiny_directory, tmp_path, kind="fsdp"))
+    command = whet_command("train", path, "--nproc", "2")
+    if to == "torchrun":
+        command = torchrun("--standalone", "--nproc-per-node=2", "-m", "whet", "train", path)
+    with started(command, log) as process:
+        wait_for_step(run, 7, log=log, process=process)
+        ranks = rank_processes(process)
+        (ranks[1] if to == "a rank" else process).send_signal(signal.SIGTERM)
+        code = process.wait(60)
+        assert code == 3 if to != "torchrun" else code != 0  # torchrun has codes of its own
+        assert nobody_left(ranks.values())
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    last = max(row["step"] for row in rows if "loss" in row)
+    newest = max((run / "checkpoints").iterdir())
+    assert newest.name == f"step-{last:06d}"
+    check_manifest(newest)
+    assert "SIGTERM" in log.read_text()
+    assert not errors_in(log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torchrun", "--nproc"])
+def test_a_job_that_lost_a_rank_starts_again_from_its_last_checkpoint(tiny_directory, tmp_path, how):
+    log, run = tmp_path / "log", tmp_path / "runs" / "test"
+    path = str(config(tiny_directory, tmp_path, kind="fsdp", steps=60))
+    command = whet_command("train", path, "--nproc", "2", "--max-restarts", "1")
+    if how == "torchrun":
+        command = torchrun(
+            "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "whet", "train", path
+        )
+    with started(command, log) as process:
+        wait_for_step(run, 12, log=log, process=process)
+        rank_processes(process)[1].kill()
+        assert process.wait(120) == 0, log.read_text()
+    text = log.read_text()
+    assert re.search(r"resuming after step \d+", text)
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 61))
+    assert (run / "final" / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_machines_meet_and_train_one_run(tiny_directory, tmp_path):
+    """Two torchrun agents, which know nothing of each other but an address, as on two nodes."""
+    from distributed.harness import free_port
+
+    path = str(config(tiny_directory, tmp_path, kind="fsdp", steps=8))
+    port = free_port()
+
+    def agent(node):
+        return torchrun(
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            f"--node-rank={node}",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=test",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+            *("-m", "whet", "train", path),
+        )
+
+    logs = [tmp_path / f"log-{node}" for node in (0, 1)]
+    with started(agent(0), logs[0]) as first, started(agent(1), logs[1]) as second:
+        assert first.wait(120) == 0, logs[0].read_text()
+        assert second.wait(30) == 0, logs[1].read_text()
+    run = tmp_path / "runs" / "test"
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert len(list((run / "checkpoints" / "step-000008").glob("shard-*"))) == 2
+    assert (run / "final" / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_ends_the_other_one(tiny_directory, tmp_path):
+    from distributed.harness import free_port
+
+    path = str(config(tiny_directory, tmp_path))
+    port = free_port()
+    common = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=lost")
+    agents = [
+        torchrun(
+            *common, f"--node-rank={node}", f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "whet", "train", path
+        )
+        for node in (0, 1)
+    ]
+    logs = [tmp_path / f"log-{node}" for node in (0, 1)]
+    run = tmp_path / "runs" / "test"
+    with started(agents[0], logs[0]) as first, started(agents[1], logs[1]) as second:
+        wait_for_step(run, 5, log=logs[0], process=first)
+        lost, kept = (second, first) if 0 in rank_processes(first) else (first, second)
+        for each in [*psutil.Process(lost.pid).children(recursive=True), lost]:
+            each.kill()
+        assert kept.wait(60) != 0
+    assert any(
+        re.search(r"rank 1 \(.*\) died at step \d+", message) for log in logs for message in errors_in(log)
+    )

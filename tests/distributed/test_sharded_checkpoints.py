@@ -1,0 +1,170 @@
+"""Checkpoints that several ranks write: whole or not there, and readable by any number of ranks."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from distributed.ranks import run_ranks
+from whet.errors import CheckpointError, StorageError
+from whet.models.shards import fill, has_shards, stored_tensors, whole_tensors
+from whet.parallel.checkpoint import write_sharded
+from whet.storage import check_manifest, write_safetensors
+
+SHAPES = {"matrix": (5, 3), "row": (1, 7), "vector": (4,), "one": (1,), "odd": (3, 2, 2)}
+
+
+def whole():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def numbers():
+    return {"matrix::step": torch.tensor(7.0), "counts": torch.arange(6)}
+
+
+def sharded(world):
+    mesh = init_device_mesh("cpu", (world,))
+    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole().items()}
+
+
+def save_and_load(rank, path):
+    world = dist.get_world_size()
+    write_sharded(path, {**sharded(world), **numbers()}, {"state.json": "{}\n"})
+    again = {name: torch.zeros_like(tensor) for name, tensor in {**sharded(world), **numbers()}.items()}
+    fill(again, path)
+    return {
+        name: (tensor.full_tensor() if name in SHAPES else tensor).numpy() for name, tensor in again.items()
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_ranks_save_is_what_they_and_a_single_process_load(tmp_path, world):
+    expected = {**whole(), **numbers()}
+    path = tmp_path / "checkpoints" / "step-000001"
+    for found in run_ranks(save_and_load, world, path):
+        for name, tensor in expected.items():
+            assert torch.equal(torch.from_numpy(found[name]), tensor), name
+    check_manifest(path)
+    assert has_shards(path)
+    assert len(list(path.glob("shard-*"))) == world
+    loaded = whole_tensors(path)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["step-000001"]
+
+
+def load_sharded(rank, path):
+    again = {name: torch.zeros_like(tensor) for name, tensor in sharded(dist.get_world_size()).items()}
+    fill(again, path)
+    return {name: tensor.full_tensor().numpy() for name, tensor in again.items()}
+
+
+def test_shards_are_cut_from_whole_files(tmp_path):
+    write_safetensors(tmp_path / "weights.safetensors", whole())
+    write_safetensors(tmp_path / "optimizer.safetensors", numbers())
+    for found in run_ranks(load_sharded, 2, tmp_path):
+        for name, tensor in whole().items():
+            assert torch.equal(torch.from_numpy(found[name]), tensor), name
+
+
+def save_own_value(rank, path):
+    """Each rank's shard is filled with its own number."""
+    mesh = init_device_mesh("cpu", (4,))
+    tensor = distribute_tensor(torch.zeros(10, 2), mesh, [Shard(0)])
+    tensor.to_local().fill_(rank)
+    write_sharded(path, {"w": tensor}, {})
+
+
+def test_every_ranks_shard_is_in_what_is_loaded(tmp_path):
+    run_ranks(save_own_value, 4, tmp_path / "it")
+    loaded = whole_tensors(tmp_path / "it")["w"]
+    assert loaded[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
+def save_in_two_dimensions(rank, path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    tensors = {
+        "by rows and columns": distribute_tensor(whole()["matrix"], mesh, [Shard(0), Shard(1)]),
+        "by rows": distribute_tensor(whole()["matrix"], mesh, [Shard(0), Replicate()]),
+    }
+    write_sharded(path, tensors, {})
+
+
+def test_what_is_cut_in_two_dimensions_or_held_twice_is_written_once(tmp_path):
+    run_ranks(save_in_two_dimensions, 4, tmp_path / "it")
+    for tensor in whole_tensors(tmp_path / "it").values():
+        assert torch.equal(tensor, whole()["matrix"])
+
+
+def fail_on_rank_1(rank, path, code):
+    import whet.storage
+
+    def full(operation, place):
+        if operation == "fsync" and place.name.startswith("shard-"):
+            raise OSError(code, os.strerror(code), str(place))
+
+    write_sharded(path, sharded(2), {})
+    if rank == 1:
+        whet.storage.boundary = full
+    try:
+        write_sharded(path, {name: tensor + 1 for name, tensor in sharded(2).items()}, {})
+    except StorageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_full_disk_on_one_rank_is_said_on_all_and_leaves_the_older_checkpoint(tmp_path):
+    path = tmp_path / "it"
+    said = run_ranks(fail_on_rank_1, 2, path, errno.ENOSPC)
+    assert said == [f"{path} could not be written by rank 1: No space left on device"] * 2
+    assert torch.equal(whole_tensors(path)["matrix"], whole()["matrix"])
+    check_manifest(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["it"]
+
+
+def save_elsewhere(rank, path):
+    """As on a node that does not see the first one's disk."""
+    import whet.parallel.checkpoint as module
+
+    if rank == 1:
+        module.on_first, honest = (
+            lambda do, group: (path / "nowhere") if (found := honest(do, group)) is not None else found,
+            module.on_first,
+        )
+    try:
+        write_sharded(path / "it", sharded(2), {})
+    except StorageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_share_no_disk_are_told_so(tmp_path):
+    first, second = run_ranks(save_elsewhere, 2, tmp_path)
+    assert first == second
+    assert "rank 1" in first
+    assert "a file system that all nodes share" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_shard_is_an_error(tmp_path):
+    run_ranks(save_own_value, 4, tmp_path / "it")
+    (tmp_path / "it" / "shard-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="the shards of w do not make it whole"):
+        stored_tensors(tmp_path / "it")
+    with pytest.raises(CheckpointError, match="is missing"):
+        check_manifest(tmp_path / "it")
+
+
+def test_no_pickle_is_written(tmp_path):
+    run_ranks(save_own_value, 4, tmp_path / "it")
+    names = sorted(path.name for path in (tmp_path / "it").iterdir())
+    assert names == ["MANIFEST.json", *(f"shard-0000{rank}.safetensors" for rank in (1, 2, 3, 4))]
+    json.loads((tmp_path / "it" / "MANIFEST.json").read_text())
