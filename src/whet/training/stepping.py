@@ -1,0 +1,229 @@
+"""One step: gradients of all its micro-batches, and one update, unless something is not finite."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from whet.config.sections import RunConfig
+from whet.data.batches import Batch
+from whet.errors import RunError
+from whet.hardware import Precision, choose_precision, peak_gib
+from whet.models.heads import WithHeads
+from whet.models.trainable import Trainable
+from whet.objectives.base import Objective
+from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
+from whet.parallel.group import World
+from whet.parallel.tensor import NeighbourGradients
+from whet.training.ahead import Computed, Reading, device_random, restore_device_random
+from whet.training.callbacks import Metrics
+from whet.training.evaluation import taken, total_weights, weighted_loss
+from whet.training.nonfinite import keep_batch
+from whet.training.optimizers import create_optimizer, masked_step
+from whet.training.schedules import create_schedule
+from whet.training.state import RunState
+
+log = logging.getLogger("whet")
+
+
+class Stepper:
+    """What a trainer knows of single steps; what lies between them (`save` and the like) it leaves to it."""
+
+    def __init__(
+        self,
+        model: Trainable,
+        objective: Objective,
+        batches: Iterable[list[Batch]],
+        config: RunConfig,
+        *,
+        total_steps: int,
+        directory: Path | None,
+        precision: Precision | None,
+        world: World,
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.source = batches
+        self.batches: Iterator[list[Batch]] = iter(batches)
+        self.config = config
+        self.world = world
+        self.total_steps = total_steps
+        self.directory = directory
+        self.device = model.device
+        self.precision = precision or choose_precision(config.run.precision, self.device)
+        heads = getattr(objective, "heads", None)
+        self.learner: nn.Module = model if heads is None else WithHeads(model, heads)
+        self.optimizer = create_optimizer(config.optim_groups, self.learner)
+        self.lr_at = create_schedule(config.optim, self.total_steps)
+        self.trained = [p for p in self.learner.parameters() if p.requires_grad]
+        self.gradients = GradientSum(self.trained, world)
+        self.neighbours = NeighbourGradients(self.trained, world)
+        self.matched = is_sharded(self.learner)
+        self.state = RunState()
+        if self.precision.compute == torch.float16:
+            self.state.loss_scale.value = 2.0**16
+        # on a CPU there is nothing to gain, fp16 may compute a step again, and ranks must agree in between
+        self.looks_ahead = (
+            self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
+        )
+        self._ahead: Computed | None = None
+        self._clock = self._step_ended = time.perf_counter()
+
+    def save(self) -> None:
+        """Keep what the run is now."""
+        raise NotImplementedError
+
+    def _before_update(self) -> None:
+        """Wait until weights and moments may change."""
+        raise NotImplementedError
+
+    def _model_is_wanted_after(self, step: int) -> bool:
+        """Whether somebody reads or changes the model between this step and the next."""
+        raise NotImplementedError
+
+    def step(self, micro_batches: Sequence[Batch]) -> Metrics:
+        """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
+        started = time.perf_counter()
+        return self._completed(Computed(micro_batches, self._gradients(micro_batches)), started=started)
+
+    def _next_step(self) -> Metrics:
+        """The next step of the stream; on a GPU the one after it is queued before its numbers are read."""
+        started = time.perf_counter() if self._ahead is None else self._step_ended
+        computed, self._ahead = self._ahead or self._computed(), None
+        return self._completed(computed, started=started, go_on=self._may_look_ahead(self.state.step + 1))
+
+    def _computed(self) -> Computed:
+        """The gradients of the stream's next step."""
+        if not hasattr(self.source, "state"):
+            return Computed(batches := self._next_batches(), self._gradients(batches))
+        position, random = self.source.state(), device_random(self.device)
+        return Computed(batches := self._next_batches(), self._gradients(batches), position, random)
+
+    def _may_look_ahead(self, step: int) -> bool:
+        """Whether nothing but numbers is wanted between this step and the next."""
+        able = self.looks_ahead and hasattr(self.source, "seek")
+        return able and step < self.total_steps and not self._model_is_wanted_after(step)
+
+    def _stay_here(self) -> None:
+        """Forget what was computed ahead: the run stands right after its last update."""
+        if self._ahead is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.source.seek(self._ahead.position)  # type: ignore[attr-defined]  # else nothing is ahead
+            restore_device_random(self.device, self._ahead.random)
+            self._ahead = None
+
+    def _completed(self, computed: Computed, *, started: float, go_on: bool = False) -> Metrics:
+        """Update, and say what came of it."""
+        lr, scale = self.lr_at(self.state.step + 1), self.state.loss_scale
+        scale_before, micro_batches = scale.value, computed.micro_batches
+        update = self._update(computed.sums, lr=lr)
+        if go_on:
+            self._ahead = self._computed()
+        found, norm, skipped = update()
+        while skipped and scale.shrink_after(found["loss"]):  # an overflow of fp16: the same again, smaller
+            found, norm, skipped = self._update(self._gradients(micro_batches), lr=lr)()
+        if skipped:
+            scale.value = scale_before  # it was not to blame
+            self._report_nonfinite(computed, found["loss"], norm)
+            found["skipped"] = True
+        else:
+            scale.note_good_step()
+        if self.precision.compute == torch.float16:
+            found["loss_scale"] = scale.value
+        self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
+        self.state.step += 1
+        self.world.watch.at_step(self.state.step)
+        self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
+        self._step_ended = now = time.perf_counter()
+        self.state.elapsed_s = now - self._clock
+        return {
+            **found,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": tokens,
+            "supervised_tokens": sum(batch.supervised for batch in micro_batches),
+            "tokens_total": self.state.tokens_total,
+            "tokens_per_s": tokens / (now - started),
+            "step_s": now - started,
+            "elapsed_s": self.state.elapsed_s,
+            "peak_gib": peak_gib(self.device),
+        }
+
+    def _gradients(self, micro_batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+        """Forward and backward of a step: gradients in the parameters; the loss and the metrics."""
+        self.learner.train()
+        weights = total_weights(self.objective, micro_batches)
+        sums = {"loss": torch.zeros((), device=self.device)}
+        mine = list(taken(self.world, micro_batches, matched=self.matched))
+        exchanging = "gathering layers and adding up gradients" if self.matched else None
+        for number, (_, batch, counts) in enumerate(mine, start=1):
+            self.world.watch.doing(f"micro-batch {number} of {len(mine)}", exchanging=exchanging)
+            share, metrics = weighted_loss(
+                self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
+            )
+            if number == len(mine):
+                self.gradients.expect_last()
+            (share * (self.state.loss_scale.value if counts else 0.0)).backward()
+            if not counts:
+                continue
+            for name, value in {"loss": share.detach(), **metrics}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        self.gradients.finish()
+        self.neighbours.align()
+        return sums
+
+    def _update(
+        self, sums: dict[str, torch.Tensor], *, lr: float
+    ) -> Callable[[], tuple[Metrics, float, bool]]:
+        """An update unless something is not finite; later: metrics, norm, and whether it was not."""
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        rescale(gradients, 1.0 / self.state.loss_scale.value)
+        norm = total_norm(gradients)
+        if self.config.optim.clip is not None:
+            clip(self.trained, self.config.optim.clip, norm)
+        skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
+        self._before_update()
+        masked_step(self.optimizer, lr=lr, skip=skip)
+        reading = Reading(skip, norm, *sums.values())  # everything up to here was queued without waiting
+
+        def read() -> tuple[Metrics, float, bool]:
+            skipped, norm_value, *values = reading.values()
+            return self.world.sums(dict(zip(sums, values, strict=True))), norm_value, bool(skipped)
+
+        return read
+
+    def _next_batches(self) -> list[Batch]:
+        """The micro-batches of the next step."""
+        try:
+            with self.world.watch.patiently("preparing a step"):  # an epoch's order, or rollouts
+                return next(self.batches)
+        except StopIteration:
+            raise RunError(
+                f"the batches ran out after step {self.state.step} of {self.total_steps}",
+                hint="batches must yield one list of micro-batches for each step",
+            ) from None
+
+    def _report_nonfinite(self, computed: Computed, loss: float, norm: float) -> None:
+        """The weights did not change; keep what is needed to find out why, and stop or go on."""
+        step = self.state.step + 1
+        message = f"step {step}: loss {loss}, gradient norm {norm}: the weights were left as they were"
+        if self.directory is not None and self.world.is_main:
+            message += f"; {keep_batch(self.directory, step, computed.micro_batches, loss=loss, norm=norm)}"
+        run = self.config.run
+        in_a_row = self.state.nonfinite_in_a_row + 1
+        if run.on_nonfinite == "skip" and in_a_row < run.nonfinite_limit:
+            log.warning(message)
+            return
+        if run.on_nonfinite == "skip":
+            message += f"; {in_a_row} such steps in a row, and run.nonfinite_limit is {run.nonfinite_limit}"
+        self._stay_here()
+        if computed.position is not None:
+            self.source.seek(computed.position)  # type: ignore[attr-defined]  # it has a state, so it can seek
+        self.save()
+        raise RunError(
+            message,
+            hint="look at the records, set run.on_nonfinite to skip, or start anew with a lower optim.lr",
+        )
