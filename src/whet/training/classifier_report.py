@@ -35,7 +35,7 @@ log = logging.getLogger("whet")
 
 REPORT = "classification.json"
 PROBE = "probe.json"
-PROBE_EXAMPLES = 10_000  # the most it is fitted on
+PROBE_EXAMPLES = 2_000  # the most it is fitted on
 
 
 def info_of(section: ClassifyObjective, *, max_length: int) -> ClassifierInfo:
