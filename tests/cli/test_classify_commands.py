@@ -119,6 +119,7 @@ def test_the_examples_run(name, tiny_directory, tmp_path):
     source = config["data"]["train"].rpartition(":")[0]
     config["data"] |= {"train": f"{source}:60", "valid": f"{source}-valid:30", "max_length": 256}
     config["model"] = str(tiny_directory)
+    config["method"]["layers"] = 1  # it has two
     config["run"] |= {"dir": str(tmp_path), "steps": 2, "epochs": None, "device": "cpu", "precision": "fp32"}
     result = whet.train(config)
     report = json.loads((result.directory / "classification.json").read_text())

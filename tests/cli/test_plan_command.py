@@ -48,7 +48,7 @@ def test_every_part_is_shown(config):
 
 
 def test_json_adds_up(config):
-    found = json.loads(run(config, "--device", "a100", "--json", "method.rank=2").output)
+    found = json.loads(run(config, "--device", "a100", "--json", "method.rank=2").stdout)
     parameters = found["parameters"]
     assert parameters["total"] == sum(n for part, n in parameters.items() if part not in ("total", "trained"))
     assert found["flops_per_token"]["computed"] > 4 * (parameters["attention"] + parameters["feedforward"])
@@ -59,7 +59,7 @@ def test_json_adds_up(config):
 
 def test_steps_are_counted_where_the_records_are_at_hand(config):
     """As `whet train` counts them: 24 records, four to a step, twice."""
-    found = json.loads(run(config, "--json", "run.steps=null", "run.epochs=2").output)
+    found = json.loads(run(config, "--json", "run.steps=null", "run.epochs=2").stdout)
     assert found["steps"] == 12
     assert 4 < found["tokens_a_step"] < 4 * 255
     assert load_config(config, ["run.steps=null", "run.epochs=2"]).run.steps is None
@@ -67,7 +67,7 @@ def test_steps_are_counted_where_the_records_are_at_hand(config):
 
 def test_records_that_are_not_there_are_no_obstacle(config):
     found = run(config, "data.train=missing.jsonl", "--json")
-    assert json.loads(found.output)["steps"] == 4
+    assert json.loads(found.stdout)["steps"] == 4
 
 
 def test_a_cluster_is_planned(config):
@@ -80,7 +80,7 @@ def test_a_cluster_is_planned(config):
 
 def test_the_example_of_405_billion_parameters():
     arguments = ["--device", "h100", "--gpus", "1024", "parallel.tensor=8", "--json"]
-    found = json.loads(run(EXAMPLES / "plan-405b.yaml", *arguments).output)
+    found = json.loads(run(EXAMPLES / "plan-405b.yaml", *arguments).stdout)
     assert found["parameters"]["total"] == 405_853_388_800
     assert found["bytes"]["weights"] == pytest.approx(4 * 405_853_388_800 / 1024, rel=1e-6)
     assert found["largest_micro_batch_tokens"] == 8191

@@ -105,9 +105,6 @@ def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any:
 
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
     found: list[Callback] = []
-    if config.parallel.kind == "fsdp":
-        log.info("probes: none: with parallel.kind fsdp no process has the weights whole")
-        return found
     if wanted.weights:
         found.append(WeightStats(wanted.weights))
     if wanted.rank:
