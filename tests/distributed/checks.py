@@ -7,7 +7,7 @@ import torch
 import whet
 import whet.errors
 from whet.parallel.shard import local_bytes_of
-from whet.training import trainer as trainer_module
+from whet.training import stepping
 from whet.training.callbacks import Callback
 
 
@@ -62,7 +62,7 @@ def whole(tensor):
 def watched_train(config, again=None, stop_at=None):
     """Train, and tell what was computed where."""
     watch = Watch()
-    taken, masked_step = trainer_module.taken, trainer_module.masked_step
+    taken, masked_step = stepping.taken, stepping.masked_step
 
     def noted(world, batches, **rest):
         for place, batch, counts in taken(world, batches, **rest):
@@ -74,12 +74,12 @@ def watched_train(config, again=None, stop_at=None):
         watch.gradient = torch.cat([whole(g).detach().double().flatten() for g in found])
         masked_step(optimizer, **rest)
 
-    trainer_module.taken, trainer_module.masked_step = noted, noted_step
+    stepping.taken, stepping.masked_step = noted, noted_step
     try:
         callbacks = [watch] if stop_at is None else [watch, StopAt(stop_at)]
         watch.result = whet.train(config, callbacks) if again is None else whet.resume(again, callbacks)
     finally:
-        trainer_module.taken, trainer_module.masked_step = taken, masked_step
+        stepping.taken, stepping.masked_step = taken, masked_step
     return watch
 
 
@@ -132,20 +132,20 @@ def nonfinite_on_one(world, out, config):
     found = {}
     for what in ("skip", "stop"):
         run = {**config["run"], "on_nonfinite": what, "name": what}
-        weighted_loss, calls = trainer_module.weighted_loss, []
+        weighted_loss, calls = stepping.weighted_loss, []
 
         def broken(*arguments, calls=calls, weighted_loss=weighted_loss, **rest):
             share, metrics = weighted_loss(*arguments, **rest)
             calls.append(1)
             return share * (float("nan") if world.rank == 1 and len(calls) == 2 else 1.0), metrics
 
-        trainer_module.weighted_loss = broken
+        stepping.weighted_loss = broken
         try:
             found[what] = watched_train({**config, "run": run}).hashes
         except whet.errors.RunError as error:
             found[what] = str(error)
         finally:
-            trainer_module.weighted_loss = weighted_loss
+            stepping.weighted_loss = weighted_loss
     return found
 
 

@@ -7,6 +7,8 @@ from safetensors.torch import load_file
 import tiny
 from distributed.checks import watched_train
 from distributed.harness import run_world
+from whet.config.load import load_config
+from whet.training.plan import plan_run
 
 STEPS = 20
 
@@ -118,6 +120,15 @@ def test_weights_and_moments_a_rank_fall_with_the_world(runs):
         assert sum(held) < 1.02 * one["bytes"]  # nothing is held twice but each weight's count of steps
         assert max(held) < 1.1 * one["bytes"] / size
         assert {each["bytes"] for each in runs["ddp", size][1]} == {one["bytes"]}
+
+
+@every_world
+def test_what_a_rank_holds_is_what_the_plan_says(runs, kind, size):
+    directory, ranks = runs[kind, size]
+    config = load_config(directory / "runs" / kind / "config.yaml")
+    memory = plan_run(config, device="cpu", gpus=size, suggest=False).memory
+    held = max(each["bytes"] for each in ranks)
+    assert memory.weights + memory.adapters + memory.optimizer == pytest.approx(held, rel=0.02)
 
 
 def test_gradients_are_sent_in_pieces_while_the_last_backward_pass_runs(runs, tiny_directory, tmp_path):
