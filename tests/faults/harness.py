@@ -17,7 +17,19 @@ from pathlib import Path
 
 import yaml
 
-TIMES = {"tokens_per_s", "step_s", "elapsed_s", "peak_gib", "eval_s", "seconds", "s", "directory"}
+TIMES = {
+    "tokens_per_s",
+    "mean_tokens_per_s",
+    "steps_per_s",
+    "tflops_per_s",
+    "step_s",
+    "elapsed_s",
+    "peak_gib",
+    "eval_s",
+    "seconds",
+    "s",
+    "directory",
+}
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [

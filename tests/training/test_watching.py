@@ -9,8 +9,10 @@ import whet
 from tiny import run_config
 from whet.config.load import make_config
 from whet.errors import ConfigError, DataError
+from whet.objectives.sft import SFT
 from whet.training import throughput
 from whet.training.callbacks import Callback, StopRun
+from whet.training.flops import training_flops_per_token
 
 
 def rows(directory, name="metrics.jsonl"):
@@ -62,11 +64,17 @@ def test_every_row_of_a_run_has_its_rates(tiny_directory, tmp_path):
             found[0]["flops_total"] / found[0]["tokens_total"]
         )
     assert "mfu" not in found[0], "nobody knows the peak of this processor"
-    # by hand: q and o of 32 x 32, k and v of 32 x 16, three of 32 x 64, scores of half a document, the head
-    data = found[0]["supervised_tokens"] / found[0]["tokens"]
-    layer = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 2 * 2 * 32 * 110 / 2
-    expected = 2 * (2 * layer + data * 2 * 32 * 260)  # forward, and back through frozen weights
+    model, _ = whet.load(tiny_directory)
+    whet.attach_lora(model, rank=4)
+    share = found[0]["supervised_tokens"] / found[0]["tokens"]
+    expected = training_flops_per_token(model, SFT(), length=110, supervised=share)
     assert found[0]["flops_total"] / found[0]["tokens_total"] == pytest.approx(expected, rel=0.02)
+    # by hand: q and o of 32 x 32, k and v of 32 x 16, three of 32 x 64, scores of half a document, the head
+    layer = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 2 * 2 * 32 * 110 / 2
+    forward = 2 * layer + share * 2 * 32 * 260
+    assert 2 * forward < expected < 3 * forward, (
+        "back through frozen weights, and small adapters"
+    )
 
 
 def test_a_budget_of_flops_ends_a_run_as_finished(tiny_directory, tmp_path):

@@ -20,7 +20,7 @@ log = logging.getLogger("whet")
 Groups = list[dict[str, Any]]  # Any: torch's parameter groups
 
 
-def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
+def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -> torch.optim.Optimizer:
     """The configured optimizer over the model's trainable parameters.
 
     Each of them obeys a `found_inf` flag: with it set, weights and state stay exactly as they are. Torch's
@@ -28,7 +28,9 @@ def create_optimizer(section: Optim, model: nn.Module) -> torch.optim.Optimizer:
     """
     found = parameter_groups(section, model)
     optimizer = _create(section, _apart([group.for_torch() for group in found]), model)
-    log.info("optimizer: %s", "; ".join([section.name, *(g.describe(section.weight_decay) for g in found)]))
+    if not quiet:
+        said = (group.describe(section.weight_decay) for group in found)
+        log.info("optimizer: %s", "; ".join([section.name, *said]))
     return optimizer
 
 

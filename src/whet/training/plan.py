@@ -139,7 +139,7 @@ class Planner:
         self.layers = len(list(self.model.blocks()))
         self.d_model = self.model.head().weight.shape[1]
         self.objective = self._make_objective()
-        optimizer = create_optimizer(config.optim_groups, self.model)
+        optimizer = create_optimizer(config.optim_groups, self.model, quiet=True)
         self.state = state_bytes(optimizer)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.update = update_bytes(optimizer, self.fake)
