@@ -72,9 +72,7 @@ def test_every_row_of_a_run_has_its_rates(tiny_directory, tmp_path):
     # by hand: q and o of 32 x 32, k and v of 32 x 16, three of 32 x 64, scores of half a document, the head
     layer = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 2 * 2 * 32 * 110 / 2
     forward = 2 * layer + share * 2 * 32 * 260
-    assert 2 * forward < expected < 3 * forward, (
-        "back through frozen weights, and small adapters"
-    )
+    assert 2 * forward < expected < 3 * forward, "back through frozen weights, and small adapters"
 
 
 def test_a_budget_of_flops_ends_a_run_as_finished(tiny_directory, tmp_path):
