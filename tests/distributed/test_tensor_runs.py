@@ -58,6 +58,8 @@ def test_two_by_two_ranks_make_the_same_run_and_fewer_go_on_with_it(tiny_directo
 def test_layers_can_be_cut_with_one_share_of_the_data(tiny_directory, tmp_path):
     alone, many = tmp_path / "alone", tmp_path / "many"
     train_on(None, alone, config=config(tiny_directory, alone, 20, kind="none"))
-    run_world(*(2, "train_on"), out=many / "out", config=config(tiny_directory, many, kind="fsdp", tensor=2))
+    run_world(
+        *(2, "train_on"), out=many / "out", config=config(tiny_directory, many, 20, kind="fsdp", tensor=2)
+    )
     assert distance(weights(alone), weights(many)) < 1e-6
     assert all(tensor.dtype == torch.float32 for tensor in weights(many).values())
