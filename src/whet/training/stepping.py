@@ -1,5 +1,6 @@
 """One step: gradients of all its micro-batches, and one update, unless something is not finite."""
 
+import abc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from whet.training.state import RunState
 log = logging.getLogger("whet")
 
 
-class Stepper:
+class Stepper(abc.ABC):
     """What a trainer knows of single steps; what lies between them (`save` and the like) it leaves to it."""
 
     def __init__(
@@ -72,17 +73,17 @@ class Stepper:
         self._ahead: Computed | None = None
         self._clock = self._step_ended = time.perf_counter()
 
+    @abc.abstractmethod
     def save(self) -> None:
         """Keep what the run is now."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _before_update(self) -> None:
         """Wait until weights and moments may change."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _model_is_wanted_after(self, step: int) -> bool:
         """Whether somebody reads or changes the model between this step and the next."""
-        raise NotImplementedError
 
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
         """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
