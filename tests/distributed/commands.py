@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from distributed.harness import _context, free_port
+from distributed.harness import _context, free_port, place_of
 
 
 def write_config(path, settings):
@@ -115,14 +115,7 @@ def run_command(size, arguments, *, out, trouble=None, limit_s=60):
 
 
 def _whet(rank, size, port, arguments, log, trouble):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= place_of(rank, size, port)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

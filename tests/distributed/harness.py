@@ -55,9 +55,9 @@ def run_world(size, check, *, out, timeout=60, **arguments):
     return [each["result"] for each in found]
 
 
-def _work(rank, size, port, check, out, arguments, environment):
-    os.environ |= {
-        **environment,
+def place_of(rank, size, port):
+    """What a process is told of its world."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -65,6 +65,10 @@ def _work(rank, size, port, check, out, arguments, environment):
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _work(rank, size, port, check, out, arguments, environment):
+    os.environ |= {**environment, **place_of(rank, size, port)}
     sys.path.insert(0, str(HERE.parent))
     import torch
 

@@ -1,6 +1,6 @@
 """What must hold before ranks train together: a config they share, devices, models that are alike."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whet.config.load import to_dict
+from whet.config.load import flat_keys, to_dict
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
 from whet.errors import ConfigError, RunError
@@ -67,7 +67,7 @@ def check_device(world: World, device: torch.device) -> None:
 
 def refuse_differences(world: World, what: str, here: Mapping[str, Any]) -> None:  # Any: JSON values
     """Raise, on all ranks, when one of them has another value than rank 0 under some key."""
-    mine = dict(_flat(here))
+    mine = dict(flat_keys(here))
     for rank, theirs in enumerate(found := world.gather(mine)):
         odd = [key for key in {**found[0], **theirs} if found[0].get(key) != theirs.get(key)]
         if odd:
@@ -76,14 +76,6 @@ def refuse_differences(world: World, what: str, here: Mapping[str, Any]) -> None
                 f"rank 0 and rank {rank} do not have the same {what}: {shown}",
                 hint="give every machine the same files and the same command",
             )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON values
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 @torch.no_grad()

@@ -200,12 +200,16 @@ class WeightStats(Probe):
         return list(Reading(*ways).values())
 
 
-class ActivationStats(Probe):
-    """How large the layers' outputs are, and how many of their entries are next to nothing."""
+class _OnTexts(Probe):
+    """One that runs a language model on the texts of some batches."""
 
     def __init__(self, batches: Sequence[Batch], every: int = 500) -> None:
         self.texts = texts_of(batches)
         self.every = every
+
+
+class ActivationStats(_OnTexts):
+    """How large the layers' outputs are, and how many of their entries are next to nothing."""
 
     def measure(self) -> Metrics:
         """exp_act_norm_ratio (last to first layer), exp_act_sparsity_mean, and both of each layer."""
@@ -228,12 +232,8 @@ class ActivationStats(Probe):
         }
 
 
-class AttentionEntropy(Probe):
+class AttentionEntropy(_OnTexts):
     """How widely the heads look: the entropy of their attention weights, in nats, over all positions."""
-
-    def __init__(self, batches: Sequence[Batch], every: int = 500) -> None:
-        self.texts = texts_of(batches)
-        self.every = every
 
     def measure(self) -> Metrics:
         """exp_attn_entropy_mean and _std over layers, and _layer: each; null: it has no attention."""
