@@ -3,10 +3,12 @@
 Steps of eight chats, rank 8 on every linear layer, AdamW, float32. The peer pads each batch to its longest
 chat, as its trainers do by default; whet packs. Padding counts for nobody.
 
-    python -m benchmarks.cpu [--repeat N]     writes benchmarks/results/cpu.json
-    python -m benchmarks.cpu --smoke          two minutes; exits with 1 where whet is the slower one
+    python -m benchmarks.cpu [--steps N]      writes benchmarks/results/cpu.json
+    python -m benchmarks.cpu --smoke          a minute; exits with 1 where whet is the slower one
 
-House data are short (about 70 tokens); the ragged ones have a mean of 200 and at most 2,048.
+House data are short (about 60 tokens); the ragged ones have a mean of 200 and at most 2,048. On house data the
+two processes take turns step by step, on the same chats: a machine that slows down for a second then slows both.
+On the ragged ones the peer needs the memory for itself, so there one runs after the other.
 """
 
 import argparse
@@ -23,59 +25,106 @@ from benchmarks.machine import describe_machine
 
 RESULT = Path(__file__).parent / "results" / "cpu.json"
 MODEL = "smollm2-135m-instruct"
-CASES = {"house": 6, "ragged": 5}  # steps that are timed, after one that is not
+CASES = {"house": 12, "ragged": 6}  # steps that are timed, after one that is not
+ALONE = ("ragged",)  # cases whose processes do not fit beside each other
+WHO = ("whet", "transformers")
 ROWS = 8
 WORDS = "the model reads a page of plain words and learns to say what comes next in it again".split()
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="instead of each case's own number")
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--one", nargs=3, metavar=("WHO", "CASE", "STEPS"))
+    parser.add_argument("--one", nargs=3, metavar=("WHO", "CASE", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         who, case, steps = options.one
-        print("ROW " + json.dumps(measure(who, case, int(steps))))
-        return
-    if options.smoke:
-        found = {who: [row_of(who, "house", 2) for _ in range(2)] for who in ("whet", "transformers")}
-        ratio = summary(found)["speed_ratio"]
-        print(f"whet at {ratio:.2f} times the speed of transformers + PEFT")
-        sys.exit(ratio < 1.0)
-    results = {}
-    for case, steps in CASES.items():
-        found = {"whet": [], "transformers": []}
-        for _ in range(options.repeat):
-            for who, rows in found.items():
-                rows.append(row_of(who, case, steps))
-                print(json.dumps(rows[-1]), flush=True)
-        results[case] = summary(found)
-    RESULT.write_text(json.dumps({"machine": describe_machine(), "cases": results}, indent=1) + "\n")
-    print(json.dumps({case: found["speed_ratio"] for case, found in results.items()}))
+        serve(who, case, int(steps))
+    elif options.smoke:
+        ratio = summary(measure("house", options.steps or 9))["speed_ratio"]
+        print(f"whet at {ratio['median']:.2f} times the speed of transformers + PEFT")
+        sys.exit(ratio["median"] < 1.0)
+    else:
+        results = {case: summary(measure(case, options.steps or steps)) for case, steps in CASES.items()}
+        RESULT.write_text(json.dumps({"machine": describe_machine(), "cases": results}, indent=1) + "\n")
+        print(json.dumps({case: found["speed_ratio"] for case, found in results.items()}))
 
 
-def row_of(who, case, steps):
-    command = [sys.executable, "-m", "benchmarks.cpu", "--one", who, case, str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if not found:
-        sys.exit(f"{who} failed on {case}:\n{done.stderr}")
-    return json.loads(found[-1][4:])
+def measure(case, steps):
+    """Rows of both, step by step; the first step of each is left out."""
+    rows = {who: [] for who in WHO}
+    numbers = range(steps + 1)
+    turns = (
+        [(who, n) for who in WHO for n in numbers]
+        if case in ALONE
+        else [(who, n) for n in numbers for who in WHO]
+    )
+    workers = {}
+    for who, number in turns:
+        if who not in workers:
+            workers[who] = Worker(who, case, steps)
+        row = workers[who].step(number)
+        if number > 0:
+            rows[who].append(row)
+        if number == steps:
+            workers[who].close()
+    return rows
 
 
-def summary(found):
-    """Medians of each side, and how they compare."""
-    middle = {
-        who: {key: statistics.median(row[key] for row in rows) for key in ("tokens_per_s", "peak_gib")}
-        for who, rows in found.items()
+class Worker:
+    """A process that holds one of the two, and takes a step when it is told to."""
+
+    def __init__(self, who, case, steps):
+        command = [sys.executable, "-m", "benchmarks.cpu", "--one", who, case, str(steps)]
+        self.who = who
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def step(self, number):
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("ROW "):
+                return json.loads(line[4:])
+        sys.exit(f"{self.who} failed")
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(who, case, steps):
+    """The worker's side: a number comes in, that step is taken, its row goes out."""
+    step = (whet_step if who == "whet" else peer_step)(chats(case, ROWS * (steps + 1)))
+    for line in sys.stdin:
+        started = time.perf_counter()
+        tokens = step(int(line))
+        seconds = time.perf_counter() - started
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        row = {"tokens": tokens, "seconds": round(seconds, 3), "peak_gib": round(peak, 3)}
+        print("ROW " + json.dumps(row), flush=True)
+
+
+def summary(rows):
+    """Tokens a second and memory of each side, and how the steps compare one by one."""
+    result = {
+        who: {
+            "tokens_per_s": spread([row["tokens"] / row["seconds"] for row in found]),
+            "peak_gib": max(row["peak_gib"] for row in found),
+        }
+        for who, found in rows.items()
     }
-    ours, theirs = middle["whet"], middle["transformers"]
+    pairs = zip(*(rows[who] for who in WHO), strict=True)
+    ratio = spread([theirs["seconds"] / ours["seconds"] for ours, theirs in pairs])
+    memory = round(result["whet"]["peak_gib"] / result["transformers"]["peak_gib"], 3)
+    return {**result, "speed_ratio": ratio, "memory_ratio": memory, "rows": rows}
+
+
+def spread(values):
     return {
-        **middle,
-        "speed_ratio": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3),
-        "memory_ratio": round(ours["peak_gib"] / theirs["peak_gib"], 3),
-        "rows": found,
+        "median": round(statistics.median(values), 3),
+        "low": round(min(values), 3),
+        "high": round(max(values), 3),
     }
 
 
@@ -94,21 +143,6 @@ def chats(case, count):
         [{"role": "user", "content": words()}, {"role": "assistant", "content": words()}]
         for _ in range(count)
     ]
-
-
-def measure(who, case, steps):
-    step = (whet_step if who == "whet" else peer_step)(chats(case, ROWS * (steps + 1)))
-    step(0)
-    started = time.perf_counter()
-    tokens = sum(step(number + 1) for number in range(steps))
-    seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {
-        "who": who,
-        "tokens_per_s": round(tokens / seconds, 1),
-        "peak_gib": round(peak, 3),
-        "tokens": tokens,
-    }
 
 
 def whet_step(records):

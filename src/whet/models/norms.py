@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import NormSpec
+from whet.ops import by_hand
 
 
 class RMSNorm(nn.Module):
@@ -17,6 +18,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
+        if by_hand.suits(x, self.weight):
+            return by_hand.rms_norm(x, self.weight, self.eps)
         return (self._normalised(x)).to(x.dtype) * self.weight.to(x.dtype)
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,6 +32,8 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
+        if by_hand.suits(x, self.weight):
+            return by_hand.rms_norm(x, 1 + self.weight, self.eps)
         normalised = self._normalised(x)
         return (normalised * (1 + self.weight.to(normalised.dtype))).to(x.dtype)
 

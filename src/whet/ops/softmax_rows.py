@@ -26,12 +26,14 @@ def row_losses(
 
         return row_losses_on_gpu(projected, targets, head, row_weight=row_weight, want_gradient=want_gradient)
     logits = widened(projected, head)
-    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    losses = (log_total - logits.gather(1, targets[:, None]))[:, 0]
+    chosen = logits.gather(1, targets[:, None])
     if not want_gradient:
-        return losses, None
+        return (torch.logsumexp(logits, dim=-1, keepdim=True) - chosen)[:, 0], None
     slope = None if head.softcap is None else 1 - (logits / head.softcap).square_()
-    grad = logits.sub_(log_total).exp_()  # the softmax
+    largest = logits.amax(-1, keepdim=True)
+    grad = torch.softmax(logits, dim=-1, out=logits)  # a second copy would cost more time than the softmax
+    # p(largest) is at least 1 / V, so its logarithm is exact where that of p(target) may not be
+    losses = (largest - grad.amax(-1, keepdim=True).log() - chosen)[:, 0]
     grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
     if row_weight is not None:
         grad *= row_weight[:, None]

@@ -1,0 +1,117 @@
+"""The written-out gradients are those of the formulas, and models take them where they fit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from whet.models.feedforward import FeedForward
+from whet.models.norms import RMSNorm
+from whet.models.rope import rotate
+from whet.models.spec import FeedForwardSpec
+from whet.ops import by_hand
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).requires_grad_()
+
+
+def angles(positions, size):
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * torch.rand(size // 2, dtype=torch.float64)
+    return (torch.cat((turn, turn), -1)[None, None] for turn in (angle.cos(), angle.sin()))
+
+
+def plain_norm(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * weight
+
+
+def plain_rotation(x, cos, sin):
+    half = x.shape[-1] // 2
+    return torch.cat(
+        (
+            x[..., :half] * cos[..., :half] - x[..., half:] * sin[..., :half],
+            x[..., half:] * cos[..., half:] + x[..., :half] * sin[..., half:],
+        ),
+        -1,
+    )
+
+
+def gradients_agree(found, expected, inputs):
+    upstream = numbers(*found.shape, seed=9).detach()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    ours = torch.autograd.grad(found, inputs, upstream)
+    theirs = torch.autograd.grad(expected, inputs, upstream)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_a_norm_and_its_gradients():
+    x, weight = numbers(2, 3, 8), numbers(8, seed=1)
+    gradients_agree(by_hand.rms_norm(x, weight, 1e-5), plain_norm(x, weight), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, b: by_hand.rms_norm(a, b, 1e-5), (x, weight))
+
+
+def test_a_frozen_weight_gets_no_gradient_and_a_frozen_input_neither():
+    x, weight = numbers(3, 8), numbers(8, seed=1)
+    by_hand.rms_norm(x, weight.detach(), 1e-5).sum().backward()
+    assert x.grad is not None
+    by_hand.rms_norm(x.detach(), weight, 1e-5).sum().backward()
+    torch.testing.assert_close(
+        weight.grad, torch.autograd.grad(plain_norm(x.detach(), weight).sum(), weight)[0]
+    )
+
+
+def test_a_rotation_and_its_gradient_of_heads_that_lie_transposed():
+    x = numbers(2, 5, 3, 8)  # [B, T, heads, D] in memory
+    cos, sin = angles(5, 8)
+    heads = x.transpose(1, 2)
+    gradients_agree(by_hand.rotate(heads, cos, sin), plain_rotation(heads, cos, sin), (x,))
+
+
+def test_a_gate_and_its_gradients():
+    gate, up = numbers(2, 3, 8), numbers(2, 3, 8, seed=1)
+    gradients_agree(by_hand.silu_gate(gate, up), gate * torch.sigmoid(gate) * up, (gate, up))
+
+
+def test_less_is_kept_for_the_backward_pass_than_autograd_keeps():
+    def kept(function):
+        sizes = {}
+
+        def count(tensor):
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            result = function()
+        sizes.pop(result.data_ptr(), None)
+        return sum(sizes.values())
+
+    gate, up = numbers(64, 8), numbers(64, 8, seed=1)
+    assert kept(lambda: by_hand.silu_gate(gate, up)) == 2 * 64 * 8
+    assert kept(lambda: F.silu(gate) * up) == 3 * 64 * 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used"), [(torch.float32, True), (torch.float64, True), (torch.bfloat16, False)]
+)
+def test_models_use_them_in_full_precision_only(dtype, used):
+    layers = FeedForward(FeedForwardSpec(width=8, activation="silu", gated=True), d_model=4).to(dtype)
+    norm = RMSNorm(4, eps=1e-5).to(dtype)
+    x = numbers(2, 3, 4, dtype=dtype)
+    cos, sin = (turn.to(dtype) for turn in angles(3, 4))
+    assert (norm(x).grad_fn.name() == "_RMSNormBackward") is used
+    assert (rotate(x[:, None], cos, sin).grad_fn.name() == "_RotateBackward") is used
+    nodes = [layers(x).grad_fn]
+    names = set()
+    while nodes:
+        node = nodes.pop()
+        names.add(node.name())
+        nodes += [below for below, _ in node.next_functions if below is not None]
+    assert ("_SiluGateBackward" in names) is used
+
+
+def test_both_forms_of_a_norm_agree_where_precisions_are_mixed():
+    norm = RMSNorm(8, eps=1e-5)
+    x = numbers(3, 8, dtype=torch.float32)
+    plain = norm.double()(x)  # a float64 weight: not for these functions
+    torch.testing.assert_close(by_hand.rms_norm(x, norm.weight.float(), 1e-5), plain)
