@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from whet.data.batches import make_batch
+from whet.data.examples import Example
 from whet.errors import ModelError
 from whet.generation.engine import generate_tokens
 from whet.models.decoder import Decoder
@@ -154,6 +155,28 @@ def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(na
         alone = [decoder.hidden(torch.tensor([e.tokens[:-1]], device=device))[0] for e in examples]
         solo = torch.cat(alone)
     torch.testing.assert_close(packed, solo, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_that_begin_alike_equal_documents_alone(name):
+    blocks, settings = MODELS[name]
+    decoder = model(blocks, **settings).double()
+    tokens = torch.randint(0, 50, (6, 30), generator=torch.Generator().manual_seed(3))
+    tokens[:4, :17] = tokens[0, :17]  # four have one beginning,
+    tokens[1, :26] = tokens[0, :26]  # two of those a longer one,
+    tokens[2, :] = tokens[3, :]  # and two are the same
+    documents = [tokens[0], tokens[1, :28], tokens[2], tokens[3], tokens[4, :9], tokens[5]]
+    upstream = torch.randn(sum(map(len, documents)), 32, dtype=torch.float64)
+
+    def with_gradients(states):
+        names, parameters = zip(*decoder.named_parameters(), strict=True)
+        found = torch.autograd.grad(states, parameters, upstream, allow_unused=True)
+        return states.detach(), dict(zip(names, found, strict=True))
+
+    batch = make_batch([[Example([*d.tolist(), 0], [True] * (len(d) + 1), "") for d in documents]])
+    packed = with_gradients(decoder.hidden(batch.tokens, batch.positions, batch.layout())[0])
+    alone = with_gradients(torch.cat([decoder.hidden(document[None])[0] for document in documents]))
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])

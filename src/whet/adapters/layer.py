@@ -64,7 +64,7 @@ class LoRALinear(Adapter):
         """The base layer, plus the update while it is enabled."""
         if not self.enabled:
             return self.base(x)
-        if self._drops:
+        if self.drops:
             return self.with_dropout(x, F.dropout(x, self.settings.dropout))
         return self.finished(low_rank_products(x, [self.operands()])[0])
 
@@ -75,7 +75,7 @@ class LoRALinear(Adapter):
             for layer in layers
             if isinstance(layer, LoRALinear)
             and layer.enabled
-            and not layer._drops
+            and not layer.drops
             and not (layer._forward_hooks or layer._forward_pre_hooks)  # a hook wants its layer called
         ]
         if len(alike) != len(layers):
@@ -84,7 +84,8 @@ class LoRALinear(Adapter):
         return [layer.finished(product) for layer, product in zip(alike, products, strict=True)]
 
     @property
-    def _drops(self) -> bool:
+    def drops(self) -> bool:
+        """Whether what it computes is random now."""
         return self.training and self.settings.dropout > 0
 
     def operands(self) -> Operands:

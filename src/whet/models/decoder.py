@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from whet.models.attention import make_attention
+from whet.models.beginnings import share_beginnings
 from whet.models.cache import KeyValueCache
 from whet.models.experts import make_feedforward
 from whet.models.families import FAMILIES, config_of, is_transposed, stored_parts
@@ -18,6 +19,7 @@ from whet.models.weights import split_parts
 from whet.ops.attention import Layout
 from whet.ops.head import Head
 from whet.ops.linear import Linear
+from whet.ops.planned import is_plan
 
 # before and after attention, before and after the feed-forward layer, by placement
 _NORM_NAMES = {
@@ -104,6 +106,24 @@ class Decoder(LanguageModel):
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        shared = None
+        if tokens.device.type == "cpu" and cache is None and not is_plan():
+            shared = share_beginnings(tokens, positions, layout)
+        if shared is None or not self._is_blind():
+            return self._hidden(tokens, positions, layout, cache)
+        states = self._hidden(tokens[:, shared.kept], positions[:, shared.kept], shared.layout, None)
+        return states.index_select(1, shared.places)
+
+    def _is_blind(self) -> bool:
+        """Whether nothing tells equal places apart: no dropout, no count of tokens, no hook that looks on."""
+        return not self.spec.mixtures and not any(
+            module._forward_hooks or module._forward_pre_hooks or getattr(module, "drops", False)
+            for module in self.modules()
+        )
+
+    def _hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, cache: KeyValueCache | None
+    ) -> torch.Tensor:
         x = self._embed(tokens, positions)
         turns = rotations(self.spec.attentions, positions, dtype=x.dtype, known=self._frequencies)
         slopes = slopes_of(self.spec, x, known=self._alibi)

@@ -21,6 +21,7 @@ class Layout:
     Three kinds: plain causal rows (right padding needs no mask: nothing real ever looks ahead), packed rows
     (`documents`: the lengths of the documents in each row, padding counted as a last document), and rows
     that continue a key/value cache (`visible`: which slots hold real tokens, `slots`: their positions).
+    On a CPU the documents of one row may be pieces of a `tree`: each sees those above it, and itself.
     """
 
     documents: tuple[tuple[int, ...], ...] | None = None
@@ -31,6 +32,8 @@ class Layout:
     offsets: torch.Tensor | None = None  # packed rows on a GPU: where documents begin in the flattened rows
     longest: int = 0  # of those documents, rounded up to a power of two: few values, few compiled graphs
     queries: torch.Tensor | None = None  # [B, queries], their positions; None: those of the last slots
+    above: tuple[tuple[int, ...], ...] | None = None  # of a tree: the pieces that each piece continues
+    pieces: tuple["Layout", ...] = ()  # of a tree: each piece after those above it
     # masks of whole documents (under 0) and of sliding windows, made when a layer first asks
     _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -47,6 +50,16 @@ class Layout:
         longest = max(map(max, lengths))
         offsets = offsets.to(device, non_blocking=True)
         return Layout(documents=lengths, offsets=offsets, longest=1 << (longest - 1).bit_length())
+
+    @staticmethod
+    def tree(lengths: Sequence[int], above: Sequence[tuple[int, ...]]) -> "Layout":
+        """A row of pieces, each of which goes on where the last of the pieces above it ends."""
+        pieces = []
+        for length, others in zip(lengths, above, strict=True):
+            before = sum(lengths[other] for other in others)
+            mask = torch.ones(length, before + length, dtype=torch.bool).tril(before)[None, None]
+            pieces.append(Layout(mask=mask, causal=False) if before else Layout())
+        return Layout(documents=(tuple(lengths),), above=tuple(above), pieces=tuple(pieces))
 
     @staticmethod
     def cached(
@@ -123,7 +136,7 @@ def attend(
             queries,
             keys,
             values,
-            layout.documents,
+            layout,
             window=window,
             scale=scale,
             softcap=softcap,
@@ -243,7 +256,7 @@ def _attend_by_document(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    documents: tuple[tuple[int, ...], ...],
+    layout: Layout,
     *,
     window: int | None,
     scale: float | None,
@@ -251,29 +264,36 @@ def _attend_by_document(
     slopes: torch.Tensor | None,
 ) -> torch.Tensor:
     """Documents one after another: on a CPU, less work than a masked square over the whole row."""
+    assert layout.documents is not None
     plain = Layout()
     rows = []
-    for row, lengths in enumerate(documents):
+    for row, lengths in enumerate(layout.documents):
         q, k, v = (tensor[row : row + 1].split(lengths, dim=2) for tensor in (queries, keys, values))
+        if layout.above is None:
+            layouts = [Layout() if window else plain for _ in lengths]
+        else:
+            layouts = list(layout.pieces)
+            k, v = (_with_above(parts, layout.above) for parts in (k, v))
         outputs = [
-            attend(
-                *part,
-                Layout() if window else plain,
-                window=window,
-                scale=scale,
-                softcap=softcap,
-                slopes=slopes,
-            )
-            for part in zip(q, k, v, strict=True)
+            attend(*part, window=window, scale=scale, softcap=softcap, slopes=slopes)
+            for part in zip(q, k, v, layouts, strict=True)
         ]
         rows.append(torch.cat(outputs, dim=2))
     return torch.cat(rows)
 
 
+def _with_above(parts: Sequence[torch.Tensor], above: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+    """Keys or values of pieces, those of the pieces above in front."""
+    return tuple(
+        torch.cat([*(parts[other] for other in others), part], dim=2) if others else part
+        for part, others in zip(parts, above, strict=True)
+    )
+
+
 def describe_backend(device: torch.device) -> str:
     """Which attention this device runs, and why."""
     if device.type == "cpu":
-        return "SDPA; packed documents one by one (a masked square does more work on a CPU)"
+        return "SDPA; packed documents one by one, what they begin with in common once"
     if device.type == "cuda":
         return "SDPA; packed documents by varlen attention in 16 bits, else by a document mask"
     return "SDPA; packed documents by a document mask"

@@ -12,12 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from whet.ops.planned import device_type
 
+_WIDE = {torch.float32, torch.float64}
+
 
 def suits(*tensors: torch.Tensor) -> bool:
     """Whether these tensors are for the functions of this file."""
-    wide = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors)
-    same = wide and len({tensor.dtype for tensor in tensors}) == 1
-    return same and device_type(tensors[0]) == "cpu" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # first: what follows is nothing to trace
+        return False
+    dtypes = {tensor.dtype for tensor in tensors}
+    return len(dtypes) == 1 and dtypes <= _WIDE and device_type(tensors[0]) == "cpu"
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
