@@ -1,5 +1,10 @@
 """Compiled layers are whole graphs, and after the first steps nothing is compiled again."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -23,15 +28,12 @@ class Graphs(Callback):
         self.tokens.append(metrics["tokens"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    "name", ["all-grouped", "all-head-norm", "all-window", "latent-hybrid", "alibi", "mixed"]
-)
-def test_a_layer_is_one_graph(name, adapted, dtype):
+@pytest.mark.parametrize("name", ["all-grouped", "all-head-norm", "all-latent", "alibi", "norms-sandwich"])
+def test_a_layer_is_one_graph(name, adapted):
     torch._dynamo.reset()
     blocks, settings = MODELS[name]
-    decoder = make_model(blocks, **settings).to(dtype)
+    decoder = make_model(blocks[:1], **settings)
     if adapted:
         whet.attach_lora(decoder, rank=2)
     for layer in decoder.layers:
@@ -58,3 +60,35 @@ def test_steps_of_other_shapes_compile_nothing_new(tiny_directory, tmp_path, dev
     assert len({graphs.tokens[0], *rows}) > 5  # shapes differ
     assert graphs.compiled[0] > 0
     assert graphs.compiled[2:] == [graphs.compiled[2]] * 8
+
+
+COMPILE_ONCE = """
+import json, sys
+import whet
+from torch._dynamo.utils import counters
+from whet.training.compiling import compile_blocks
+
+model, _ = whet.load(sys.argv[1])
+whet.attach_lora(model, rank=2)
+print(compile_blocks(model))
+print(json.dumps(counters["aot_autograd"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_has_compiled(tiny_directory, tmp_path):
+    def found():
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE_ONCE, str(tiny_directory)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )
+        state, counts = done.stdout.splitlines()[-2:]
+        assert state.startswith("on")
+        return json.loads(counts)
+
+    assert found()["autograd_cache_miss"] > 0
+    again = found()
+    assert again["autograd_cache_hit"] == again["total"]

@@ -10,6 +10,8 @@ def compile_blocks(model: LanguageModel) -> str:
     blocks = list(model.blocks())
     # what is cheap to compute again is not kept for the backward pass: a third less memory
     torch._functorch.config.ban_recompute_materialized_backward = False
+    # products with adapters are such functions; what they do is in the graph, so a second run finds it again
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     try:
         for block in blocks:
             block.compile(dynamic=True)
