@@ -132,7 +132,8 @@ def compare(names, kind, directory, tiny_directory, teacher):
         if samples.exists() and name != "grpo":
             assert samples.read_text() == same.read_text()
         for each in ranks:
-            assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
+            # the terms of grpo's loss nearly cancel: what is left has the rounding of numbers around one
+            assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=1e-7), name
             assert len(each[name]["evaluations"]) == len(alone["evaluations"])
             for mine, one in zip(each[name]["evaluations"], alone["evaluations"], strict=True):
                 assert mine == pytest.approx(one, rel=1e-4, abs=1e-6), name
