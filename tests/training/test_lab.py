@@ -228,6 +228,6 @@ def test_activations_of_the_example_are_flat_from_64_to_1024():
         EXAMPLE,
         [f"optim.{each}" for each in optim] + ["model.heads=16", "run.device=cpu", "run.precision=fp32"],
     )
-    check = coordinate_check(config, widths=[64, 128, 256, 512, 1024], steps=STEPS, seeds=2)
+    check = coordinate_check(config, widths=[64, 128, 256, 512, 1024], steps=STEPS, seeds=8)
     assert check.is_flat("mup"), check.slopes("mup")
     assert max(check.slopes("standard").values()) > 1
