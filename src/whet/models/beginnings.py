@@ -33,7 +33,7 @@ def share_beginnings(tokens: torch.Tensor, positions: torch.Tensor, layout: Layo
     tree.grow(range(len(layout.documents[0])), 0, ())
     if tree.size > (1 - WORTH) * len(tree.places):
         return None
-    pieces = Layout.tree(tree.lengths, tree.above)
+    pieces = Layout(documents=(tuple(tree.lengths),), above=tuple(tree.above))
     return Shared(torch.from_numpy(np.concatenate(tree.kept)), torch.from_numpy(tree.places), pieces)
 
 

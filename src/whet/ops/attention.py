@@ -33,7 +33,6 @@ class Layout:
     longest: int = 0  # of those documents, rounded up to a power of two: few values, few compiled graphs
     queries: torch.Tensor | None = None  # [B, queries], their positions; None: those of the last slots
     above: tuple[tuple[int, ...], ...] | None = None  # of a tree: the pieces that each piece continues
-    pieces: tuple["Layout", ...] = ()  # of a tree: each piece after those above it
     # masks of whole documents (under 0) and of sliding windows, made when a layer first asks
     _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -50,16 +49,6 @@ class Layout:
         longest = max(map(max, lengths))
         offsets = offsets.to(device, non_blocking=True)
         return Layout(documents=lengths, offsets=offsets, longest=1 << (longest - 1).bit_length())
-
-    @staticmethod
-    def tree(lengths: Sequence[int], above: Sequence[tuple[int, ...]]) -> "Layout":
-        """A row of pieces, each of which goes on where the last of the pieces above it ends."""
-        pieces = []
-        for length, others in zip(lengths, above, strict=True):
-            before = sum(lengths[other] for other in others)
-            mask = torch.ones(length, before + length, dtype=torch.bool).tril(before)[None, None]
-            pieces.append(Layout(mask=mask, causal=False) if before else Layout())
-        return Layout(documents=(tuple(lengths),), above=tuple(above), pieces=tuple(pieces))
 
     @staticmethod
     def cached(
@@ -269,21 +258,25 @@ def _attend_by_document(
     rows = []
     for row, lengths in enumerate(layout.documents):
         q, k, v = (tensor[row : row + 1].split(lengths, dim=2) for tensor in (queries, keys, values))
-        if layout.above is None:
-            layouts = [Layout() if window else plain for _ in lengths]
-        else:
-            layouts = list(layout.pieces)
-            k, v = (_with_above(parts, layout.above) for parts in (k, v))
+        if layout.above is not None:
+            q, k, v = (_with_above(parts, layout.above) for parts in (q, k, v))
         outputs = [
-            attend(*part, window=window, scale=scale, softcap=softcap, slopes=slopes)
-            for part in zip(q, k, v, layouts, strict=True)
+            attend(
+                *part,
+                Layout() if window else plain,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                slopes=slopes,
+            )[:, :, -length:]
+            for part, length in zip(zip(q, k, v, strict=True), lengths, strict=True)
         ]
         rows.append(torch.cat(outputs, dim=2))
     return torch.cat(rows)
 
 
 def _with_above(parts: Sequence[torch.Tensor], above: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
-    """Keys or values of pieces, those of the pieces above in front."""
+    """Pieces, with what is above them in front; queries, too: a causal square needs no mask in memory."""
     return tuple(
         torch.cat([*(parts[other] for other in others), part], dim=2) if others else part
         for part, others in zip(parts, above, strict=True)
