@@ -74,6 +74,12 @@ class Block(nn.Module):
         return getattr(self, name)(x) if name else x
 
 
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody's hook sees what goes through; those that gather and cut weights do not look."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
+
+
 class Decoder(LanguageModel):
     """A causal language model. Module names follow Hugging Face's llama, less the `model.` in front."""
 
@@ -117,8 +123,7 @@ class Decoder(LanguageModel):
     def _is_blind(self) -> bool:
         """Whether nothing tells equal places apart: no dropout, no count of tokens, no hook that looks on."""
         return not self.spec.mixtures and not any(
-            module._forward_hooks or module._forward_pre_hooks or getattr(module, "drops", False)
-            for module in self.modules()
+            _is_watched(module) or getattr(module, "drops", False) for module in self.modules()
         )
 
     def _hidden(
