@@ -42,10 +42,10 @@ class _Tree:
 
     def __init__(self, tokens: np.ndarray, positions: np.ndarray, documents: Sequence[int]) -> None:
         ends = np.cumsum(documents)
-        bounds = zip(ends - np.array(documents), ends, strict=True)
-        # a state depends on all tokens before it and on where they stand
-        self.documents = [np.stack((tokens[a:b], positions[a:b]), axis=1) for a, b in bounds]
         self.starts = ends - np.array(documents)
+        # a state depends on all tokens before it and on where they stand
+        row = np.stack((tokens, positions), axis=1)
+        self.documents = [row[start:end] for start, end in zip(self.starts, ends, strict=True)]
         self.places = np.empty(len(tokens), dtype=np.int64)
         self.size = 0
         self.kept: list[np.ndarray] = []
