@@ -133,7 +133,8 @@ def compare(names, kind, directory, tiny_directory, teacher):
             assert samples.read_text() == same.read_text()
         for each in ranks:
             # the terms of grpo's loss nearly cancel: what is left has the rounding of numbers around one
-            assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=1e-7), name
+            rounding = 1e-7 if name == "grpo" else None
+            assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=rounding), name
             assert len(each[name]["evaluations"]) == len(alone["evaluations"])
             for mine, one in zip(each[name]["evaluations"], alone["evaluations"], strict=True):
                 assert mine == pytest.approx(one, rel=1e-4, abs=1e-6), name

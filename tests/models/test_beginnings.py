@@ -127,6 +127,17 @@ def test_a_hook_sees_every_place(counted):
     assert counts == seen == [83]
 
 
+def test_a_hook_that_gathers_weights_does_not_look(counted):
+    def gather(module, given):
+        pass
+
+    gather.__module__ = "torch.distributed.fsdp"
+    model, batch, counts = counted
+    model.layers[0].register_forward_pre_hook(gather)
+    run(model, batch)
+    assert counts == [53]
+
+
 def test_dropout_draws_for_every_place(counted):
     model, batch, counts = counted
     whet.attach_lora(model, rank=2, dropout=0.5)

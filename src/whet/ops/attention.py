@@ -268,9 +268,11 @@ def _attend_by_document(
                 scale=scale,
                 softcap=softcap,
                 slopes=slopes,
-            )[:, :, -length:]
-            for part, length in zip(zip(q, k, v, strict=True), lengths, strict=True)
+            )
+            for part in zip(q, k, v, strict=True)
         ]
+        if layout.above is not None:
+            outputs = [each[:, :, -length:] for each, length in zip(outputs, lengths, strict=True)]
         rows.append(torch.cat(outputs, dim=2))
     return torch.cat(rows)
 

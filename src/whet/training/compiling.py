@@ -10,7 +10,7 @@ def compile_blocks(model: LanguageModel) -> str:
     blocks = list(model.blocks())
     # what is cheap to compute again is not kept for the backward pass: a third less memory
     torch._functorch.config.ban_recompute_materialized_backward = False
-    # products with adapters are such functions; what they do is in the graph, so a second run finds it again
+    # the custom gradients of products with adapters are in the graph: a second run may find it compiled
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     try:
         for block in blocks:
