@@ -88,7 +88,9 @@ def ours(folder, stream, steps, device, kind):
     if kind == "whet-fp8":
         use_fp8(model, "full")
     if device.type == "cuda" and kind != "whet":
-        compile_blocks(model)
+        position = stream.state()
+        compile_blocks(model, next(stream)[0], precision)
+        stream.seek(position)
     config = make_config(
         {
             "model": "random",

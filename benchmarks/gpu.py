@@ -3,9 +3,10 @@
 Public model shapes with random weights and random tokens, AdamW, gradients clipped at norm 1. Every case runs
 in a process of its own, whet and its peers by turns.
 
-    python -m benchmarks.gpu [CASE ...] [--repeat N] [--out FILE]
+    python -m benchmarks.gpu [CASE ...] [--repeat N] [--compile-first] [--out FILE]
 
-writes benchmarks/results/gpu.json. Peers that are not installed are left out, and said so.
+writes benchmarks/results/gpu.json. Peers that are not installed are left out, and said so. With `--compile-first` whet's
+layers are compiled before anything is timed, several cases at once, so that every row begins with a warm cache.
 """
 
 import argparse
@@ -15,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 LENGTH = 2048
-STEPS, WARMUP = 10, 3
+STEPS, WARMUP = 20, 3
 SHAPES = {
     "1b": {
         "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -45,6 +47,7 @@ CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which 
     "1b-lora-ragged": ("1b", "lora", 0),
     "135m-full-ragged": ("135m", "full", 0),
 }
+COMPILED_AT_ONCE = 4
 RAGGED_TOKENS = 16384  # of a step of ragged texts, packed
 RAGGED_ROWS = (
     32  # texts in a peer's step, padded to the longest: more do not fit into the memory with full logits
@@ -60,22 +63,31 @@ def main():
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "WHO"))
+    parser.add_argument("--compile-first", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     if options.one:
-        print("ROW " + json.dumps(measure(*options.one, profile=options.profile)), flush=True)
+        print("ROW " + json.dumps(measure(*options.one, options.steps, profile=options.profile)), flush=True)
         return
-    rows = []
+    rows, cold = [], []
+    every = [(case, who) for case in options.cases for who in options.who.split(",")]
+    if options.compile_first:
+        ours = [(case, who) for case, who in every if who.startswith("whet")]
+        with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+            cold = list(pool.map(lambda one: row_of(*one, 1), ours))
+        print(json.dumps(cold), flush=True)
     for _ in range(options.repeat):
-        for case in options.cases:
-            for who in options.who.split(","):
-                rows.append(row_of(case, who, profile=options.profile))
-                print(json.dumps(rows[-1]), flush=True)
-    options.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+        for case, who in every:
+            rows.append(row_of(case, who, options.steps, profile=options.profile))
+            print(json.dumps(rows[-1]), flush=True)
+    options.out.write_text(
+        json.dumps({"machine": describe_machine(), "rows": rows, "cold": cold}, indent=1) + "\n"
+    )
 
 
-def row_of(case, who, *, profile):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--one", case, who]
+def row_of(case, who, steps, *, profile=False):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one", case, who, "--steps", str(steps)]
     done = subprocess.run(command + ["--profile"] * profile, capture_output=True, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if profile:
@@ -96,12 +108,12 @@ def texts(vocabulary, rows):
     return [rng.integers(0, vocabulary, length + 1) for length in lengths]
 
 
-def measure(case, who, *, profile):
+def measure(case, who, steps, *, profile):
     import torch
 
     shape, method, rows = CASES[case]
     run = whet_run if who.startswith("whet") else peer_run
-    warmup, steps = (WARMUP, STEPS) if rows else (3 * WARMUP, 3 * STEPS)
+    warmup = WARMUP if rows else 3 * WARMUP
     found = Steps(warmup + 1, steps, profile=profile)
     run(SHAPES[shape], method, rows, who, found)
     times, useful = found.times[warmup + 1 :][:steps], found.tokens[warmup + 1 :][:steps]
@@ -109,7 +121,7 @@ def measure(case, who, *, profile):
     return {
         "case": case,
         "who": who,
-        "tokens_per_s": round(sum(useful) / sum(times)) if not rows else round(rows * LENGTH / median),
+        "tokens_per_s": round(sum(useful) / sum(times)),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "step_ms": round(1000 * median, 2),
         "spread_ms": [round(1000 * min(times), 2), round(1000 * max(times), 2)],
@@ -192,7 +204,6 @@ def whet_run(shape, method, rows, who, found):
         model.requires_grad_(True)
     if who == "whet-fp8":
         print("fp8:", use_fp8(model, method))
-    print("compile:", compile_blocks(model))
     config = make_config(
         {
             "model": "random",
@@ -207,6 +218,9 @@ def whet_run(shape, method, rows, who, found):
         rows or None, None if rows else RAGGED_TOKENS, (rows * LENGTH) or RAGGED_TOKENS, pack=not rows
     )
     stream = BatchStream(examples, full, seed=0)
+    start = stream.state()
+    print("compile:", compile_blocks(model, next(stream)[0], precision))
+    stream.seek(start)
 
     class Clock(NumbersOnly):
         def on_step_end(self, step, metrics):

@@ -132,7 +132,7 @@ def measure(case: Case, *, device: torch.device, compiled: bool = False) -> floa
     make_trainable(model, config.method, dtype=precision.trained)
     model.grad_checkpoint = config.run.grad_checkpoint
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, _batch(case), precision)
     first = _batch(replace(case, documents=1, length=16))  # after which the optimizer has its state
     trainer = Trainer(model, SFT(), iter(()), config, precision=precision)
     trainer.step([first])

@@ -39,7 +39,7 @@ def naive(hidden, weight, bias, targets, weights, *, scale, softcap):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("rows", [1, 10, 1000])
 def test_equals_the_float64_formula(name, weighted, rows, monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda weight: rows)
+    monkeypatch.setattr(module, "chunk_rows", lambda weight, **_: rows)
     settings = {"scale": 1.0, "softcap": None, **HEADS[name]}
     hidden, weight, bias, targets, weights = tensors(bias=settings.pop("bias", False))
     weights = weights if weighted else None
@@ -56,7 +56,7 @@ def test_equals_the_float64_formula(name, weighted, rows, monkeypatch):
 
 
 def test_never_builds_more_than_a_chunk_of_logits(monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda weight: 8)
+    monkeypatch.setattr(module, "chunk_rows", lambda weight, **_: 8)
     seen = []
     original = F.linear
     monkeypatch.setattr(module.F, "linear", lambda x, w: seen.append(len(x)) or original(x, w))

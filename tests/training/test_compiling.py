@@ -66,11 +66,15 @@ COMPILE_ONCE = """
 import json, sys
 import whet
 from torch._dynamo.utils import counters
+from whet.data.batches import make_batch
+from whet.data.examples import Example
+from whet.hardware import choose_precision
 from whet.training.compiling import compile_blocks
 
 model, _ = whet.load(sys.argv[1])
 whet.attach_lora(model, rank=2)
-print(compile_blocks(model))
+batch = make_batch([[Example(list(range(9)), [True] * 9, "")]])
+print(compile_blocks(model, batch, choose_precision("fp32", model.device)))
 print(json.dumps(counters["aot_autograd"]))
 """
 

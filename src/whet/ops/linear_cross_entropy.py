@@ -13,18 +13,29 @@ from whet.ops.softmax_rows import row_losses
 
 # (rows, logits) a chunk has at most: enough to keep the matrix products efficient
 _MOST = {"cpu": (1024, 2**26), "cuda": (8192, 2**28)}
+_ROWS_OF_TRAINED = 4  # for each column of a trained head's weight
 _ALIGNED = 128  # rows of the tiles of a matrix product
 
 
-def chunk_rows(weight: torch.Tensor) -> int:
-    """How many positions are projected at once by a head's weight [V, D]."""
-    most_rows, most_logits = _MOST.get(device_type(weight), _MOST["cpu"])
+def chunk_rows(weight: torch.Tensor, *, trained: bool = False) -> int:
+    """How many positions are projected at once by a head's weight [V, D].
+
+    On a GPU the gradient of a trained head is read and written once a chunk. With more rows than D that is
+    little beside the products, and the logits are smaller than the weight with its gradient and moments.
+    """
+    kind = device_type(weight)
+    most_rows, most_logits = _MOST.get(kind, _MOST["cpu"])
     rows = min(most_rows, most_logits // weight.shape[0])
+    if trained and kind == "cuda":
+        rows = max(rows, min(most_rows, _ROWS_OF_TRAINED * weight.shape[1]))
     return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
 
 
 def spans(count: int, rows: int) -> Iterator[slice]:
-    """Chunks of so many rows; in a plan two of them, since all take the same memory."""
+    """Chunks of about one size, at most so many rows; in a plan two, since all take the same memory."""
+    if 0 < rows < count:
+        even = -(-count // -(-count // rows))
+        rows = min(rows, even + -even % _ALIGNED if rows > _ALIGNED else even)
     end = min(count, 2 * rows) if is_plan() else count
     return (slice(start, start + rows) for start in range(0, end, rows))
 
@@ -63,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         gradients = HeadGradients(hidden, weight, bias, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
-            for span in spans(hidden.shape[0], chunk_rows(weight)):
+            for span in spans(hidden.shape[0], chunk_rows(weight, trained=wanted[1])):
                 x = hidden[span]
                 row_weight = None if weights is None else weights[span].to(wide)
                 losses, grad = row_losses(
@@ -83,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         grads = [
-            None if grad is None else (grad * upstream).to(dtype)
+            None if grad is None else torch.mul(grad, upstream, out=torch.empty_like(grad, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*grads, None, None, None, None)

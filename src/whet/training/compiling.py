@@ -2,21 +2,28 @@
 
 import torch
 
+from whet.data.batches import Batch
+from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
+from whet.training.ahead import device_random, restore_device_random
+from whet.training.evaluation import in_precision
 
 
-def compile_blocks(model: LanguageModel) -> str:
-    """Compile each layer in place and try it once; where that fails, undo it and say why."""
+def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> str:
+    """Compile each layer in place and try it on a first micro-batch; where that fails, undo it, say why.
+
+    So the first step finds everything compiled, and compiled for sizes like its own.
+    """
     blocks = list(model.blocks())
     # what is cheap to compute again is not kept for the backward pass: a third less memory
     torch._functorch.config.ban_recompute_materialized_backward = False
     # the custom gradients of products with adapters are in the graph: a second run may find it compiled
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    random, training = device_random(model.device), model.training
     try:
         for block in blocks:
             block.compile(dynamic=True)
-        tokens = torch.arange(8, device=model.device)[None] % model.vocab_size
-        model.hidden(tokens).float().sum().backward()
+        _try(model.train(), batch.to(model.device), precision)
     except Exception as error:  # any failure of a compiler backend must leave a working run
         for block in blocks:
             block._compiled_call_impl = None
@@ -24,4 +31,13 @@ def compile_blocks(model: LanguageModel) -> str:
         return f"off: {reason}"
     finally:
         model.zero_grad(set_to_none=True)
+        model.train(training)
+        restore_device_random(model.device, random)
     return f"on, for {len(blocks)} layers"
+
+
+def _try(model: LanguageModel, batch: Batch, precision: Precision) -> None:
+    """A forward and a backward pass."""
+    with in_precision(precision, model.device):
+        hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
+    hidden.float().sum().backward()

@@ -76,9 +76,14 @@ def weighted_loss(
 
 def computed_loss(model: Trainable, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
     """What an objective makes of a micro-batch, in the run's precision."""
-    mixed = precision.compute != precision.trained
-    with torch.autocast(batch.tokens.device.type, dtype=precision.compute, enabled=mixed):
+    with in_precision(precision, batch.tokens.device):
         return objective.loss(model, batch)
+
+
+def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
+    """Within this, a model computes in the precision of a run."""
+    mixed = precision.compute != precision.trained
+    return torch.autocast(device.type, dtype=precision.compute, enabled=mixed)
 
 
 def _shares(

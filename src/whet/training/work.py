@@ -17,7 +17,9 @@ from whet.adapters.lora import make_trainable
 from whet.adapters.qlora import quantised_weights
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
+from whet.data.batches import Batch, make_batch
 from whet.data.encode import Question
+from whet.data.examples import Example
 from whet.errors import ModelError
 from whet.generation.exact_match import ExactMatch, exact_match
 from whet.hardware import choose_device, choose_precision
@@ -120,6 +122,8 @@ class TextWork(Work):
     def _build_model_and_objective(self) -> None:
         self.model = self._build_model()
         self.data.check(self.model)
+        if self.config.run.compile:
+            log.info("compile: %s", compile_blocks(self.model, self._first_batch(), self.precision))
         self.task = self._build_objective()
         self.objective, self.routers = with_routers(
             self.task, self.model, self.config.experts, compute=self.precision.compute
@@ -181,10 +185,17 @@ class TextWork(Work):
         model.grad_checkpoint = config.run.grad_checkpoint
         if config.run.fp8:
             log.info("fp8: %s", use_fp8(model, method.kind))
-        if config.run.compile:
-            log.info("compile: %s", compile_blocks(model))
         self.announce(model)
         return model
+
+    def _first_batch(self) -> Batch:
+        """What a run begins with; a few tokens where that is not known yet, or the model is to be cut."""
+        if not hasattr(self, "stream") or self.config.parallel.kind == "fsdp":
+            return make_batch([[Example([0] * 9, [True] * 9, "a trial")]])
+        before = self.stream.state()
+        batch: Batch = next(self.stream)[0]
+        self.stream.seek(before)
+        return batch
 
     def _untrained(self, dtype: torch.dtype) -> LanguageModel:
         config, name = self.config, self.config.language_model
