@@ -298,7 +298,7 @@ def show_profile(found):
         print("PROFILE gap {:.2f} ms after {} before {}".format(*gap))
     every = sum(spent for spent, _ in totals.values())
     print(f"PROFILE kernels {every:.1f} ms")
-    for name, (spent, count) in sorted(totals.items(), key=lambda item: -item[1][0])[:28]:
+    for name, (spent, count) in sorted(totals.items(), key=lambda item: -item[1][0])[:44]:
         print(f"PROFILE {spent:8.2f} ms {count:5d} x {name[:110]}")
 
 

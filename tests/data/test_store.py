@@ -1,14 +1,21 @@
 """The token store: what is written is read, what is too long is cut exactly, and a second start does no work."""
 
+import itertools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny
 import whet
 from tiny import random_examples, run_config
+from whet import storage
 from whet.data.examples import Example, cut
 from whet.data.prepare import Preparation
 from whet.data.sources import open_source
@@ -56,6 +63,44 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(DataError):
         write_store(tmp_path / "store", broken())
     assert list(tmp_path.iterdir()) == []
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from tiny import random_examples
+from whet.data.store import write_store
+
+for round in range(15):
+    store = write_store(Path(sys.argv[1]) / str(round), random_examples(5))
+    assert len(store) == 5
+"""
+
+
+def test_processes_that_write_one_store_at_once_all_get_it(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(tiny.__file__).parent)}
+    command = [sys.executable, "-c", WRITE, str(tmp_path)]
+    writers = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    said = [writer.communicate(timeout=120)[1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0], said
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(15)))
+
+
+def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path):
+    def slow():
+        yield from random_examples(5)
+        write_store(tmp_path / "store", random_examples(5))
+        seen.append((tmp_path / "store").stat().st_ino)
+
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:  # as if it were another process
+        numbers = itertools.count()
+        patch.setattr(storage.os, "getpid", lambda: next(numbers))
+        write_store(tmp_path / "store", slow())
+    assert [(tmp_path / "store").stat().st_ino] == seen
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def cut_lengths(tmp_path, examples, **how):

@@ -72,6 +72,8 @@ def watched_train(config, again=None, stop_at=None):
     def noted_step(optimizer, **rest):
         found = [p.grad for p in watch.run.trained if p.grad is not None]
         watch.gradient = torch.cat([whole(g).detach().double().flatten() for g in found])
+        if (divisor := rest.get("divisor")) is not None:  # the optimizer clips them itself
+            watch.gradient /= divisor.double()
         masked_step(optimizer, **rest)
 
     stepping.taken, stepping.masked_step = noted, noted_step

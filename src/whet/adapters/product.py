@@ -130,7 +130,10 @@ def _output(
     scale: float,
     learning: bool,
 ) -> torch.Tensor:
-    """x W' + bias + scale * low B', the second product added in place."""
+    """x W' + bias + scale * low B', one product added to the other in place."""
+    if flat.is_cuda and bias is None:  # the other way round, the small product would read and write all of it
+        y = flat.new_empty(flat.shape[0], weight.shape[0])
+        return y.addmm_(low, b.T, beta=0, alpha=scale).addmm_(flat, weight.T)
     multiply = F.linear if learning else linear
     return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
 

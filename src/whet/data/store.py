@@ -1,7 +1,9 @@
 """The token store: records tokenised once, kept on disk under a hash of everything they depend on."""
 
 import array
+import contextlib
 import json
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ import numpy as np
 from whet.storage import new_directory, replace_bytes, write_chunks, write_json
 
 LEARNED = np.uint32(1 << 31)  # set in a token that is supervised: ids are smaller
+_TRIES = 50
 
 
 class Tokenised(Protocol):
@@ -100,11 +103,15 @@ def write_store(
     *,
     notes: Callable[[], dict[str, Any]] = dict,  # Any: JSON values
 ) -> TokenStore:
-    """Write a store, which appears when it is complete; `notes` is asked after the last example."""
+    """Write a store, which appears when it is complete; `notes` is asked after the last example.
+
+    Where another process has written the same meanwhile, its store stays: it may be reading it already.
+    """
     bounds, origin_bounds = array.array("q", [0]), array.array("q", [0])
     learned, values = array.array("i"), array.array("d")
     largest = columns = 0
-    with new_directory(directory, replace=True) as staging:
+    is_new = open_store(directory) is None
+    with contextlib.suppress(_QuickerError), new_directory(directory, replace=True) as staging:
         with (staging / "tokens.bin").open("wb") as tokens, (staging / "origins.bin").open("wb") as origins:
             for example in examples:
                 ids = np.asarray(example.tokens, dtype=np.uint32)
@@ -125,7 +132,17 @@ def write_store(
         sizes = {path.name: path.stat().st_size for path in sorted(staging.glob("*.bin"))}
         meta = {"sizes": sizes, "largest": largest, "columns": columns, "notes": notes()}
         write_json(staging / "meta.json", meta)
+        if is_new and open_store(directory) is not None:
+            raise _QuickerError
+    for _ in range(_TRIES):
+        if (found := open_store(directory)) is not None:
+            return found
+        time.sleep(0.02)  # a third process puts the same store there right now
     return TokenStore(directory)
+
+
+class _QuickerError(Exception):
+    """Another process has written this store."""
 
 
 def open_store(directory: Path) -> TokenStore | None:

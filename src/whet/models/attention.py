@@ -68,7 +68,6 @@ class SelfAttention(nn.Module):
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         else:
             q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        v = v.contiguous()  # a part of a joined product would be kept with all of it for the backward pass
         if self.spec.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2) for part in (q, k, v))

@@ -13,7 +13,7 @@ from whet.ops.softmax_rows import row_losses
 
 # (rows, logits) a chunk has at most: enough to keep the matrix products efficient
 _MOST = {"cpu": (1024, 2**26), "cuda": (8192, 2**28)}
-_ROWS_OF_TRAINED = 4  # for each column of a trained head's weight
+_ROWS_OF_TRAINED = 2  # for each column of a trained head's weight
 _ALIGNED = 128  # rows of the tiles of a matrix product
 
 
@@ -87,14 +87,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += losses.sum() if row_weight is None else torch.dot(losses, row_weight)
                 if grad is not None:
                     gradients.add(span, grad, x, head)
-        ctx.save_for_backward(*gradients.tensors())
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(
+            *(
+                None if grad is None or tensor is None else grad.to(tensor.dtype)
+                for grad, tensor in zip(gradients.tensors(), (hidden, weight, bias), strict=True)
+            )
+        )
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
-        grads = [
-            None if grad is None else torch.mul(grad, upstream, out=torch.empty_like(grad, dtype=dtype))
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
+        grads = [None if grad is None else (grad * upstream).to(grad.dtype) for grad in ctx.saved_tensors]
         return (*grads, None, None, None, None)

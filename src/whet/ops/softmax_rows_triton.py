@@ -7,8 +7,8 @@ from triton.language.extra import libdevice
 
 from whet.ops.head import Head
 
-_BLOCK = 8192  # columns at a time: wide enough for 16-byte loads of every thread, few enough for registers
-_WARPS = 16
+_BLOCK = 4096  # columns at a time: wide enough for 16-byte loads of every thread, few enough for registers
+_WARPS = 8
 
 
 def row_losses_on_gpu(

@@ -110,10 +110,22 @@ class GradientSum:
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, of which some may be in shards."""
-    norms = [torch.nn.utils.get_total_norm(kind) for kind in by_mesh(gradients)]
+    """The norm of all gradients together, in float32 or wider; some of them may be in shards."""
+    norms = [torch.linalg.vector_norm(torch.stack(_norms(kind))) for kind in by_mesh(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+
+def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each gradient; not in bf16, which would round the sum of them all to three digits."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault(gradient.dtype, []).append(gradient)
+    return [
+        norm
+        for dtype, found in alike.items()
+        for norm in torch._foreach_norm(found, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+    ]
 
 
 def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
@@ -122,10 +134,16 @@ def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(kind, factor)
 
 
-def clip(parameters: Sequence[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
-    """Scale the gradients so that their norm, which is known, is at most a limit."""
-    for kind in by_mesh(parameters):
-        torch.nn.utils.clip_grads_with_norm_(kind, limit, norm)
+def excess(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients of this norm are divided by, so that it is at most a limit."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
+
+
+def clip(gradients: Sequence[torch.Tensor], limit: float, norm: torch.Tensor) -> None:
+    """Divide gradients, whose norm is known, so that it is at most a limit."""
+    factor = 1.0 / excess(norm, limit)
+    for kind in by_mesh(gradients):
+        torch._foreach_mul_(kind, factor)
 
 
 def by_mesh(tensors: Sequence[T]) -> list[list[T]]:

@@ -9,6 +9,7 @@ from torch import nn
 from whet.config.optim import Optim
 from whet.parallel.gradients import by_mesh
 from whet.training.adafactor import Adafactor
+from whet.training.adamw import AdamW
 from whet.training.adamw8bit import AdamW8bit
 from whet.training.lion import Lion
 from whet.training.muon import Muon
@@ -51,7 +52,7 @@ def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Opt
             matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
             return Muon(matrices, others, lr, betas=betas, eps=eps)
         case _:
-            kind = torch.optim.Adam if section.name == "adam" else torch.optim.AdamW
+            kind = torch.optim.Adam if section.name == "adam" else AdamW
             return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
@@ -66,16 +67,24 @@ def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:
     return [group for group in cut if group["params"]]
 
 
-def masked_step(optimizer: torch.optim.Optimizer, *, lr: float, skip: torch.Tensor) -> None:
+def divides_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can divide gradients as it reads them, which saves a pass over all of them."""
+    return isinstance(optimizer, torch.optim.Adam)
+
+
+def masked_step(
+    optimizer: torch.optim.Optimizer, *, lr: float, skip: torch.Tensor, divisor: torch.Tensor | None = None
+) -> None:
     """One update with learning rate `lr`, unless the device-side flag `skip` (0. or 1.) is set.
 
+    With a `divisor` for an optimizer that `divides_itself`, gradients are divided by it.
     The flag is about what is known before the update. An update that itself overflows (a learning rate of
     1e38) is not undone: the fused kernels write in place, so it would take a copy of all weights and moments.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
     # the attributes torch's own GradScaler sets: the fused kernels read the flag on the device
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

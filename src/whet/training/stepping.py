@@ -16,14 +16,14 @@ from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
-from whet.parallel.gradients import GradientSum, clip, is_sharded, rescale, total_norm
+from whet.parallel.gradients import GradientSum, clip, excess, is_sharded, rescale, total_norm
 from whet.parallel.group import World
 from whet.parallel.tensor import NeighbourGradients
 from whet.training.ahead import Computed, Reading, device_random, restore_device_random
 from whet.training.callbacks import Metrics
 from whet.training.evaluation import taken, total_weights, weighted_loss
 from whet.training.nonfinite import keep_batch
-from whet.training.optimizers import create_optimizer, masked_step
+from whet.training.optimizers import create_optimizer, divides_itself, masked_step
 from whet.training.schedules import create_schedule
 from whet.training.state import RunState
 
@@ -183,11 +183,14 @@ class Stepper(abc.ABC):
         gradients = [p.grad for p in self.trained if p.grad is not None]
         rescale(gradients, 1.0 / self.state.loss_scale.value)
         norm = total_norm(gradients)
-        if self.config.optim.clip is not None:
-            clip(self.trained, self.config.optim.clip, norm)
+        limit, divisor = self.config.optim.clip, None
+        if limit is not None and divides_itself(self.optimizer) and not self.matched:
+            divisor = excess(norm, limit)
+        elif limit is not None:
+            clip(gradients, limit, norm)
         skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
         self._before_update()
-        masked_step(self.optimizer, lr=lr, skip=skip)
+        masked_step(self.optimizer, lr=lr, skip=skip, divisor=divisor)
         reading = Reading(skip, norm, *sums.values())  # everything up to here was queued without waiting
 
         def read() -> tuple[Metrics, float, bool]:
