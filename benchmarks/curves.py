@@ -50,24 +50,29 @@ def main():
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         whet.save(from_scratch(spec, seed=SEED), None, folder)
-        kinds = ["transformers", "whet", "whet-fp8"] + ["whet-compiled"] * (device.type == "cuda")
+        kinds = ["transformers", "whet"] + ["whet-compiled"] * (device.type == "cuda") + ["whet-fp8"]
         for kind in kinds:
             stream = BatchStream(examples, StepSettings(rows, None, rows * length, pack=False), seed=SEED)
             curve = theirs if kind == "transformers" else ours
             found[kind] = curve(folder, stream, steps, device, kind)
             print(kind, f"{found[kind][0]:.4f} -> {sum(found[kind][-10:]) / 10:.4f}", flush=True)
+            result = {"machine": describe_machine(), "tokens_a_step": rows * length, "steps": steps}
+            result |= {"apart": apart(found), "curves": found}
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(apart(found), indent=1))
+    draw(found, options.out.with_suffix(".png"))
+
+
+def apart(found):
+    """How far each curve lies from that of transformers."""
     base = found["transformers"]
-    apart = {
+    return {
         kind: {
             "largest": max(abs(a - b) for a, b in zip(base, curve, strict=True)),
             "last_20_mean": (sum(curve[-20:]) - sum(base[-20:])) / 20,
         }
         for kind, curve in found.items()
     }
-    result = {"machine": describe_machine(), "tokens_a_step": rows * length, "steps": steps, "apart": apart}
-    options.out.write_text(json.dumps({**result, "curves": found}, indent=1) + "\n")
-    print(json.dumps(apart, indent=1))
-    draw(found, options.out.with_suffix(".png"))
 
 
 def windows(length):

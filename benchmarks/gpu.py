@@ -47,19 +47,23 @@ CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which 
     "1b-lora-ragged": ("1b", "lora", 0),
     "135m-full-ragged": ("135m", "full", 0),
 }
-COMPILED_AT_ONCE = 4
+COMPILED_AT_ONCE = 3
 RAGGED_TOKENS = 16384  # of a step of ragged texts, packed
 RAGGED_ROWS = (
     32  # texts in a peer's step, padded to the longest: more do not fit into the memory with full logits
 )
 RAGGED_MEAN, RAGGED_MOST = 200, 2048
-WHO = ("whet", "whet-fp32-master", "transformers", "liger")  # and whet-fp8, of full training
+PEERS = ("transformers", "liger")
+WHO = {
+    case: ("whet", *(("whet-fp32-master",) if rows else ()), *PEERS) for case, (_, _, rows) in CASES.items()
+}
+WHO["1b-full"] = (*WHO["1b-full"], "whet-fp8")
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--who", default=",".join(WHO))
+    parser.add_argument("--who", help="with commas; null: all")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "WHO"))
@@ -71,19 +75,21 @@ def main():
         print("ROW " + json.dumps(measure(*options.one, options.steps, profile=options.profile)), flush=True)
         return
     rows, cold = [], []
-    every = [(case, who) for case in options.cases for who in options.who.split(",")]
+    every = [
+        (case, who)
+        for case in options.cases
+        for who in (options.who.split(",") if options.who else WHO[case])
+    ]
     if options.compile_first:
-        ours = [(case, who) for case, who in every if who.startswith("whet")]
+        ours = list(dict.fromkeys(one for one in every if one[1].startswith("whet")))
         with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
             cold = list(pool.map(lambda one: row_of(*one, 1), ours))
         print(json.dumps(cold), flush=True)
-    for _ in range(options.repeat):
-        for case, who in every:
-            rows.append(row_of(case, who, options.steps, profile=options.profile))
-            print(json.dumps(rows[-1]), flush=True)
-    options.out.write_text(
-        json.dumps({"machine": describe_machine(), "rows": rows, "cold": cold}, indent=1) + "\n"
-    )
+    for case, who in options.repeat * every:
+        rows.append(row_of(case, who, options.steps, profile=options.profile))
+        print(json.dumps(rows[-1]), flush=True)
+        result = {"machine": describe_machine(), "rows": rows, "cold": cold}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def row_of(case, who, steps, *, profile=False):

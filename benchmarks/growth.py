@@ -1,6 +1,8 @@
 """What grows with what, on one GPU: tokens a second and peak memory of LoRA steps, one size changed at a time.
 
-    python -m benchmarks.growth      writes benchmarks/results/growth.json, and growth.png with matplotlib
+    python -m benchmarks.growth [length] [vocabulary] [rank] [batch]
+
+writes benchmarks/results/growth.json, and growth.png with matplotlib; what is not measured again stays in it.
 
 The shape is that of a 1B model (random weights), bf16, layers compiled, rank 16 on every linear layer, 32,768 tokens a
 step unless the batch is what changes. Text length: rows of that many tokens. Nothing may recompile after the first
@@ -9,6 +11,7 @@ steps of a shape: the count of compilations is in the result.
 
 import gc
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -61,9 +64,12 @@ def compilations():
 
 
 def main():
-    rows, built = [], {}
-    for what, sizes in GROWTH.items():
-        for size in sizes:
+    built = {}
+    chosen = sys.argv[1:] or list(GROWTH)
+    before = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = [row for row in before if row["what"] not in chosen]
+    for what in chosen:
+        for size in GROWTH[what]:
             sizes_now = {
                 "length": LENGTH,
                 "vocabulary": VOCABULARY,
@@ -76,11 +82,12 @@ def main():
                 built.clear()
                 gc.collect()  # a trainer and its callbacks know one another
                 torch.cuda.empty_cache()
+                torch._dynamo.reset()  # or layers of one rank after another would be too many kinds of layers
                 built[key] = build(*key)
             started = time.perf_counter()
             rows.append({"what": what, "size": size, **measure(built[key], sizes_now)})
             print(json.dumps(rows[-1]), f"{time.perf_counter() - started:.1f} s", flush=True)
-    RESULT.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+        RESULT.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
     draw(rows, RESULT.with_suffix(".png"))
 
 

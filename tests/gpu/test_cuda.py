@@ -70,11 +70,13 @@ def test_packed_rows_take_the_kernel_for_documents_in_every_16_bit_run(
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_packed_attention_is_that_of_each_document(window, dtype, tolerance):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_packed_attention_is_that_of_each_document(window, dtype, tolerance, narrow):
     torch.manual_seed(0)
     documents = ((7, 30, 1, 26), (64,))
     q, k, v = (
-        torch.randn(2, heads, 64, 16, device=CUDA, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+        torch.randn(2, heads, 64, size, device=CUDA, dtype=dtype, requires_grad=True)
+        for heads, size in ((4, 16), (2, 16), (2, 8 if narrow else 16))
     )
     layout = Layout.packed(documents, device=CUDA)
     found = attend(q, k, v, layout, window=window)

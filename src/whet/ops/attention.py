@@ -48,6 +48,8 @@ class Layout:
         )
         longest = max(map(max, lengths))
         offsets = offsets.to(device, non_blocking=True)
+        if offsets.is_cuda:
+            torch._dynamo.maybe_mark_dynamic(offsets, 0)  # or a run's second step would be compiled anew
         return Layout(documents=lengths, offsets=offsets, longest=1 << (longest - 1).bit_length())
 
     @staticmethod
@@ -165,7 +167,7 @@ def _varlen_fits(
         and queries.dtype in (torch.bfloat16, torch.float16)
         and softcap is None
         and slopes is None
-        and queries.shape[-1] == values.shape[-1] <= 256
+        and values.shape[-1] <= queries.shape[-1] <= 256
         and queries.shape[-1] % 8 == 0
     )
 
@@ -179,7 +181,13 @@ def _attend_varlen(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Packed rows as one run of documents: no work is done between two of them."""
+    """Packed rows as one run of documents: no work is done between two of them.
+
+    The kernel wants values as wide as keys; those of latent attention are narrower, and get zeros.
+    """
+    width = values.shape[-1]
+    if width < queries.shape[-1]:
+        values = F.pad(values, (0, queries.shape[-1] - width))
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))  # [B * T, heads, D]
     mixed = _varlen(
         q,
@@ -193,7 +201,7 @@ def _attend_varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **_GROUPED,
     )
-    return mixed.unflatten(0, (queries.shape[0], -1)).transpose(1, 2)
+    return mixed.unflatten(0, (queries.shape[0], -1)).transpose(1, 2)[..., :width]
 
 
 def _attend_grouped(

@@ -8,6 +8,8 @@ from whet.models.language_model import LanguageModel
 from whet.training.ahead import device_random, restore_device_random
 from whet.training.evaluation import in_precision
 
+_MOST_GRAPHS = 64
+
 
 def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> str:
     """Compile each layer in place and try it on a first micro-batch; where that fails, undo it, say why.
@@ -19,6 +21,8 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
     torch._functorch.config.ban_recompute_materialized_backward = False
     # the custom gradients of products with adapters are in the graph: a second run may find it compiled
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # layers of all kinds share one function, and each kind of them, and of batches, is a graph of its own
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     random, training = device_random(model.device), model.training
     try:
         for block in blocks:
