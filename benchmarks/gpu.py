@@ -23,7 +23,7 @@ from benchmarks.machine import describe_machine
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 LENGTH = 2048
-STEPS, WARMUP = 20, 3
+STEPS, WARMUP = 20, 5
 SHAPES = {
     "1b": {
         "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -127,7 +127,7 @@ def measure(case, who, steps, *, profile):
     return {
         "case": case,
         "who": who,
-        "tokens_per_s": round(sum(useful) / sum(times)),
+        "tokens_per_s": round(rows * LENGTH / median if rows else sum(useful) / sum(times)),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "step_ms": round(1000 * median, 2),
         "spread_ms": [round(1000 * min(times), 2), round(1000 * max(times), 2)],

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from whet.ops.planned import device_type, is_plan
+
 _varlen: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]  # a tuple only when asked for
 # newer versions of torch want to be told that keys have fewer heads
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -142,7 +144,10 @@ def attend(
     if slopes is None and softcap is None:
         if count == 1 and queries.shape[1] != keys.shape[1]:
             return _attend_grouped(queries, keys, values, mask=mask, scale=scale)
-        return F.scaled_dot_product_attention(
+        width = values.shape[-1]
+        if not torch.compiler.is_compiling() and is_plan() and device_type(values) == "cuda":
+            values = _as_wide(values, queries)  # here no kernel takes them as they are
+        mixed = F.scaled_dot_product_attention(
             queries,
             keys,
             values,
@@ -151,6 +156,7 @@ def attend(
             scale=scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
+        return mixed if width == values.shape[-1] else mixed[..., :width]
     distance = layout.distances(count, total, queries.device)
     if mask is None and causal:
         mask = distance >= 0
@@ -181,13 +187,8 @@ def _attend_varlen(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Packed rows as one run of documents: no work is done between two of them.
-
-    The kernel wants values as wide as keys; those of latent attention are narrower, and get zeros.
-    """
-    width = values.shape[-1]
-    if width < queries.shape[-1]:
-        values = F.pad(values, (0, queries.shape[-1] - width))
+    """Packed rows as one run of documents: no work is done between two of them."""
+    width, values = values.shape[-1], _as_wide(values, queries)
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))  # [B * T, heads, D]
     mixed = _varlen(
         q,
@@ -201,7 +202,14 @@ def _attend_varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **_GROUPED,
     )
-    return mixed.unflatten(0, (queries.shape[0], -1)).transpose(1, 2)[..., :width]
+    mixed = mixed.unflatten(0, (queries.shape[0], -1)).transpose(1, 2)
+    return mixed if width == values.shape[-1] else mixed[..., :width]
+
+
+def _as_wide(values: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Values with zeros at their end: those of latent attention are narrower than its queries and keys."""
+    missing = queries.shape[-1] - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
 
 
 def _attend_grouped(

@@ -23,6 +23,8 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # layers of all kinds share one function, and each kind of them, and of batches, is a graph of its own
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    # a layer's numbers, such as an adapter's scale, never change: they are no inputs of its graph
+    torch._dynamo.config.specialize_float = True
     random, training = device_random(model.device), model.training
     try:
         for block in blocks:
