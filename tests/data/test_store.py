@@ -78,7 +78,8 @@ for round in range(15):
 
 
 def test_processes_that_write_one_store_at_once_all_get_it(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(tiny.__file__).parent)}
+    paths = os.pathsep.join([str(Path(tiny.__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, "-c", WRITE, str(tmp_path)]
     writers = [
         subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
 from whet.ops import linear_cross_entropy as module
 from whet.ops.head import Head
 from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.planned import planned_for
 
 HEADS = {
     "plain": {},
@@ -70,6 +73,27 @@ def test_chunks_are_bounded_for_any_vocabulary():
         rows = module.chunk_rows(torch.empty(vocab_size, 1, device="meta"))
         assert rows >= 1
         assert rows == 1 or rows * vocab_size <= 64 * 2**20
+
+
+def test_chunks_of_a_trained_head_have_more_rows_than_it_has_columns():
+    weight = torch.empty(128_256, 2048, device="meta")
+    with planned_for("cuda"):
+        assert module.chunk_rows(weight) <= 2048
+        assert module.chunk_rows(weight, trained=True) == 2 * 2048
+        assert module.chunk_rows(torch.empty(100, 2048, device="meta"), trained=True) == 8192
+    assert module.chunk_rows(weight, trained=True) == module.chunk_rows(
+        weight
+    )  # a CPU's memory is not as quick
+
+
+@given(count=st.integers(1, 40_000), rows=st.integers(1, 9000))
+def test_chunks_cover_all_rows_once_and_are_about_alike(count, rows):
+    found = list(module.spans(count, rows))
+    assert [place for span in found for place in range(count)[span]] == list(range(count))
+    sizes = [len(range(count)[span]) for span in found]
+    assert max(sizes) <= rows
+    assert len(found) == -(-count // rows)
+    assert max(sizes) - min(sizes) <= 128 * len(sizes)
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none():

@@ -13,7 +13,14 @@ import whet
 from models.test_pieces import MODELS
 from models.test_pieces import model as make_model
 from tiny import run_config
+from whet.config.load import make_config
+from whet.data.batches import make_batch
+from whet.data.examples import Example
+from whet.hardware import choose_precision
+from whet.training import work
 from whet.training.callbacks import Callback
+from whet.training.compiling import compile_blocks
+from whet.training.run import assembled
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -43,6 +50,35 @@ def test_a_layer_is_one_graph(name, adapted):
     for layer in decoder.layers:
         layer.compile(backend="eager", fullgraph=True, dynamic=True)  # fullgraph: a break is an error
     decoder.hidden(torch.arange(8)[None]).float().sum().backward()
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_layers_are_tried_on_the_first_batch_and_the_run_begins_with_it(
+    tiny_directory, tmp_path, monkeypatch, pack
+):
+    tried = []
+    monkeypatch.setattr(work, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on")
+    config = run_config(tiny_directory, tmp_path, data={"pack": pack}, run={"steps": 1, "compile": True})
+    with assembled(make_config(config)) as found:
+        first = next(found.stream)[0]
+    [batch] = tried
+    assert torch.equal(batch.tokens, first.tokens)
+    assert batch.documents == first.documents
+
+
+def test_a_compiler_that_fails_leaves_layers_as_they_were(tiny):
+    model, _ = tiny
+    model.layers[0].register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(RuntimeError("no compiler here"))
+    )
+    batch = make_batch([[Example(list(range(9)), [True] * 9, "")]])
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    said = compile_blocks(model, batch, choose_precision("fp32", model.device))
+    assert said == "off: no compiler here"
+    assert all(layer._compiled_call_impl is None for layer in model.layers)
+    assert torch.equal(torch.rand(2), wanted)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (upstream * x).mul_(scale).flatten(0, -2).sum(0)
+            grad_weight = (upstream * x).mul_(scale).sum(tuple(range(x.dim() - 1)))
         if ctx.needs_input_grad[0]:
             grad_x = upstream * weight
             along = (grad_x * x).mean(-1, keepdim=True).mul_(scale**3)

@@ -16,6 +16,7 @@ from whet.models.language_model import LanguageModel
 from whet.parallel.group import World
 
 DATA, TENSOR = "data", "tensor"
+CUTS_INTEGERS = torch.__version__ >= "2.13"  # before, each rank has 4-bit weights whole
 
 
 def device_mesh(world: World, device: torch.device) -> DeviceMesh:
@@ -27,8 +28,8 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
     """Cut a model's weights into parts, layer by layer; gradients become sums over ranks, not means.
 
     Layers are gathered in the dtype that is computed in, and gradients added up in float32. Weights in 4 bits
-    are cut as well. What surrounds the layers (embedding, last norm, head) stays gathered from a forward pass
-    to the end of its backward pass: losses read the head after the forward pass.
+    are cut as well where torch can. What surrounds the layers (embedding, last norm, head) stays gathered
+    from a forward pass to the end of its backward pass: losses read the head after the forward pass.
     """
     mixed = precision.compute != precision.trained
     policy = MixedPrecisionPolicy(
@@ -47,7 +48,9 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
 
 
 def _buffers_to_weights(model: nn.Module) -> None:
-    """FSDP cuts parameters only: 4-bit codes become some, which never train."""
+    """FSDP cuts parameters only: 4-bit codes become some, which never train, where it takes integers."""
+    if not CUTS_INTEGERS:
+        return
     for layer in model.modules():
         if isinstance(layer, NF4Linear):
             for name in ("codes", "scales", "rest"):
