@@ -145,7 +145,7 @@ def draw(rows, path):
             axes = panels[row][column]
             axes.plot([each["size"] for each in found], [each[key] for each in found], marker="o")
             axes.set_xscale("log", base=2)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.1 * max(each[key] for each in found))
             axes.set(xlabel=what, ylabel=label if column == 0 else "")
             axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

@@ -96,6 +96,14 @@ def test_chunks_cover_all_rows_once_and_are_about_alike(count, rows):
     assert max(sizes) - min(sizes) <= 128 * len(sizes)
 
 
+def test_a_sum_too_large_for_float16_is_scaled_before_it_is_rounded():
+    hidden = torch.full((4096, 2), 20.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(2, 2, dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(hidden, Head(weight), torch.zeros(4096, dtype=torch.long))
+    (loss / 4096).backward()
+    torch.testing.assert_close(weight.grad.float(), torch.tensor([[-10.0, -10.0], [10.0, 10.0]]))
+
+
 def test_a_frozen_head_gets_no_gradient_and_costs_none():
     hidden, weight, _, targets, _ = tensors()
     frozen = weight.detach()

@@ -6,6 +6,7 @@ import torch
 from tiny import run_config
 from whet.config.load import make_config
 from whet.config.optim import Optim
+from whet.hardware import Precision
 from whet.parallel.gradients import clip, excess, total_norm
 from whet.training.optimizers import create_optimizer, divides_itself, masked_step
 from whet.training.run import assembled
@@ -83,3 +84,43 @@ def test_a_step_clips(tiny_directory, tmp_path, name):
         else:
             firsts = [run.optimizer.state[p]["exp_avg"] for p in run.trained]
             assert total_norm(firsts).item() == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+def test_a_model_in_float64_is_clipped_in_float64(tiny_directory, tmp_path):
+    config = make_config(run_config(tiny_directory, tmp_path, method={"kind": "full"}, optim={"clip": 1e-3}))
+    with assembled(config) as work:
+        work.model.double()
+        precision = Precision(torch.float64, torch.float64, torch.float64, "exact")
+        run = Trainer(work.model, work.objective, work.stream, config, total_steps=1, precision=precision)
+        run.step(next(run.batches))
+        firsts = [run.optimizer.state[p]["exp_avg"] for p in run.trained]
+        # 1e-6 is added to the norm before it divides
+        assert total_norm(firsts).item() == pytest.approx(0.1 * 1e-3, rel=1e-5)
+
+
+def test_only_kernels_that_read_a_divisor_are_given_one():
+    assert not divides_itself(torch.optim.Adam([torch.nn.Parameter(torch.empty(2, device="meta"))]))
+    assert not divides_itself(create_optimizer(Optim(name="sgd"), torch.nn.Linear(2, 2)))
+
+
+def test_a_divisor_is_for_one_step():
+    model = torch.nn.Linear(2, 2)
+    optimizer = create_optimizer(Optim(), model)
+    model(torch.ones(2)).sum().backward()
+    masked_step(optimizer, lr=0.1, skip=torch.tensor(0.0), divisor=torch.tensor(5.0))
+    assert optimizer.grad_scale is None
+
+
+def test_a_closure_computes_what_the_step_uses():
+    model = torch.nn.Linear(2, 2)
+    optimizer = create_optimizer(Optim(lr=0.1), model)
+    before = model.weight.detach().clone()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert (model.weight < before).all()

@@ -36,7 +36,9 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
         for tensor in (layer.weight if base is None else None, layer.bias, layer.a, layer.b)
     ]
     scales = tuple(layer.scale for layer in layers)
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, torch.is_grad_enabled(), *tensors)
+    # compiled code is told that results are not transposed in memory
+    plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, plain, *tensors)
     # classes of transformers take views that a product transposed in memory does not allow
     return tuple(output.contiguous() for output in outputs)
 
@@ -53,7 +55,7 @@ class _Products(torch.autograd.Function):
         x: torch.Tensor,
         scales: tuple[float, ...],
         bases: tuple[Quantised | None, ...],
-        learning: bool,  # in here gradients are always off
+        plain: bool,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         biases = tensors[1::4]
@@ -71,7 +73,7 @@ class _Products(torch.autograd.Function):
                     low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
-                output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], learning)
+                output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], plain)
                 y = _run(_output, *output)
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
@@ -128,13 +130,13 @@ def _output(
     low: torch.Tensor,
     b: torch.Tensor,
     scale: float,
-    learning: bool,
+    plain: bool,
 ) -> torch.Tensor:
     """x W' + bias + scale * low B', one product added to the other in place."""
     if flat.is_cuda and bias is None:  # the other way round, the small product would read and write all of it
         y = flat.new_empty(flat.shape[0], weight.shape[0])
         return y.addmm_(low, b.T, beta=0, alpha=scale).addmm_(flat, weight.T)
-    multiply = F.linear if learning else linear
+    multiply = F.linear if plain else linear
     return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
 
 

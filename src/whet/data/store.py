@@ -1,7 +1,6 @@
 """The token store: records tokenised once, kept on disk under a hash of everything they depend on."""
 
 import array
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from whet.errors import CheckpointError, StorageError
 from whet.storage import new_directory, replace_bytes, write_chunks, write_json
 
 LEARNED = np.uint32(1 << 31)  # set in a token that is supervised: ids are smaller
@@ -107,42 +107,51 @@ def write_store(
 
     Where another process has written the same meanwhile, its store stays: it may be reading it already.
     """
+    is_new = open_store(directory) is None
+    try:
+        with new_directory(directory, replace=directory.exists()) as staging:
+            _fill(staging, examples, notes)
+    except (CheckpointError, StorageError):
+        if not is_new or (found := _arriving(directory)) is None:
+            raise
+        return found
+    return _arriving(directory) or TokenStore(directory)
+
+
+def _fill(staging: Path, examples: Iterable[Tokenised], notes: Callable[[], dict[str, Any]]) -> None:
+    # Any: JSON values
     bounds, origin_bounds = array.array("q", [0]), array.array("q", [0])
     learned, values = array.array("i"), array.array("d")
     largest = columns = 0
-    is_new = open_store(directory) is None
-    with contextlib.suppress(_QuickerError), new_directory(directory, replace=True) as staging:
-        with (staging / "tokens.bin").open("wb") as tokens, (staging / "origins.bin").open("wb") as origins:
-            for example in examples:
-                ids = np.asarray(example.tokens, dtype=np.uint32)
-                marks = np.asarray(example.supervised, dtype=bool)
-                tokens.write((ids | (marks * LEARNED)).tobytes())
-                origin = example.origin.encode()
-                origins.write(origin)
-                bounds.append(bounds[-1] + len(ids))
-                origin_bounds.append(origin_bounds[-1] + len(origin))
-                largest = max(largest, int(ids.max()))
-                learned.append(int(np.count_nonzero(marks[1:])))
-                values.extend(example.values)
-                columns = len(example.values)
-        write_chunks(staging / "bounds.bin", [np.asarray(bounds, dtype=np.int64).tobytes()])
-        write_chunks(staging / "origin_bounds.bin", [np.asarray(origin_bounds, dtype=np.int64).tobytes()])
-        write_chunks(staging / "learned.bin", [np.asarray(learned, dtype=np.int32).tobytes()])
-        write_chunks(staging / "values.bin", [np.asarray(values, dtype=np.float64).tobytes()])
-        sizes = {path.name: path.stat().st_size for path in sorted(staging.glob("*.bin"))}
-        meta = {"sizes": sizes, "largest": largest, "columns": columns, "notes": notes()}
-        write_json(staging / "meta.json", meta)
-        if is_new and open_store(directory) is not None:
-            raise _QuickerError
+    with (staging / "tokens.bin").open("wb") as tokens, (staging / "origins.bin").open("wb") as origins:
+        for example in examples:
+            ids = np.asarray(example.tokens, dtype=np.uint32)
+            marks = np.asarray(example.supervised, dtype=bool)
+            tokens.write((ids | (marks * LEARNED)).tobytes())
+            origin = example.origin.encode()
+            origins.write(origin)
+            bounds.append(bounds[-1] + len(ids))
+            origin_bounds.append(origin_bounds[-1] + len(origin))
+            largest = max(largest, int(ids.max()))
+            learned.append(int(np.count_nonzero(marks[1:])))
+            values.extend(example.values)
+            columns = len(example.values)
+    write_chunks(staging / "bounds.bin", [np.asarray(bounds, dtype=np.int64).tobytes()])
+    write_chunks(staging / "origin_bounds.bin", [np.asarray(origin_bounds, dtype=np.int64).tobytes()])
+    write_chunks(staging / "learned.bin", [np.asarray(learned, dtype=np.int32).tobytes()])
+    write_chunks(staging / "values.bin", [np.asarray(values, dtype=np.float64).tobytes()])
+    sizes = {path.name: path.stat().st_size for path in sorted(staging.glob("*.bin"))}
+    meta = {"sizes": sizes, "largest": largest, "columns": columns, "notes": notes()}
+    write_json(staging / "meta.json", meta)
+
+
+def _arriving(directory: Path) -> TokenStore | None:
+    """A store that some process puts there right now."""
     for _ in range(_TRIES):
         if (found := open_store(directory)) is not None:
             return found
-        time.sleep(0.02)  # a third process puts the same store there right now
-    return TokenStore(directory)
-
-
-class _QuickerError(Exception):
-    """Another process has written this store."""
+        time.sleep(0.02)
+    return None
 
 
 def open_store(directory: Path) -> TokenStore | None:

@@ -87,15 +87,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += losses.sum() if row_weight is None else torch.dot(losses, row_weight)
                 if grad is not None:
                     gradients.add(span, grad, x, head)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(
+            # a sum that is not divided yet may be too large for float16
             *(
-                None if grad is None or tensor is None else grad.to(tensor.dtype)
-                for grad, tensor in zip(gradients.tensors(), (hidden, weight, bias), strict=True)
+                grad if grad is None or dtype == torch.float16 else grad.to(dtype)
+                for grad, dtype in zip(gradients.tensors(), ctx.dtypes, strict=True)
             )
         )
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
-        grads = [None if grad is None else (grad * upstream).to(grad.dtype) for grad in ctx.saved_tensors]
+        grads = [
+            None if grad is None else (grad * upstream).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
         return (*grads, None, None, None, None)

@@ -16,8 +16,12 @@ class AdamW(torch.optim.AdamW):
     grad_scale: torch.Tensor | None = None  # gradients are divided by it
     found_inf: torch.Tensor | None = None  # at 1, a step changes nothing
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; there is no loss to return."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; the loss, where a closure computes it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         set_aside = []
         for group in self.param_groups:
             large = [p for p in group["params"] if self._is_large(p)]
@@ -26,9 +30,10 @@ class AdamW(torch.optim.AdamW):
             for p in large:
                 set_aside.append((p, p.grad))
                 p.grad = None
-        super().step(closure)
+        super().step()
         for p, grad in set_aside:
             p.grad = grad
+        return loss
 
     def _is_large(self, p: torch.Tensor) -> bool:
         return (

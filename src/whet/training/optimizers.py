@@ -69,7 +69,9 @@ def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:
 
 def divides_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer can divide gradients as it reads them, which saves a pass over all of them."""
-    return isinstance(optimizer, torch.optim.Adam)
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    # the kernels for other devices read no divisor in all versions of torch
+    return isinstance(optimizer, torch.optim.Adam) and devices <= {"cpu", "cuda"}
 
 
 def masked_step(
@@ -87,4 +89,5 @@ def masked_step(
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.zero_grad(set_to_none=True)

@@ -63,6 +63,7 @@ class Stepper(abc.ABC):
         self.gradients = GradientSum(self.trained, world)
         self.neighbours = NeighbourGradients(self.trained, world)
         self.matched = is_sharded(self.learner)
+        self.divides_itself = divides_itself(self.optimizer) and not self.matched
         self.state = RunState()
         if self.precision.compute == torch.float16:
             self.state.loss_scale.value = 2.0**16
@@ -184,7 +185,7 @@ class Stepper(abc.ABC):
         rescale(gradients, 1.0 / self.state.loss_scale.value)
         norm = total_norm(gradients)
         limit, divisor = self.config.optim.clip, None
-        if limit is not None and divides_itself(self.optimizer) and not self.matched:
+        if limit is not None and self.divides_itself and norm.dtype == torch.float32:
             divisor = excess(norm, limit)
         elif limit is not None:
             clip(gradients, limit, norm)
