@@ -28,7 +28,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.models.initialise import from_scratch
 from whet.models.presets import preset_spec
 from whet.objectives.sft import SFT
-from whet.training.compiling import compile_blocks
+from whet.training.compiling import compile_blocks, first_batch
 from whet.training.eight_bits import use_fp8
 from whet.training.trainer import Trainer
 
@@ -93,9 +93,7 @@ def ours(folder, stream, steps, device, kind):
     if kind == "whet-fp8":
         use_fp8(model, "full")
     if device.type == "cuda" and kind != "whet":
-        position = stream.state()
-        compile_blocks(model, next(stream)[0], precision)
-        stream.seek(position)
+        compile_blocks(model, first_batch(stream), precision)
     config = make_config(
         {
             "model": "random",

@@ -186,7 +186,7 @@ def whet_run(shape, method, rows, who, found):
     from whet.models.decoder import Decoder
     from whet.objectives.sft import SFT
     from whet.training.callbacks import NumbersOnly
-    from whet.training.compiling import compile_blocks
+    from whet.training.compiling import compile_blocks, first_batch
     from whet.training.eight_bits import use_fp8
     from whet.training.trainer import Trainer
 
@@ -224,9 +224,7 @@ def whet_run(shape, method, rows, who, found):
         rows or None, None if rows else RAGGED_TOKENS, (rows * LENGTH) or RAGGED_TOKENS, pack=not rows
     )
     stream = BatchStream(examples, full, seed=0)
-    start = stream.state()
-    print("compile:", compile_blocks(model, next(stream)[0], precision))
-    stream.seek(start)
+    print("compile:", compile_blocks(model, first_batch(stream), precision))
 
     class Clock(NumbersOnly):
         def on_step_end(self, step, metrics):

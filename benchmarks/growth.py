@@ -30,7 +30,7 @@ from whet.models import families
 from whet.models.decoder import Decoder
 from whet.objectives.sft import SFT
 from whet.training.callbacks import NumbersOnly
-from whet.training.compiling import compile_blocks
+from whet.training.compiling import compile_blocks, first_batch
 from whet.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
@@ -120,9 +120,7 @@ def measure(model, sizes):
     clock = Clock()
     stream = BatchStream(examples, StepSettings(count, None, sizes["batch"], pack=False), seed=0)
     precision = choose_precision("bf16-pure", torch.device("cuda"))
-    start = stream.state()
-    compile_blocks(model, next(stream)[0], precision)
-    stream.seek(start)
+    compile_blocks(model, first_batch(stream), precision)
     Trainer(model, SFT(), stream, config, [clock], precision=precision).fit()
     median = sorted(clock.times)[len(clock.times) // 2]
     return {

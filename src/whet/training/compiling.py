@@ -1,5 +1,7 @@
 """torch.compile, layer by layer, with a way back."""
 
+from typing import Any
+
 import torch
 
 from whet.data.batches import Batch
@@ -9,6 +11,14 @@ from whet.training.ahead import device_random, restore_device_random
 from whet.training.evaluation import in_precision
 
 _MOST_GRAPHS = 64
+
+
+def first_batch(stream: Any) -> Batch:  # Any: whatever has a state that it can seek
+    """The first micro-batch of a stream of steps, which stays where it is."""
+    before = stream.state()
+    batch: Batch = next(stream)[0]
+    stream.seek(before)
+    return batch
 
 
 def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> str:

@@ -33,7 +33,7 @@ from whet.ops.attention import describe_backend
 from whet.parallel.group import SOLO, World
 from whet.parallel.shard import gathered, whole_on_main
 from whet.training.callbacks import Callback, Metrics
-from whet.training.compiling import compile_blocks
+from whet.training.compiling import compile_blocks, first_batch
 from whet.training.eight_bits import use_fp8
 from whet.training.mix_data import MixData
 from whet.training.provenance import weights_digest
@@ -192,10 +192,7 @@ class TextWork(Work):
         """What a run begins with; a few tokens where that is not known yet, or the model is to be cut."""
         if not hasattr(self, "stream") or self.config.parallel.kind == "fsdp":
             return make_batch([[Example([0] * 9, [True] * 9, "a trial")]])
-        before = self.stream.state()
-        batch: Batch = next(self.stream)[0]
-        self.stream.seek(before)
-        return batch
+        return first_batch(self.stream)
 
     def _untrained(self, dtype: torch.dtype) -> LanguageModel:
         config, name = self.config, self.config.language_model
