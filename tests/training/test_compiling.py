@@ -1,5 +1,6 @@
 """Compiled layers are whole graphs, and after the first steps nothing is compiled again."""
 
+import copy
 import json
 import os
 import subprocess
@@ -23,6 +24,13 @@ from whet.training.compiling import compile_blocks
 from whet.training.run import assembled
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+compiled = torch.nn.Module.compile
+
+
+def eagerly(layer):
+    compiled(layer, backend="eager", fullgraph=True, dynamic=True)
 
 
 class Graphs(Callback):
@@ -50,6 +58,36 @@ def test_a_layer_is_one_graph(name, adapted):
     for layer in decoder.layers:
         layer.compile(backend="eager", fullgraph=True, dynamic=True)  # fullgraph: a break is an error
     decoder.hidden(torch.arange(8)[None]).float().sum().backward()
+
+
+@pytest.mark.parametrize("trained", [[0, 1, 2], [1, 2], []], ids=str)
+def test_one_graph_serves_all_layers_with_adapters_and_no_gradient_goes_below_them(monkeypatch, trained):
+    blocks, settings = MODELS["all-grouped"]
+    plain = make_model((blocks * 3)[:3], **settings)
+    decoder = copy.deepcopy(plain)
+    for model in (plain, decoder):
+        torch.manual_seed(0)
+        whet.attach_lora(model, rank=2)
+        for layer in {0, 1, 2} - {*trained}:
+            model.layers[layer].requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data.normal_()
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: eagerly(self))
+    counters.clear()
+    torch._dynamo.reset()
+    batch = make_batch([[Example(list(range(9)), [True] * 9, "")]])
+    if not trained:  # nothing to compile a backward pass for: the layers stay as they are
+        plain.norm.weight.requires_grad_()
+        decoder.norm.weight.requires_grad_()
+    assert compile_blocks(decoder, batch, choose_precision("fp32", decoder.device)).startswith("on")
+    assert counters["stats"]["unique_graphs"] == {3: 1, 2: 3, 0: 1}[len(trained)]
+    for model in (plain, decoder):
+        model.hidden(batch.tokens).square().sum().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3)
+    assert {int(name.split(".")[1]) for name in found if name.startswith("layers")} == {*trained}
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -136,4 +174,4 @@ def test_a_second_process_finds_what_the_first_has_compiled(tiny_directory, tmp_
 
     assert found()["autograd_cache_miss"] > 0
     again = found()
-    assert again["autograd_cache_hit"] == again["total"]
+    assert again["autograd_cache_hit"] == again["total"] == 1  # all layers share a graph

@@ -130,6 +130,8 @@ class Decoder(LanguageModel):
         self, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, cache: KeyValueCache | None
     ) -> torch.Tensor:
         x = self._embed(tokens, positions)
+        if self.input_has_gradient and torch.is_grad_enabled():
+            x.requires_grad_()
         turns = rotations(self.spec.attentions, positions, dtype=x.dtype, known=self._frequencies)
         slopes = slopes_of(self.spec, x, known=self._alibi)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()

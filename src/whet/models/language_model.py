@@ -18,6 +18,7 @@ class LanguageModel(Trainable):
     """A causal language model as two things: hidden states, and the head that reads them."""
 
     grad_checkpoint: bool  # recompute activations in the backward pass
+    input_has_gradient = False  # of the first layer, even where nothing before it is trained
     source: Path | None = None  # the directory it was loaded from
 
     @abc.abstractmethod
