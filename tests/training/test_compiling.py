@@ -18,9 +18,11 @@ from whet.config.load import make_config
 from whet.data.batches import make_batch
 from whet.data.examples import Example
 from whet.hardware import choose_precision
+from whet.objectives.sft import SFT
 from whet.training import work
 from whet.training.callbacks import Callback
 from whet.training.compiling import compile_blocks
+from whet.training.evaluation import in_precision
 from whet.training.run import assembled
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -139,6 +141,42 @@ def test_steps_of_other_shapes_compile_nothing_new(tiny_directory, tmp_path, dev
     assert graphs.before > 0
     assert graphs.compiled[0] == graphs.before  # the layers were tried on the first step's batch
     assert graphs.compiled[2:] == [graphs.compiled[2]] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_compiled_gradients_are_as_near_to_the_exact_ones(tiny, device, adapted):
+    """In bf16 beside fp32 weights; exact are those of float64."""
+    torch._dynamo.reset()
+    model, _ = tiny
+    if adapted:
+        whet.attach_lora(model, rank=4)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data.normal_(std=0.1)
+    else:
+        model.requires_grad_()
+    torch.manual_seed(0)
+    batch = make_batch([[Example(torch.randint(0, 200, (33,)).tolist(), [True] * 33, "")] for _ in range(4)])
+
+    def gradients(dtype, precision, compiled):
+        copied = copy.deepcopy(model).to(device, dtype).train()
+        given, chosen = batch.to(copied.device), choose_precision(precision, copied.device)
+        if compiled:
+            assert compile_blocks(copied, batch, chosen).startswith("on")
+        with in_precision(chosen, copied.device):
+            SFT().loss(copied, given).sums["loss"].backward()
+        found = [p.grad.double().flatten().cpu() for p in copied.parameters() if p.grad is not None]
+        return torch.cat(found)
+
+    exact = gradients(torch.float64, "fp32", compiled=False)
+    plain, compiled = (
+        (gradients(torch.float32, "bf16", compiled=each) - exact).norm() / exact.norm()
+        for each in (False, True)
+    )
+    assert plain < 0.04
+    assert compiled < 1.25 * plain
 
 
 COMPILE_ONCE = """
