@@ -48,6 +48,8 @@ def test_a_run_ends_with_its_summary_line(cli, config):
     assert len(found["final_loss"].split(".")[1]) == 6
     assert len(found["last_router_entropy"].split(".")[1]) == 4
     assert "whet chat" not in out
+    assert "3 steps, 96 rows in" in out
+    assert "rows/s" in err
 
 
 def test_a_dry_run_says_and_writes_the_same_without_a_model(cli, config, tmp_path):

@@ -108,6 +108,12 @@ def test_a_missing_file_is_named(tmp_path):
         load_config(tmp_path / "none.yaml")
 
 
+def test_an_override_where_the_file_should_be_is_explained():
+    with pytest.raises(ConfigError, match="run.steps=3 does not exist") as caught:
+        load_config("run.steps=3")
+    assert caught.value.hint == "the config file comes first, KEY=VALUE after it"
+
+
 def test_the_resolved_config_reads_back_equal(tmp_path):
     data = {"train": "a.jsonl", "valid": "b.jsonl"}
     config = make_config({**GOOD, "data": data, "eval": {"early_stop": {}}, "method": {"layers": [0, 1]}})

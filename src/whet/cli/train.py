@@ -136,8 +136,9 @@ def _shown(run: "Callable[[list[Callback]], RunResult]") -> int:
     summary = result.summary
     if summary.get("test"):
         say(f"test: {describe(summary['test'])}")
+    unit = "rows" if "quality" in summary else "tokens"
     say(
-        f"{result.steps} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s; "
+        f"{result.steps} steps, {summary['tokens']:,} {unit} in {summary['seconds']:.0f} s; "
         f"result in {result.directory}/final"
     )
     if "quality" in summary:

@@ -49,7 +49,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         values = yaml.load(path.read_text(), Loader=_Loader)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
+        hint = "the config file comes first, KEY=VALUE after it" if "=" in path.name else None
+        raise ConfigError(f"{path} does not exist", hint=hint) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -33,7 +33,7 @@ def chunk_rows(weight: torch.Tensor, *, trained: bool = False) -> int:
 
 def spans(count: int, rows: int) -> Iterator[slice]:
     """Chunks of about one size, at most so many rows; in a plan two, since all take the same memory."""
-    if 0 < rows < count:
+    if rows < count:
         even = -(-count // -(-count // rows))
         rows = min(rows, even + -even % _ALIGNED if rows > _ALIGNED else even)
     end = min(count, 2 * rows) if is_plan() else count

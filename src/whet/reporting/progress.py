@@ -13,6 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from whet.config.quality import Quality
 from whet.training.callbacks import Metrics, NumbersOnly
 
 if TYPE_CHECKING:
@@ -29,10 +30,12 @@ class RunProgress(NumbersOnly):
         self.console = console
         self.bar: Progress | None = None
         self.total = 0
+        self.unit = "tok"
 
     def on_train_begin(self, run: "Trainer") -> None:
         """Open the bar."""
         self.total = run.total_steps
+        self.unit = "rows" if isinstance(run.config.model, Quality) else "tok"
         self.started_at, self.started = run.state.step, time.perf_counter()
         if not self.console.is_terminal:
             return
@@ -53,13 +56,15 @@ class RunProgress(NumbersOnly):
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Move the bar, or print a line now and then."""
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, loss=f"{metrics['loss']:.4f}", speed=_speed(metrics))
+            self.bar.update(
+                self.task, completed=step, loss=f"{metrics['loss']:.4f}", speed=self._speed(metrics)
+            )
         elif step in (1, self.total) or step % max(1, self.total // _PLAIN_LINES) == 0:
             done = step - self.started_at
             left = (time.perf_counter() - self.started) / done * (self.total - step)
             self.console.print(
                 f"step {step}/{self.total}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.3g}  "
-                f"{_speed(metrics)}  {metrics['peak_gib']:.2f} GiB  {left:.0f} s left",
+                f"{self._speed(metrics)}  {metrics['peak_gib']:.2f} GiB  {left:.0f} s left",
                 highlight=False,
             )
 
@@ -71,17 +76,16 @@ class RunProgress(NumbersOnly):
         """Close the bar."""
         self.close()
 
+    def _speed(self, metrics: Metrics) -> str:
+        """Tokens or rows a second, and what share of the device that takes, where its peak is known."""
+        share = f"  {metrics['mfu']:.0%} MFU" if "mfu" in metrics else ""
+        return f"{metrics['tokens_per_s']:.0f} {self.unit}/s{share}"
+
     def close(self) -> None:
         """Leave the terminal as it was, also after an error."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-
-
-def _speed(metrics: Metrics) -> str:
-    """Tokens a second, and what share of the device that takes, where its peak is known."""
-    share = f"  {metrics['mfu']:.0%} MFU" if "mfu" in metrics else ""
-    return f"{metrics['tokens_per_s']:.0f} tok/s{share}"
 
 
 def describe(metrics: Metrics) -> str:
