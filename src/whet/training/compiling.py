@@ -36,8 +36,8 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     # a layer's numbers, such as an adapter's scale, never change: they are no inputs of its graph
     torch._dynamo.config.specialize_float = True
-    # with an input like that of the others, the first layer shares their graph; its gradient costs a
-    # thousandth of a step, and nothing flows into layers that do not train
+    # with an input like that of the others, the first layer shares their graph; its gradient costs
+    # one or two thousandths of a step, and nothing flows into layers that do not train
     model.input_has_gradient = any(parameter.requires_grad for parameter in blocks[0].parameters())
     random, training = device_random(model.device), model.training
     try:
