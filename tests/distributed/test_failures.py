@@ -50,19 +50,25 @@ def nobody_left(processes):
     [
         ("raise", "rank 1 failed at step 4, between steps, after .*: ValueError: a bad thing", 0),
         # its last sign is up to a tenth of a second old, and may come from within a collective
-        ("kill", r"rank 1 \(process \d+ on .*\) died at step 4, (between steps, after|in) .*", 0),
-        ("hang", "rank 1 hangs at step 4, between steps, after .*, for [4-9] s .*rank 0 is at step 4, .*", 4),
+        ("kill", r"rank 1 \(process \d+ on .*\) died at step 4, (?:between steps, after|in) .*", 0),
+        (
+            "hang",
+            r"rank 1 hangs at step 4, between steps, after .*, for (\d+) s .*rank 0 is at step 4, .*",
+            2,
+        ),
     ],
 )
 def test_trouble_on_one_rank_is_the_end_of_the_command(tiny_directory, tmp_path, kind, said, limit_s):
-    path = config(tiny_directory, tmp_path, timeout=4)
+    path = config(tiny_directory, tmp_path, timeout=2)
     codes, took, log = run_command(2, ["train", str(path)], out=tmp_path, trouble=(1, 5, kind))
     assert took < limit_s + 15
     assert codes[0] == 1
     # a rank that hangs ends by itself when it has read why, and is killed when that takes too long
     assert codes[1] in {"raise": [1], "kill": [-signal.SIGKILL], "hang": [1, -signal.SIGKILL]}[kind]
     (message,) = errors_in(tmp_path / "log")
-    assert re.fullmatch(f"error: {said}", message), message
+    found = re.fullmatch(f"error: {said}", message)
+    assert found, message
+    assert all(limit_s <= int(seconds) <= round(took) for seconds in found.groups())
     assert "Traceback" not in log
 
 

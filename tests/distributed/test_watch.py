@@ -12,7 +12,7 @@ import pytest
 from distributed.ranks import SERVER, joined
 
 LIMIT_S = 3.0
-SLACK_S = 10.0  # for the machine to be busy
+SLACK_S = 3.0  # for the machine to be busy
 STEPS = 10**6
 
 
@@ -94,10 +94,10 @@ def run(tmp_path, trouble, *, at, world=2):
             r"failed at step 11, the forward pass, after the sum of gradients: ValueError: a bad record$",
             0,
         ),
-        ("kill", r"died at step (8|9|1.), .*the sum of gradients$", 0),
-        pytest.param("leave", r"died at step (8|9|1.), .*the sum of gradients$", 0, marks=pytest.mark.slow),
-        ("stop", r"gave no sign for 3 s, at step (8|9|1.), .*the sum of gradients$", LIMIT_S),
-        ("sleep", r"hangs at step 11, the forward pass, after the sum of gradients, for [3-9] s", LIMIT_S),
+        ("kill", r"died at step (?:8|9|1.), .*the sum of gradients$", 0),
+        pytest.param("leave", r"died at step (?:8|9|1.), .*the sum of gradients$", 0, marks=pytest.mark.slow),
+        ("stop", r"gave no sign for 3 s, at step (?:8|9|1.), .*the sum of gradients$", LIMIT_S),
+        ("sleep", r"hangs at step 11, the forward pass, after the sum of gradients, for (\d+) s", LIMIT_S),
     ],
 )
 def test_trouble_on_one_rank_ends_all_and_is_said_once(tmp_path, trouble, said, limit_s, rank):
@@ -105,7 +105,9 @@ def test_trouble_on_one_rank_ends_all_and_is_said_once(tmp_path, trouble, said, 
     assert took < limit_s + SLACK_S
     messages = [line for line in log.splitlines() if line.startswith("error: ")]
     assert len(messages) == 1, log
-    assert re.search(said, messages[0])
+    found = re.search(said, messages[0])
+    assert found, messages[0]
+    assert all(limit_s <= int(seconds) <= round(took) for seconds in found.groups())
     assert messages[0].startswith(f"error: rank {rank} ")
     assert 0 not in (codes if trouble != "leave" else codes[:rank] + codes[rank + 1 :])
     assert None not in codes

@@ -1,6 +1,7 @@
 """Compiled layers are whole graphs, and after the first steps nothing is compiled again."""
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import whet
 from models.test_pieces import MODELS
 from models.test_pieces import model as make_model
 from tiny import run_config
+from tiny_adapters import shake
 from whet.config.load import make_config
 from whet.data.batches import make_batch
 from whet.data.examples import Example
@@ -26,13 +28,6 @@ from whet.training.evaluation import in_precision
 from whet.training.run import assembled
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-compiled = torch.nn.Module.compile
-
-
-def eagerly(layer):
-    compiled(layer, backend="eager", fullgraph=True, dynamic=True)
 
 
 class Graphs(Callback):
@@ -65,23 +60,17 @@ def test_a_layer_is_one_graph(name, adapted):
 @pytest.mark.parametrize("trained", [[0, 1, 2], [1, 2], []], ids=str)
 def test_one_graph_serves_all_layers_with_adapters_and_no_gradient_goes_below_them(monkeypatch, trained):
     blocks, settings = MODELS["all-grouped"]
-    plain = make_model((blocks * 3)[:3], **settings)
+    plain = shake(whet.attach_lora(make_model((blocks * 3)[:3], **settings), rank=2))
+    for layer in {0, 1, 2} - {*trained}:
+        plain.layers[layer].requires_grad_(False)
+    plain.norm.weight.requires_grad_()  # so that there is a backward pass in any case
     decoder = copy.deepcopy(plain)
-    for model in (plain, decoder):
-        torch.manual_seed(0)
-        whet.attach_lora(model, rank=2)
-        for layer in {0, 1, 2} - {*trained}:
-            model.layers[layer].requires_grad_(False)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.data.normal_()
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: eagerly(self))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager")
+    )
     counters.clear()
     torch._dynamo.reset()
     batch = make_batch([[Example(list(range(9)), [True] * 9, "")]])
-    if not trained:  # nothing to compile a backward pass for: the layers stay as they are
-        plain.norm.weight.requires_grad_()
-        decoder.norm.weight.requires_grad_()
     assert compile_blocks(decoder, batch, choose_precision("fp32", decoder.device)).startswith("on")
     assert counters["stats"]["unique_graphs"] == {3: 1, 2: 3, 0: 1}[len(trained)]
     for model in (plain, decoder):
@@ -151,10 +140,7 @@ def test_compiled_gradients_are_as_near_to_the_exact_ones(tiny, device, adapted)
     torch._dynamo.reset()
     model, _ = tiny
     if adapted:
-        whet.attach_lora(model, rank=4)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.data.normal_(std=0.1)
+        shake(whet.attach_lora(model, rank=4))
     else:
         model.requires_grad_()
     torch.manual_seed(0)
