@@ -17,7 +17,7 @@ def test_outputs_are_as_the_compiler_expects_them(rows, biased):
         torch.ops.whet.lora_output.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
     expected = flat @ weight.T + 0.5 * low @ b.T + (0 if bias is None else bias)
-    torch.testing.assert_close(product._output(*arguments), expected)
+    torch.testing.assert_close(product.lora_output(*arguments), expected)
 
 
 def test_gradients_are_as_the_compiler_expects_them():
@@ -34,4 +34,4 @@ def test_gradients_are_as_the_compiler_expects_them():
         test_utils=("test_schema", "test_faketensor"),
     )
     expected = low @ a + 2 * grads[0] @ weights[0]
-    torch.testing.assert_close(product._input_gradient(low, a, grads, weights), expected)
+    torch.testing.assert_close(product.lora_input_gradient(low, a, grads, weights), expected)

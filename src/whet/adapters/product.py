@@ -1,12 +1,13 @@
 """The hot path of adapters: base products and low-rank updates of layers that read one input."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from whet.ops.linear import linear
+from whet.ops.operation import operation
 
 
 class Quantised(Protocol):
@@ -74,7 +75,7 @@ class _Products(torch.autograd.Function):
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
                 output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], plain)
-                y = _run(_output, *output)
+                y = lora_output(*output)
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(flat, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
@@ -95,7 +96,7 @@ class _Products(torch.autograd.Function):
             grad_low = scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=1)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
-                grad_x = _run(_input_gradient, grad_low, _joined(a_parts, flat.dtype), grads, weights)
+                grad_x = lora_input_gradient(grad_low, _joined(a_parts, flat.dtype), grads, weights)
                 grad_x = grad_x.view(ctx.shape).to(ctx.dtype)
             grads_a = (grad_low.T @ flat).to(a_parts[0].dtype).split(ranks)
             grads_b = [
@@ -123,7 +124,10 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts))).to(dtype)
 
 
-def _output(
+# Compiled, an in-place product would become one that copies its sum first, which costs a twentieth of a step
+# on a GPU: so these are operations
+@operation(lambda flat, weight, *_: flat.new_empty(flat.shape[0], weight.shape[0]))
+def lora_output(
     flat: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -140,7 +144,8 @@ def _output(
     return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
 
 
-def _input_gradient(
+@operation(lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1]))
+def lora_input_gradient(
     grad_low: torch.Tensor, a: torch.Tensor, grads: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> torch.Tensor:
     """What all the layers' outputs say about their input, added in place."""
@@ -148,31 +153,3 @@ def _input_gradient(
     for grad, weight in zip(grads, weights, strict=True):
         total.addmm_(grad, weight)
     return total
-
-
-# Compiled, an in-place product would become one that copies its sum first, which costs a twentieth of a step
-# on a GPU. So the compiler sees each of these functions as one operation. (By a library, since a call of a
-# `custom_op` takes three times as long, and there are eleven of them in a layer.)
-_LIBRARY = torch.library.Library("whet", "FRAGMENT")
-
-
-def _operation(function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
-    name = f"lora{function.__name__}"
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"whet::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.whet, name).default  # Any: torch's operations
-
-
-_OPERATIONS = {
-    _output: _operation(_output, lambda flat, weight, *_: flat.new_empty(flat.shape[0], weight.shape[0])),
-    _input_gradient: _operation(
-        _input_gradient, lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1])
-    ),
-}
-
-
-def _run(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:  # Any: what it takes
-    """Call one of the functions above, as one operation while compiling."""
-    found: torch.Tensor = (_OPERATIONS[function] if torch.compiler.is_compiling() else function)(*arguments)
-    return found
