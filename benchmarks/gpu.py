@@ -51,7 +51,8 @@ CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which 
 }
 COMPILED_AT_ONCE = 4
 RAGGED_TOKENS = 16384  # of a step of ragged texts, packed
-RAGGED_ROWS = 16  # texts in a peer's step, padded to the longest: with twice as many, full logits do not fit
+# texts in a peer's step, padded to the longest: with twice as many, logits do not fit into the memory
+RAGGED_ROWS = {"1b": 8, "135m": 32}
 RAGGED_MEAN, RAGGED_MOST = 200, 2048
 PEERS = ("transformers", "liger")
 WHO = {
@@ -121,7 +122,7 @@ def measure(case, who, steps, *, profile):
     run = whet_run if who.startswith("whet") else peer_run
     warmup = WARMUP if rows else 3 * WARMUP
     found = Steps(warmup + 1, steps, profile=profile)
-    run(SHAPES[shape], method, rows, who, found)
+    run(shape, method, rows, who, found)
     times, useful = found.times[warmup + 1 :][:steps], found.tokens[warmup + 1 :][:steps]
     median = statistics.median(times)
     return {
@@ -173,7 +174,7 @@ class Steps:
         self.before = time.perf_counter()
 
 
-def whet_run(shape, method, rows, who, found):
+def whet_run(name, method, rows, who, found):
     """whet's Trainer, as `whet train` runs it."""
     import torch
 
@@ -191,9 +192,9 @@ def whet_run(shape, method, rows, who, found):
     from whet.training.eight_bits import use_fp8
     from whet.training.trainer import Trainer
 
-    name = "bf16" if who == "whet-fp32-master" else "bf16-pure"
+    shape, kind = SHAPES[name], "bf16" if who == "whet-fp32-master" else "bf16-pure"
     device = torch.device("cuda")
-    precision = choose_precision(name, device)
+    precision = choose_precision(kind, device)
     config = {"model_type": "llama", **shape, **COMMON}
     dtype = precision.frozen if method == "lora" else precision.trained
     torch.manual_seed(0)
@@ -217,7 +218,7 @@ def whet_run(shape, method, rows, who, found):
             "method": {"kind": method},
             "data": {"train": "none"},
             "optim": {"name": "adamw", "lr": 1e-5, "clip": 1.0, "schedule": "constant", "warmup": 0},
-            "run": {"name": "bench", "steps": 1000, "batch_size": 1, "precision": name, "device": "cuda"},
+            "run": {"name": "bench", "steps": 1000, "batch_size": 1, "precision": kind, "device": "cuda"},
         }
     )
     examples = [Example(row, [True] * len(row), "random") for row in texts(shape["vocab_size"], rows)]
@@ -234,7 +235,7 @@ def whet_run(shape, method, rows, who, found):
     Trainer(model, SFT(), stream, config, [Clock()], total_steps=found.total, precision=precision).fit()
 
 
-def peer_run(shape, method, rows, who, found):
+def peer_run(name, method, rows, who, found):
     """What people write around transformers and PEFT."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -244,7 +245,7 @@ def peer_run(shape, method, rows, who, found):
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    config = LlamaConfig(**shape, **COMMON, attn_implementation="sdpa", use_cache=False)
+    config = LlamaConfig(**SHAPES[name], **COMMON, attn_implementation="sdpa", use_cache=False)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -259,7 +260,7 @@ def peer_run(shape, method, rows, who, found):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     rows_of = [torch.from_numpy(text[:-1]) for text in texts(config.vocab_size, rows)]
-    size = rows or RAGGED_ROWS
+    size = rows or RAGGED_ROWS[name]
     place = itertools.cycle(range(0, len(rows_of) - size + 1, size))
 
     for _ in range(found.total):

@@ -87,7 +87,7 @@ def main():
             started = time.perf_counter()
             rows.append({"what": what, "size": size, **measure(built[key], sizes_now)})
             print(json.dumps(rows[-1]), f"{time.perf_counter() - started:.1f} s", flush=True)
-        RESULT.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+            RESULT.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
     draw(rows, RESULT.with_suffix(".png"))
 
 
