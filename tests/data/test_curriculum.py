@@ -135,7 +135,11 @@ def test_records_are_ranked_by_a_field(tiny_directory, tmp_path):
     path.write_text("\n".join(json.dumps({"text": f"text {n}", "hardness": n % 10}) for n in range(40)))
     config = run_config(
         tiny_directory, tmp_path,
-        data={"train": str(path), "valid": None, "curriculum": {"kind": "difficulty", "score": "hardness"}},
+        data={
+            "train": str(path),
+            "valid": "synth:house-valid:4",  # without that field: they are in no order
+            "curriculum": {"kind": "difficulty", "score": "hardness"},
+        },
         run={"steps": 4, "batch_size": 4},
     )  # fmt: skip
     assert whet.train(config).steps == 4

@@ -239,6 +239,15 @@ def test_a_table_gives_json_and_no_nulls(tmp_path):
     assert [record.origin for record in read_records(path)] == [f"{path}#1", f"{path}#2"]
 
 
+def test_objects_of_a_table_have_only_the_keys_they_were_given(tmp_path):
+    def chat(**arguments):
+        call = {"type": "function", "function": {"name": "tool", "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    rows = [chat(city="Paris"), chat(lamp="hall", levels=[1, None, 3])]
+    assert fields(write(tmp_path, "a.parquet", as_parquet(rows))) == rows
+
+
 def test_a_table_with_broken_text_names_the_row(tmp_path):
     good = pyarrow.array(["a", "bad", "c"])
     buffers = good.buffers()

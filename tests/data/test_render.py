@@ -1,12 +1,15 @@
 """Which tokens an example has and which of them are learned."""
 
+import copy
 import json
+from datetime import date
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from tiny import TEMPLATE
+from tiny import TEMPLATE, write_tokenizer
 from whet.data.encode import Encoder
 from whet.data.render import Renderer
 from whet.data.sources import Record, read_records
@@ -269,3 +272,48 @@ def test_a_conversation_of_known_roles_is_rendered_once(tiny):
     for _ in range(3):
         make.render(record(messages=CHAT))
     assert len(calls) == 3
+
+
+CODE = [
+    {"role": "user", "content": "  code?"},
+    {"role": "assistant", "content": "  if x:\n    return 1 \n"},
+]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_white_space_is_learned_whatever_the_tokenizer_says_of_its_place(tmp_path, several):
+    write_tokenizer(tmp_path)
+    wanted = Rendered(AutoTokenizer.from_pretrained(tmp_path)).example(record(messages=CODE))
+    path = tmp_path / "tokenizer.json"
+    trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    settings = json.loads(path.read_text())
+    settings["post_processor"] = {"type": "Sequence", "processors": [trimming]} if several else trimming
+    path.write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    before = tokenizer.backend_tokenizer.to_str()
+    found = Rendered(tokenizer).example(record(messages=CODE))
+    assert list(found.tokens) == list(wanted.tokens)
+    assert list(found.supervised) == list(wanted.supervised)
+    assert sum(found.supervised) == len(CODE[1]["content"]) + 1
+    assert tokenizer.backend_tokenizer.to_str() == before, "what is saved with a model stays as it was"
+
+
+def test_a_conversation_may_begin_with_the_assistant(tiny):
+    """As transformers renders it; what it says before anybody asked is read, and not learned."""
+    greeted = [{"role": "assistant", "content": "Hello!"}, *CHAT[1:]]
+    example = renderer(tiny).example(record(messages=greeted))
+    assert learned(tiny, example) == "4<|end|>7, naïve friend<|end|>"
+    assert tiny[1].decode(example.tokens) == tiny[1].apply_chat_template(greeted, tokenize=False)
+    with pytest.raises(DataError, match=r"here.jsonl:7: the assistant says the first message, and no other"):
+        renderer(tiny).example(record(messages=greeted[:2]))
+
+
+def test_a_template_writes_the_day_it_is_told(tiny):
+    tokenizer = copy.deepcopy(tiny[1])
+    asked = '{% if strftime_now is defined %}{{ strftime_now("%d %b %Y") }}{% endif %}'
+    tokenizer.chat_template = asked + TEMPLATE
+    for day in (date(2024, 2, 29), date(2031, 12, 1)):
+        text = Renderer(tokenizer, today=day).render(record(messages=CHAT)).text
+        assert text.startswith(day.strftime("%d %b %Y") + "<|system|>")
+    today = Renderer(tokenizer).render(record(messages=CHAT)).text
+    assert today.startswith(date.today().strftime("%d %b %Y"))

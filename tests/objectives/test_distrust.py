@@ -11,8 +11,10 @@ from tiny import random_examples, run_config
 from whet.data.batches import make_batch
 from whet.data.examples import Example
 from whet.errors import ConfigError, DataError
+from whet.hardware import choose_precision
 from whet.objectives.distrust import Distrust, calibrated_scale, distrust, squared_distance
 from whet.objectives.sft import SFT
+from whet.training.evaluation import evaluate_loss
 
 
 def test_the_published_numbers():
@@ -85,6 +87,20 @@ def test_the_added_term_has_no_gradient(tiny):
     total, added_gradient = gradient(model, Distrust(1.0, mode="additive", scale=0.6), batch())
     assert torch.equal(plain_gradient, added_gradient)
     assert total == pytest.approx(plain + 0.6 * sum(distrust(*v) for v in VALUES) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["weight", "additive"])
+def test_perplexity_is_that_of_the_text(tiny, mode):
+    model, _ = tiny
+    precision = choose_precision("fp32", model.device)
+    plain = evaluate_loss(model, SFT(), [batch()], precision=precision)
+    found = evaluate_loss(model, Distrust(10.0, mode=mode), [batch()], precision=precision)
+    weighted, _ = gradient(model, Distrust(10.0, mode=mode), batch())
+    assert (
+        found["eval_loss"] == pytest.approx(weighted, rel=1e-5) != pytest.approx(plain["eval_loss"], rel=0.01)
+    )
+    assert found["eval_cross_entropy"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+    assert found["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-5)
 
 
 def test_the_scale_can_be_calibrated():

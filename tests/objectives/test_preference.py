@@ -10,6 +10,7 @@ import torch
 
 import whet
 from tiny import run_config
+from whet.config.load import make_config
 from whet.data.batches import make_batch, one_pass
 from whet.data.examples import cut_pairs
 from whet.data.plan import StepSettings
@@ -17,6 +18,7 @@ from whet.data.prepare import Preparation
 from whet.data.sources import open_source
 from whet.errors import ConfigError, DataError
 from whet.objectives.preference import Preference, dpo_loss, ipo_loss, odds_ratio_loss, simpo_loss
+from whet.training.run import assembled
 
 
 def sigmoid(x):
@@ -191,18 +193,68 @@ def test_every_kind_learns_to_prefer_and_resumes_exactly(tiny_directory, tmp_pat
     assert [row["loss"] for row in (*part.history, *rest.history) if "loss" in row] == losses
 
 
-def test_the_gradient_does_not_depend_on_the_cut(tiny_directory, tmp_path):
+@pytest.mark.parametrize("kind", ["orpo", "dpo"])
+def test_no_number_depends_on_the_cut(tiny_directory, tmp_path, kind):
+    path = tmp_path / "uneven.jsonl"
+    pairs = [
+        {"prompt": f"{n}?", "chosen": "yes " * n, "rejected": "no, never " * (9 - n)} for n in range(1, 9)
+    ]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     found = []
-    for name, micro in (("one", 4096), ("many", 600)):
+    for name, micro in (("one", 8192), ("many", 256)):
         config = preference_config(
-            tiny_directory,
-            tmp_path,
-            {"kind": "orpo"},
-            run={"name": name, "micro_batch_tokens": micro, "batch_size": 12, "steps": 1},
-        )
-        found.append(whet.train(config).history[1])
-    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
-    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+            tiny_directory, tmp_path, {"kind": kind},
+            data={"train": str(path), "valid": str(path)},
+            optim={"lr": 3e-2, "warmup": 0},
+            run={"name": name, "micro_batch_tokens": micro, "batch_size": 8, "steps": 3},
+        )  # fmt: skip
+        found.append(whet.train(config).history)
+    assert any(abs(row["kl"]) > 1e-3 for row in found[0] if "kl" in row) == (kind == "dpo")
+    for one, many in zip(*found, strict=True):
+        numbers = {name for name in one if name.startswith(("log", "reward", "eval_", "kl", "loss", "grad"))}
+        for name in numbers - {"eval_s"}:
+            assert one[name] == pytest.approx(many[name], rel=2e-4, abs=2e-6), name
+
+
+@pytest.mark.parametrize("curriculum", [None, {"kind": "difficulty", "score": "n"}])
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_micro_batch_is_as_large_as_allowed(tiny_directory, tmp_path, pack, curriculum):
+    path = tmp_path / "uneven.jsonl"
+    pairs = [
+        {"prompt": "?", "chosen": "y" * n, "rejected": "n" * (2 * n % 37 + 1), "n": n} for n in range(1, 40)
+    ]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config = preference_config(
+        tiny_directory, tmp_path, {"kind": "simpo"},
+        data={"train": str(path), "valid": None, "pack": pack, "curriculum": curriculum},
+        run={"batch_size": 16, "micro_batch_tokens": 150, "steps": 8},
+    )  # fmt: skip
+    with assembled(make_config(config)) as work:
+        sizes = [batch.tokens.numel() for _ in range(8) for batch in next(work.stream)]
+    assert 100 < max(sizes) <= 150
+
+
+def with_other_layers(directory, to):
+    """The same model but for its linear layers."""
+    model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "embed" not in name:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    whet.save(model, tokenizer, to)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_what_is_stored_of_a_reference_is_that_models(tiny_directory, tmp_path, method):
+    """Also where layers are quantised, and so are no parameters."""
+    with_other_layers(tiny_directory, tmp_path / "other")
+    for base in (tiny_directory, tmp_path / "other"):
+        config = preference_config(
+            base, tmp_path, {"kind": "dpo", "beta": 0.5}, method={"kind": method, "rank": 4},
+            run={"name": base.name, "steps": 1},
+        )  # fmt: skip
+        first = whet.train(config).history[0]
+        assert first["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert first["eval_reward_margin"] == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(

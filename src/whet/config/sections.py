@@ -155,7 +155,7 @@ class EarlyStop(Section):
 
     metric: Text = Field(
         "eval_loss",
-        description="what must improve, of an evaluation's row: losses and perplexities fall, all else rises",
+        description="what must improve, of an evaluation's row; losses and divergences fall, scores rise",
     )
     patience: Positive = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as one")

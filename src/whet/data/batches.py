@@ -211,7 +211,8 @@ def rows_batch(
     if settings.pack:
         return make_batch(chosen, token_bytes=token_bytes)
     alone = [[example] for row in chosen for example in row]  # a row each
-    width = settings.padded(max(row[0].length for row in alone))
+    sides = len(chosen[0])  # of a pair, which is planned as a whole
+    width = settings.padded(sides * max(row[0].length for row in alone)) // sides
     return make_batch(alone, width=width, token_bytes=token_bytes)
 
 

@@ -92,7 +92,11 @@ def _row(table: Any) -> Fields | UnicodeDecodeError:  # Any: pyarrow is an optio
 
 
 def _plain(value: Any) -> Any:  # Any: an Arrow value in, a JSON value out
-    """Dates, decimals and the like as text, so that a record is JSON wherever it came from."""
+    """Dates, decimals and the like as text, so that a record is JSON wherever it came from.
+
+    A table gives each of its objects the keys of all others: those that are null are not there.
+    """
     if value is None or isinstance(value, str | int | float):
         return value
-    return json.loads(json.dumps(value, default=lambda odd: None if isinstance(odd, bytes) else str(odd)))
+    text = json.dumps(value, default=lambda odd: None if isinstance(odd, bytes) else str(odd))
+    return json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})

@@ -126,12 +126,12 @@ class EasyToHardStream:
         else:
             budget = self.settings.batch_tokens or 0
             chosen = hard.fill(round(share * budget)) if share else []
-            room = budget - int(lengths_of(chosen).sum())
+            room = budget - sum(length for _, length in chosen)
             chosen += easy.fill(room) if share < 1 else []
             if not chosen:  # the next of both is longer than its share
                 chosen = hard.take(1) if share >= 0.5 else easy.take(1)
-        lengths = lengths_of(chosen)
-        return step_batches(range(len(chosen)), chosen, lengths, self.settings)
+        examples, lengths = zip(*chosen, strict=True)
+        return step_batches(range(len(chosen)), examples, np.array(lengths), self.settings)
 
     def state(self) -> Position:
         """The position, as integers, and a mark of what it is a position in."""
@@ -156,15 +156,15 @@ class _Pool:
         self.position = 0
         self._planned: tuple[int, np.ndarray] | None = None
 
-    def take(self, count: int) -> list[Any]:
-        """The next so many examples."""
-        found = [self.examples[self._place(self.position + ahead)] for ahead in range(count)]
+    def take(self, count: int) -> list[tuple[Any, int]]:
+        """The next so many examples, and the positions each takes."""
+        places = [self._place(self.position + ahead) for ahead in range(count)]
         self.position += count
-        return found
+        return [(self.examples[place], int(self.lengths[place])) for place in places]
 
-    def fill(self, room: int) -> list[Any]:
+    def fill(self, room: int) -> list[tuple[Any, int]]:
         """The next examples, while they fit."""
-        found: list[Any] = []
+        found: list[tuple[Any, int]] = []
         while (length := int(self.lengths[self._place(self.position)])) <= room:
             found += self.take(1)
             room -= length

@@ -1,10 +1,12 @@
 """From text to token ids, many texts at once, on the threads of the Rust tokenizer."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from whet.data.examples import Example
 from whet.data.render import AskedRendering, Rendering
@@ -33,7 +35,7 @@ class Encoder:
             )
         backend.no_truncation()  # a tokenizer.json may ask for both: whet cuts and pads itself
         backend.no_padding()
-        self._backend = backend
+        self._backend = _untrimmed(backend)
         self._eos: int | None = tokenizer.eos_token_id
         # special tokens that the tokenizer puts before and after a text of its own accord
         mask = backend.encode("a", add_special_tokens=True).special_tokens_mask
@@ -124,6 +126,19 @@ class Encoder:
         if eos is not None:
             tokens[size], marks[size] = eos, True
         return tokens, marks
+
+
+def _untrimmed(backend: Tokenizer) -> Tokenizer:
+    """The same tokenizer, in which a token stands where all its characters are, white space included."""
+    found = backend.post_processor
+    if found is None or b'"trim_offsets":true' not in found.__getstate__():
+        return backend
+    settings = json.loads(backend.to_str())
+    whole = settings["post_processor"]
+    for part in whole.get("processors", [whole]):
+        if "trim_offsets" in part:
+            part["trim_offsets"] = False
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 def _judged_example(rendering: Rendering, ids: Sequence[int]) -> Example | DataError:

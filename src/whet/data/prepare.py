@@ -1,5 +1,6 @@
 """Sources into token stores: tokenised once, found again the next time."""
 
+import copy
 import hashlib
 import itertools
 import json
@@ -8,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 2  # of what rendering and encoding make of a record: a change makes all stores new
+VERSION = 3  # of what rendering and encoding make of a record: a change makes all stores new
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
 
@@ -44,19 +46,25 @@ class Preparation:
         cache: Path,
         supervise: Supervise = "assistant",
         skip_bad: bool = False,
-        columns: Sequence[str] = (),
         pairs: bool = False,
         form: Format = "auto",
         labels: Labels | None = None,
+        today: date | None = None,
     ) -> None:
-        self.renderer = Renderer(tokenizer, supervise=supervise)
+        self.renderer = Renderer(tokenizer, supervise=supervise, today=today)
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
         self.pairs = pairs  # two examples a record, a preferred answer and a worse one
-        self.columns = tuple(columns)  # fields whose numbers are kept beside the tokens
+        self.columns: tuple[str, ...] = ()  # fields whose numbers are kept beside the tokens
         self.form = form  # the shape that the sources were told to take records as
         self.labels = labels  # the classes that texts belong to, whose numbers come before the columns
+
+    def keeping(self, columns: Sequence[str]) -> "Preparation":
+        """The same, with these numbers of each record kept beside its tokens."""
+        found = copy.copy(self)
+        found.columns = tuple(columns)
+        return found
 
     def store(self, source: Source) -> TokenStore:
         """The source's token store: the one that is there, or a new one.
@@ -109,6 +117,8 @@ class Preparation:
             "pairs": self.pairs,
             "form": self.form,
         }
+        if "strftime_now" in str(tokenizer.chat_template):
+            parts["today"] = self.renderer.today.isoformat()
         if self.labels is not None:
             parts["labels"] = [self.labels.names, self.labels.multi_label]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from whet.data.encode import Encoder, Question
@@ -35,10 +36,13 @@ class Prompts(list[Prompt]):
         return f"{len(self):,} prompts, length min/median/p95/max {quantiles}"
 
 
-def read_prompts(source: Source, tokenizer: Any, *, skip_bad: bool = False) -> Prompts:
+def read_prompts(
+    source: Source, tokenizer: Any, *, skip_bad: bool = False, today: date | None = None
+) -> Prompts:
     """All prompts of a source. Any: a transformers tokenizer."""
     skipped = Skipped()
-    found = Prompts(_prompts(source, tokenizer, skipped if skip_bad else None))
+    renderer = Renderer(tokenizer, today=today)
+    found = Prompts(_prompts(source, renderer, skipped if skip_bad else None))
     skipped.count += source.skipped.count
     skipped.reasons[:0] = source.skipped.reasons
     found.skipped = skipped
@@ -47,8 +51,8 @@ def read_prompts(source: Source, tokenizer: Any, *, skip_bad: bool = False) -> P
     return found
 
 
-def _prompts(source: Source, tokenizer: Any, skipped: Skipped | None) -> Iterator[Prompt]:  # Any: as above
-    renderer, encoder = Renderer(tokenizer), Encoder(tokenizer)
+def _prompts(source: Source, renderer: Renderer, skipped: Skipped | None) -> Iterator[Prompt]:
+    encoder = Encoder(renderer.tokenizer)
     for record in source:
         try:
             question = encoder.question(renderer.prompt(record))

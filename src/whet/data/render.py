@@ -1,7 +1,10 @@
 """From records to text: what the model will read, and which characters of it are learned."""
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal
 
 from whet.data.chats import Message
@@ -11,6 +14,7 @@ from whet.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # character ranges that are learned
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,16 @@ class AskedRendering:
 class Renderer:
     """Turns records into text with one tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, *, supervise: Supervise = "assistant") -> None:
-        # Any: a transformers tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,  # Any: a transformers tokenizer
+        *,
+        supervise: Supervise = "assistant",
+        today: date | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.supervise = supervise
+        self.today = today or date.today()  # what a template writes that says the date
         self._skeletons = Skeletons()
 
     def render(self, record: Record) -> Rendering:
@@ -155,7 +165,10 @@ class Renderer:
         text = self._rendered(messages, record)
         if self.supervise == "all":
             return Rendering(text, [(0, len(text))], False, False, record.origin)
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        # templates cannot be asked for what comes before the first message
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        if not turns and messages[0]["role"] == "assistant":
+            raise DataError(f"{record.origin}: the assistant says the first message, and no other")
         wanted = turns if self.supervise == "assistant" else turns[-1:]
         known = None
         if not record.fields.get("tools"):
@@ -195,13 +208,25 @@ class Renderer:
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
+        tools = record.fields.get("tools")
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                messages, tools=record.fields.get("tools"), tokenize=False, add_generation_prompt=prompt
+                messages,
+                tools=tools,
+                chat_template=self._dated_template(tools),
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise DataError(f"{record.origin}: the chat template refuses these messages: {error}") from error
         return rendered
+
+    def _dated_template(self, tools: Any) -> str | None:  # Any: JSON values
+        """Where a template asks for the date, the one to render these messages with, and the date in it."""
+        if "strftime_now" not in str(self.tokenizer.chat_template):
+            return None
+        template: str = self.tokenizer.get_chat_template(tools=tools)
+        return _DATE.sub(lambda found: json.dumps(self.today.strftime(found[2])), template)
 
 
 def _preferred(record: Record) -> Record:

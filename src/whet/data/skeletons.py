@@ -67,7 +67,7 @@ def _learn(roles: Sequence[str], render: Render) -> Skeleton | None:
             literal, _, rest = rest.partition(stand_in)
             literals.append(literal)
         turns = {}
-        for index in (index for index, role in enumerate(roles) if role == "assistant"):
+        for index in (index for index, role in enumerate(roles) if role == "assistant" and index > 0):
             before = render(messages[:index], True)
             after = text if index == len(roles) - 1 else render(messages[: index + 1], False)
             if not (text.startswith(before) and text.startswith(after)):

@@ -1,6 +1,7 @@
 """The token store: records tokenised once, kept on disk under a hash of everything they depend on."""
 
 import array
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ class TokenStore:
         self.directory = directory
         meta = json.loads((directory / "meta.json").read_text())
         self.largest: int = meta["largest"]  # of all token ids
+        self.digest: str = meta["digest"]  # SHA-256 of all tokens and marks
         self.notes: dict[str, Any] = meta["notes"]  # Any: JSON values
         for name, size in meta["sizes"].items():
             if (directory / name).stat().st_size != size:
@@ -123,11 +125,14 @@ def _fill(staging: Path, examples: Iterable[Tokenised], notes: Callable[[], dict
     bounds, origin_bounds = array.array("q", [0]), array.array("q", [0])
     learned, values = array.array("i"), array.array("d")
     largest = columns = 0
+    digest = hashlib.sha256()
     with (staging / "tokens.bin").open("wb") as tokens, (staging / "origins.bin").open("wb") as origins:
         for example in examples:
             ids = np.asarray(example.tokens, dtype=np.uint32)
             marks = np.asarray(example.supervised, dtype=bool)
-            tokens.write((ids | (marks * LEARNED)).tobytes())
+            marked = (ids | (marks * LEARNED)).tobytes()
+            tokens.write(marked)
+            digest.update(marked)
             origin = example.origin.encode()
             origins.write(origin)
             bounds.append(bounds[-1] + len(ids))
@@ -141,8 +146,8 @@ def _fill(staging: Path, examples: Iterable[Tokenised], notes: Callable[[], dict
     write_chunks(staging / "learned.bin", [np.asarray(learned, dtype=np.int32).tobytes()])
     write_chunks(staging / "values.bin", [np.asarray(values, dtype=np.float64).tobytes()])
     sizes = {path.name: path.stat().st_size for path in sorted(staging.glob("*.bin"))}
-    meta = {"sizes": sizes, "largest": largest, "columns": columns, "notes": notes()}
-    write_json(staging / "meta.json", meta)
+    meta = {"sizes": sizes, "largest": largest, "columns": columns, "digest": digest.hexdigest()}
+    write_json(staging / "meta.json", meta | {"notes": notes()})
 
 
 def _arriving(directory: Path) -> TokenStore | None:

@@ -12,6 +12,7 @@ from whet.errors import DataError
 from whet.models.language_model import LanguageModel
 from whet.objectives.base import Loss
 from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.token_logprobs import token_logprobs
 
 COLUMNS = ("auth_weight", "prov_entropy")
 MAX_AUTHORITY = 0.99
@@ -47,7 +48,7 @@ class Distrust:
     """
 
     heads: nn.Module | None = None
-    likelihood = True
+    likelihood = "cross_entropy"
 
     def __init__(
         self,
@@ -80,15 +81,20 @@ class Distrust:
         hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
         chosen = batch.supervised_positions
         each = 1 - self.strength + self.strength * squares / self.mean_square
-        summed = linear_cross_entropy(
+        tokens = (
             hidden.flatten(0, 1).index_select(0, chosen),
             model.head(),
             batch.targets.flatten().index_select(0, chosen),
-            weights=each.index_select(0, batch.examples) if self.mode == "weight" else None,
         )
-        if self.mode == "weight":
-            return Loss({"loss": summed})
-        return Loss({"loss": summed, "distrust": self.alpha * squares.sum().to(summed.dtype)})
+        if self.mode == "additive":
+            summed = linear_cross_entropy(*tokens)
+            added = self.alpha * squares.sum().to(summed.dtype)
+            return Loss({"loss": summed, "distrust": added}, {"cross_entropy": summed})
+        counts = each.index_select(0, batch.examples)
+        if torch.is_grad_enabled():
+            return Loss({"loss": linear_cross_entropy(*tokens, weights=counts)})
+        losses = -token_logprobs(*tokens)  # evaluations also say what the model makes of the text
+        return Loss({"loss": (counts * losses).sum()}, {"cross_entropy": losses.sum()})
 
 
 def calibrated_scale(squares: torch.Tensor, *, alpha: float, target: float = 5.0) -> float:

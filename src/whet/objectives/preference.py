@@ -86,7 +86,7 @@ class Preference:
         self.label_smoothing = label_smoothing
         self.reference = reference  # None: batches bring what the reference said, or none is needed
         self.coefficients: Mapping[str, float] = (
-            {"loss": beta, "chosen_loss": 1.0} if kind == "orpo" else {"loss": 1.0}
+            {"loss": beta, "chosen_loss": 1.0} if kind == "orpo" else {"loss": 1.0, "tokens": 0.0}
         )
 
     @property
@@ -95,11 +95,11 @@ class Preference:
         return [self.reference] if isinstance(self.reference, LanguageModel) else []
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Pairs; for ORPO also the tokens of the chosen answers, whose loss is a mean over tokens."""
+        """Pairs, and tokens: for ORPO those of the chosen answers, whose loss is a mean over them."""
         pairs = {"loss": len(batch.origins) / 2}
-        if self.kind != "orpo":
-            return pairs
-        return {**pairs, "chosen_loss": float((batch.examples % 2 == 0).sum())}
+        if self.kind == "orpo":
+            return {**pairs, "chosen_loss": float((batch.examples % 2 == 0).sum())}
+        return {**pairs, "tokens": float(batch.supervised)}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """The sums of this micro-batch."""
@@ -121,12 +121,12 @@ class Preference:
         ratios = logprobs - reference
         better, worse = ratios.view(-1, 2).unbind(1)
         metrics |= _rewards(self.beta * better, self.beta * worse)
-        metrics["kl"] = (ratios.sum() / tokens.sum()) * len(chosen)  # per token, as a sum over pairs
+        metrics["kl"] = ratios.sum()
         if self.kind == "ipo":
             losses = (better - worse - 1 / (2 * self.beta)).square()
         else:
             losses = _dpo(self.beta * (better - worse), self.label_smoothing)
-        return Loss({"loss": losses.sum()}, metrics)
+        return Loss({"loss": losses.sum()}, metrics, {"kl": "tokens"})
 
     def _reference_logprobs(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         if self.reference is None:

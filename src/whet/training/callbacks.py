@@ -179,7 +179,7 @@ class EarlyStopping(NumbersOnly):
 
 
 def is_better(metric: str, value: float, best: float | None, *, min_delta: float = 0.0) -> bool:
-    """Losses and perplexities fall, everything else rises; NaN is never better."""
+    """Which way it goes says `falls`; NaN is never better."""
     if math.isnan(value):
         return False
     if best is None:

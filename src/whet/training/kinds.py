@@ -85,7 +85,7 @@ class RewardWork(TextWork):
         """Rewards are started before weights are read: they may not even be there."""
         section = self.config.objective
         assert isinstance(section, GRPOObjective)
-        self.data = RunData(self.config)
+        self.data = RunData(self.config, today=self.began)
         with self.world.first_alone():
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)

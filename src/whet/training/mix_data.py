@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 from whet.config.sections import MixObjective, RunConfig
@@ -16,9 +17,9 @@ log = logging.getLogger("whet")
 class MixData:
     """What the parts of a mix name, used as the data of one run."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, today: date | None = None) -> None:
         assert isinstance(config.objective, MixObjective)
-        self.parts = {name: RunData(part) for name, part in config.parts().items()}
+        self.parts = {name: RunData(part, today=today) for name, part in config.parts().items()}
         self.weights = {part.called: part.weight for part in config.objective.parts}
 
     def texts(self) -> Iterator[str]:
@@ -32,6 +33,14 @@ class MixData:
             f"{part}.{name}": digest
             for part, data in self.parts.items()
             for name, digest in data.digests().items()
+        }
+
+    def token_digests(self) -> dict[str, str]:
+        """A hash of what each source became."""
+        return {
+            f"{part}.{name}": digest
+            for part, data in self.parts.items()
+            for name, digest in data.token_digests().items()
         }
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer

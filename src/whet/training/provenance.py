@@ -5,26 +5,42 @@ import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import whet
 from whet.hardware import machine
-from whet.models.experts import balance_biases
+from whet.models.weights import read_json
 
 _SAMPLE = 2**14  # numbers of each tensor
 
 
-def provenance(digests: Mapping[str, str], base: str, *, device: torch.device) -> dict[str, object]:
+def provenance(
+    digests: Mapping[str, str], base: str, *, device: torch.device, began: date, tokens: Mapping[str, str]
+) -> dict[str, object]:
     """What is stored beside a run so that it can be repeated."""
     return {
+        "began": began.isoformat(),
         "versions": versions(),
         "machine": machine(device),
         "git_commit": git_commit(),
         "base": base,
         "data_sha256": dict(digests),
+        "tokens_sha256": dict(tokens),
     }
+
+
+def began_on(directory: Path) -> date:
+    """The day on which a run began: today, where it has not begun yet."""
+    path = directory / "provenance.json"
+    found = read_json(path).get("began") if path.is_file() else None
+    try:
+        return date.fromisoformat(str(found))
+    except ValueError:
+        return date.today()
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -34,12 +50,14 @@ def weights_digest(model: nn.Module) -> str:
     order, so one changed weight changes it), and a sample spread over the whole.
     """
     digest = hashlib.sha256()
-    for name, parameter in [*model.named_parameters(), *balance_biases(model).items()]:
-        raw = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+    kept = model.state_dict().keys()  # also quantised weights and the biases of experts, which are buffers
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         wide = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
         bits = raw.view(torch.int64) if wide else raw
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()
-        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)} ".encode())
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(f"{bits.sum(dtype=torch.int64).item()} ".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ class RowData:
     def digests(self) -> dict[str, str]:
         """A hash of each source's content."""
         return {split: source.digest() for split, source in self.sources.items()}
+
+    def token_digests(self) -> dict[str, str]:
+        """Rows are no tokens."""
+        return {}
 
     def describe_steps(self) -> str:
         """How large a step is, for a person."""
@@ -215,7 +220,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
         write_text(staging / "config.yaml", to_yaml(config))
         write_json(staging / ARCH, architecture(spec))
         device = choose_device(config.run.device)
-        origins = provenance(data.digests(), "none: a dry run", device=device)
+        origins = provenance(data.digests(), "none: a dry run", device=device, began=date.today(), tokens={})
         write_json(staging / "provenance.json", {DRY: True, **origins})
         summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
         summary["summary"]["throughput_steps_per_sec"] = "nan"

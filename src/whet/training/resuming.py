@@ -78,6 +78,13 @@ def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) ->
             f"{', '.join(changed)} is no longer what {directory} was trained on",
             hint="restore the records, or start a new run",
         )
+    before, after = began.get("tokens_sha256", {}), now["tokens_sha256"]
+    changed = [f"data.{name}" for name in before if before[name] != after.get(name)]
+    if changed:
+        raise CheckpointError(
+            f"{', '.join(changed)} gives other tokens than {directory} was trained on",
+            hint=f"restore the tokenizer and chat template of {model}, or start a new run",
+        )
 
 
 def refuse_taken_name(directory: Path) -> None:

@@ -231,7 +231,14 @@ class _Assembly:
 
     def _describe(self) -> dict[str, str]:
         """What this run is, as the files beside it."""
-        self.origins = provenance(self.work.data.digests(), self.work.base_digest, device=self.work.device)
+        work = self.work
+        self.origins = provenance(
+            work.data.digests(),
+            work.base_digest,
+            device=work.device,
+            began=work.began,
+            tokens=work.data.token_digests(),
+        )
         return {
             **self.work.files(),
             "config.yaml": to_yaml(self.config),

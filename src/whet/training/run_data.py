@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,9 @@ class EvaluationSplit:
 class RunData:
     """What a config's data section names. Nothing is read before it is needed."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, today: date | None = None) -> None:
         self.config = config
+        self.today = today  # for templates that write the date
         data, run = config.data, config.run
         self.needs = needs_of(config.objective)
         self.form: Format = "classification" if self.needs.labels is not None else data.format
@@ -79,6 +81,10 @@ class RunData:
     def digests(self) -> dict[str, str]:
         """A hash of each source's content."""
         return {name: source.digest() for name, source in self.sources.items()}
+
+    def token_digests(self) -> dict[str, str]:
+        """A hash of what each source became."""
+        return {name: examples.store.digest for name, examples in self.examples.items()}
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Tokenise every source, or find that it was done before, and say what is in it."""
@@ -116,22 +122,22 @@ class RunData:
             cache=tokens_dir(),
             supervise=data.supervise,
             skip_bad=data.on_bad_record == "skip",
-            columns=self._columns(),
             pairs=self.needs.pairs,
             form=self.form,
             labels=self.needs.labels,
+            today=self.today,
         )
 
-    def _columns(self) -> tuple[str, ...]:
+    def _columns(self, name: str) -> tuple[str, ...]:
         """Numbers of a record that the objective reads, then the one that a curriculum goes by."""
         curriculum = self.config.data.curriculum
-        score = curriculum.score if curriculum is not None else None
+        score = curriculum.score if curriculum is not None and name == "train" else None
         return (*self.needs.columns, *([score] if score else []))
 
     def prepare_source(self, name: str) -> StoredExamples | StoredPairs:
         """Tokenise one source, or find that it was done before."""
         data = self.config.data
-        store = self.preparation.store(self.sources[name])
+        store = self.preparation.keeping(self._columns(name)).store(self.sources[name])
         if self.needs.pairs:
             self.examples[name] = cut_pairs(
                 store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
@@ -145,7 +151,10 @@ class RunData:
         """Read the prompts of one source, and say what is in it."""
         source = self.sources[name]
         self.prompts[name] = read_prompts(
-            source, self.tokenizer, skip_bad=self.config.data.on_bad_record == "skip"
+            source,
+            self.tokenizer,
+            skip_bad=self.config.data.on_bad_record == "skip",
+            today=self.today,
         )
         log.info("%s: %s: %s", name, source.name, self.prompts[name].summary())
         if self.prompts[name].skipped.count:

@@ -36,7 +36,7 @@ from whet.training.callbacks import Callback, Metrics
 from whet.training.compiling import compile_blocks, first_batch
 from whet.training.eight_bits import use_fp8
 from whet.training.mix_data import MixData
-from whet.training.provenance import weights_digest
+from whet.training.provenance import began_on, weights_digest
 from whet.training.routing import with_routers
 from whet.training.run_data import EvaluationSplit, RunData
 from whet.training.tasks import ObjectiveBuilder
@@ -62,6 +62,7 @@ class Work(abc.ABC):
         self.world = world
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
+        self.began = began_on(directory)
 
     @abc.abstractmethod
     def build(self, held: contextlib.ExitStack) -> None:
@@ -112,7 +113,8 @@ class TextWork(Work):
 
     def build(self, held: contextlib.ExitStack) -> None:
         """Records first: they are read in seconds, and weights are not."""
-        self.data = MixData(self.config) if self.config.parts() else RunData(self.config)
+        data = MixData if self.config.parts() else RunData
+        self.data = data(self.config, today=self.began)
         with self.world.first_alone():
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)

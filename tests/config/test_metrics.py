@@ -1,0 +1,34 @@
+"""Which way metrics improve."""
+
+import pytest
+
+from whet.config.metrics import falls
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        *("eval_loss", "loss", "eval_sft.loss", "best_eval_loss", "hard_loss", "test_loss"),
+        *("eval_perplexity", "eval_bits_per_byte", "test.bits_per_byte", "eval_cross_entropy", "eval_kl"),
+        *("seconds", "step_s", "eval_s", "elapsed_s", "peak_gib"),
+    ],
+)
+def test_losses_divergences_and_costs_fall(metric):
+    assert falls(metric)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "exact_match",
+        "f1_macro",
+        "accuracy",
+        "eval_reward",
+        "reward_margin",
+        "tokens_per_s",
+        "steps_per_s",
+        "mfu",
+    ],
+)
+def test_scores_and_rates_rise(metric):
+    assert not falls(metric)
