@@ -112,6 +112,11 @@ def test_an_ablation_runs_every_arm_and_is_not_done_twice(cli, config, tmp_path)
     code, _, err = cli(*command, "optim.lr=0.5")
     assert code == 2
     assert "optim.lr: 0.01 became 0.5" in err
+    for changed in ("run.steps=4", "eval.batches=1"):
+        code, _, err = cli("ablate", config, "run.steps=2", changed, "--seeds", 3)
+        assert code == 2
+        assert f"has another {changed.partition('=')[0]} than the runs it belongs to" in err
+    assert not (tmp_path / "runs" / "q" / "dense-seed-2").exists(), "it is found before anything is trained"
 
 
 def test_an_interrupted_ablation_goes_on(cli, config, tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_a_sweep_is_ordinary_runs_done_once_and_compared(cli, config, tmp_path, 
     assert (code, "lr=0.03" in more) == (0, True)
 
     code, _, err = cli(*command, "run.steps=2")
-    assert (code, "has finished with other run.steps" in err) == (2, True)
+    assert (code, "has another run.steps than the runs it belongs to" in err) == (2, True)
     code, _, err = cli(*command, "optim.weight_decay=0.5")
     assert (code, "optim.weight_decay" in err) == (2, True)
 
@@ -188,6 +188,10 @@ def test_ctrl_c_is_exit_code_3_and_the_same_command_goes_on(cli, config, tmp_pat
     states = {run["name"]: run["status"] for run in json.loads((place / "sweep.json").read_text())["runs"]}
     assert states == {"rank-2-seed-0": "finished", "rank-4-seed-0": "stopped", "rank-8-seed-0": "waiting"}
     monkeypatch.setattr(several, "train", train)
+    (place / "rank-2-seed-0").rename(place / "aside")  # then only the run that was stopped could tell
+    code, _, err = cli(*command, "run.steps=9")
+    assert (code, "has another run.steps than the runs it belongs to" in err) == (2, True)
+    (place / "aside").rename(place / "rank-2-seed-0")
     code, _, err = cli(*command)
     assert code == 0
     assert "resuming after step 2" in err

@@ -167,6 +167,28 @@ def test_what_makes_numbers_less_comparable_is_said(new_run):
     assert "other is not finished" in Page(comparison_page(found)).said
 
 
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_a_run_that_diverged_is_not_taken_for_what_it_was_before(new_run, last):
+    """Its last number counts, whatever came before it; its group is never the best."""
+    for seed in (0, 1):
+        new_run(f"slow-{seed}", 0.9, lr=1e-4, seed=seed)
+    wild = {"step": 3, "eval_loss": last, "eval_s": 0.1}
+    runs = [new_run("fast-0", 0.1, lr=1.0, rows=[wild]), new_run("fast-1", 0.2, lr=1.0, seed=1)]
+    runs += [new_run(f"fair-{seed}", 0.8, lr=1e-2, seed=seed) for seed in (0, 1)]
+    found = compare_runs([runs[0].parent])
+    groups = {group.name: group for group in found.groups}
+    assert groups["lr=1"].values("eval_loss") == [0.2]
+    assert (
+        f"fast-0: its last eval_loss is {last}; it is in no mean, and its group is not the best"
+        in found.notes
+    )
+    text = comparison_text(found)
+    assert "best: lr=0.01" in text
+    assert "fast-0: its last" in text
+    stored = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert any("fast-0" in note for note in stored["notes"])
+
+
 def test_a_metric_can_be_chosen_and_rises_if_it_is_no_loss(sweep):
     found = compare_runs(sweep, metric="tokens_per_s")
     assert found.metrics[0] == "tokens_per_s"

@@ -10,9 +10,10 @@ import torch
 import whet
 from whet.config.load import make_config
 from whet.errors import ConfigError
-from whet.models.experts import mixtures
+from whet.models.experts import MixtureOfExperts, mixtures
 from whet.models.initialise import from_scratch
 from whet.models.presets import preset_spec
+from whet.models.spec import ExpertsSpec
 from whet.objectives.routing import STATISTICS
 from whet.training.callbacks import Callback, StopRun
 from whet.training.parameter_groups import parameter_groups
@@ -117,6 +118,23 @@ def test_the_bias_brings_a_skewed_router_back_to_balance(tmp_path):
         violations.append(max(row["router_max_violation"]))
     assert violations[0] > 0.9
     assert max(violations[-5:]) < 0.2
+
+
+def test_an_even_load_leaves_the_bias_however_its_parts_are_added_up():
+    spec = ExpertsSpec(experts=4, top_k=2, width=16, balance_bias=True)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        layer = MixtureOfExperts(spec, d_model=16)
+        parts = [rng.integers(1, 60, 4) for _ in range(3)]
+        parts.append(sum(parts).max() + 5 - sum(parts))  # together every expert has the same load
+        units = float(sum(part.sum() for part in parts) // 2 - 7)
+        sums = sum(torch.tensor([*part, *part, 1, 1, 1, 1, part.sum()]).float() / units for part in parts)
+        metrics = RouterMetrics([layer], [0], bias_rate=0.01)
+        metrics.on_step_end(1, {STATISTICS: [sums.tolist()], "tokens": 100})
+        assert not layer.expert_bias.any()
+        sums[0] += 1 / units  # one choice more is no longer even
+        metrics.on_step_end(2, {STATISTICS: [sums.tolist()], "tokens": 100})
+        assert layer.expert_bias.tolist() == pytest.approx([-0.01, 0.01, 0.01, 0.01])
 
 
 def test_a_skipped_step_leaves_the_bias(tmp_path):

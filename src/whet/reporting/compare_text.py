@@ -73,11 +73,11 @@ def spread_text(scores: Scores | None) -> str:
 
 
 def best_place(found: RunComparison) -> int | None:
-    """Which group has the best mean; None where all are equal or alone."""
+    """Which group has the best mean, of those that did not diverge; None where all are equal or alone."""
     known = {
         place: scores.mean
         for place, group in enumerate(found.groups)
-        if (scores := group.scores(found.metric)) is not None
+        if (scores := group.scores(found.metric)) is not None and not group.diverged(found.metric)
     }
     if len(set(known.values())) < 2:
         return None

@@ -70,11 +70,16 @@ class Group:
     name: str
     setting: dict[str, object]  # the keys in which groups differ, with this group's values
     runs: list[RunFiles]
-    finals: list[dict[str, float]] = field(default_factory=list)  # of each run
+    finals: list[dict[str, float]] = field(default_factory=list)  # of each run; not finite: it diverged
 
     def values(self, metric: str) -> list[float]:
         """Of the runs that have it, in their order."""
-        return [final[metric] for final in self.finals if metric in final]
+        return [final[metric] for final in self.finals if math.isfinite(final.get(metric, math.nan))]
+
+    def diverged(self, metric: str) -> dict[str, float]:
+        """What is not finite, by the name of the run."""
+        found = zip(self.runs, self.finals, strict=True)
+        return {run.name: end[metric] for run, end in found if not math.isfinite(end.get(metric, 0.0))}
 
     def scores(self, metric: str) -> Scores | None:
         """The same, to be counted; None where no run has it."""
@@ -84,7 +89,11 @@ class Group:
     def by_seed(self, metric: str) -> dict[int, float]:
         """The metric by seed; where a seed ran twice, of the last."""
         found = ((seed_of(run), final.get(metric)) for run, final in zip(self.runs, self.finals, strict=True))
-        return {seed: value for seed, value in found if seed is not None and value is not None}
+        return {
+            seed: value
+            for seed, value in found
+            if seed is not None and value is not None and math.isfinite(value)
+        }
 
 
 @dataclass
@@ -141,7 +150,8 @@ def compare_runs(places: Sequence[str | Path], *, metric: str | None = None) -> 
     chosen = metric or _judged_by(runs, known)
     differences = {key: [group.setting[key] for group in groups] for key in groups[0].setting}
     ordered = sorted(known, key=lambda name: (name != chosen, not name.startswith(("test_", "best_"))))
-    return RunComparison(groups, chosen, ordered, differences, list(_notes(runs)))
+    notes = [*_notes(runs), *_divergences(groups, chosen)]
+    return RunComparison(groups, chosen, ordered, differences, notes)
 
 
 def _runs_at(place: Path) -> list[Path]:
@@ -221,9 +231,9 @@ def final_metrics(run: RunFiles) -> dict[str, float]:
     """The last number of each kind (of rates, the median), the best of the evaluations, and the test's."""
     found = {}
     for name, metric in metrics_of(run.rows).items():
-        values = (metric.evaluation if metric.evaluation.values else metric.train).values
-        if values and name not in _NOT_COMPARED:
-            found[name] = median(values) if name in _RATES else values[-1]
+        series = metric.train if metric.evaluation.last is None else metric.evaluation
+        if series.last is not None and name not in _NOT_COMPARED:
+            found[name] = median(series.values) if name in _RATES and series.values else series.last
     summary = run.summary or {}
     best = section(summary, "best")
     named = {f"best_{best.get('metric')}": best.get("value")} if best else {}
@@ -256,6 +266,12 @@ def _notes(runs: Sequence[RunFiles]) -> Iterator[str]:
         digests = {_text(section(run.provenance, "data_sha256").get(split)) for run in runs}
         if len(digests) > 1:
             yield f"data.{split} is not the same records in all runs"
+
+
+def _divergences(groups: Sequence[Group], metric: str) -> Iterator[str]:
+    for group in groups:
+        for name, value in group.diverged(metric).items():
+            yield f"{name}: its last {metric} is {value}; it is in no mean, and its group is not the best"
 
 
 def as_json(found: RunComparison) -> Values:

@@ -175,10 +175,11 @@ def _origins(provenance: Values) -> Iterator[tuple[str, str]]:
     for part in ("machine", "versions"):
         yield from ((name, str(value)) for name, value in section(provenance, part).items())
     titles = {"git_commit": "git commit", "base": "weights of the base, SHA-256"}
+    hashed = {"data_sha256": "data", "tokens_sha256": "tokens of data"}
     for name, value in provenance.items():
-        if name == "data_sha256":
+        if name in hashed:
             for split, digest in section(provenance, name).items():
-                yield f"data.{split}, SHA-256", str(digest)
+                yield f"{hashed[name]}.{split}, SHA-256", str(digest)
         elif name not in ("machine", "versions"):
             text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
             yield titles.get(name, name), text

@@ -16,14 +16,16 @@ _NAMES = {"nan", "inf", "-inf"}  # as metrics.jsonl writes what JSON does not ha
 
 @dataclass
 class Series:
-    """One metric: the finite values, and how many were not."""
+    """One metric: the finite values, how many were not, and the last one, whatever it is."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     left_out: int = 0
+    last: float | None = None
 
     def add(self, step: int, value: float) -> None:
         """The next point."""
+        self.last = value
         if math.isfinite(value) and abs(value) <= _LARGEST:
             self.steps.append(step)
             self.values.append(value)

@@ -60,6 +60,9 @@ def ablate(
     None: a run was stopped on its way, and the next call goes on with it.
     """
     plans = [arm_config(config, arm, config.run.seed + n) for n in range(seeds) for arm in arms]
+    for _, plan in plans:  # before hours of work: what is there must belong to these
+        if (place_of(plan) / "config.yaml").is_file():
+            refuse_other_plan(plan)
     runs, data = [], None
     for number, (arm, plan) in enumerate(plans, start=1):
         directory = place_of(plan)
@@ -67,7 +70,6 @@ def ablate(
         reused = is_finished(directory)
         if not reused and not finish(plan, callbacks()):
             return None
-        refuse_other_plan(plan)
         digest = read_json(directory / "provenance.json").get("data_sha256")
         if data is not None and digest != data:
             raise CheckpointError(f"{directory} was trained on other rows than the runs before it")

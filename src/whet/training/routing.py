@@ -21,6 +21,7 @@ log = logging.getLogger("whet")
 
 _DIGITS = 6
 _COLLAPSED = 0.25  # of the way from top_k experts in use to all of them
+_EVEN = 1e-5  # of the mean load: what rounding may make of none at all, in whatever order it is added up
 _JUDGED = 8  # choices an expert must have had a chance of in a step, for the step to tell anything
 
 
@@ -68,7 +69,9 @@ class RouterMetrics(Injector):
         """A step up for experts below the mean load, and down for those above it (arXiv 2408.15664)."""
         for layer, share in zip(self.layers, shares, strict=True):
             bias = layer.get_buffer(BALANCE_BIAS)
-            bias.add_(torch.as_tensor(np.sign(share.mean() - share)).to(bias), alpha=self.bias_rate)
+            lacking = 1 - share / share.mean()
+            steps = np.where(np.abs(lacking) > _EVEN, np.sign(lacking), 0.0)
+            bias.add_(torch.as_tensor(steps).to(bias), alpha=self.bias_rate)
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
         """A resumed run does not warn again."""

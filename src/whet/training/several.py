@@ -3,12 +3,16 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from whet.config.load import load_config, to_dict
+from whet.config.load import flat_keys, load_config, to_dict
 from whet.config.sections import RunConfig
+from whet.errors import CheckpointError
 from whet.storage import clear_leftovers
 from whet.training.callbacks import Callback
 from whet.training.resuming import refuse_changes
 from whet.training.run import resume, train
+
+# what a run may change on its way, and runs that are compared must have in common
+_SHARED = ("run.steps", "run.epochs", "run.budget", "eval.batches", "eval.max_new_tokens")
 
 
 def place_of(plan: RunConfig) -> Path:
@@ -28,6 +32,14 @@ def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
 
 
 def refuse_other_plan(plan: RunConfig) -> None:
-    """What is there must be the run that is meant."""
+    """What is there must be the run that is meant, as long as the others and judged as they are."""
     directory = place_of(plan)
-    refuse_changes(to_dict(load_config(directory / "config.yaml")), plan, directory)
+    there = load_config(directory / "config.yaml")
+    refuse_changes(to_dict(there), plan, directory)
+    before, now = dict(flat_keys(to_dict(there))), dict(flat_keys(to_dict(plan)))
+    other = [key for key in {**before, **now} if key.startswith(_SHARED) and before.get(key) != now.get(key)]
+    if other:
+        raise CheckpointError(
+            f"{directory} has another {' and '.join(other)} than the runs it belongs to",
+            hint="choose another name for all of them (run.name=...)",
+        )

@@ -16,7 +16,7 @@ import torch
 
 from whet.config.load import load_config, make_config, to_dict
 from whet.config.sections import RunConfig
-from whet.errors import CheckpointError, ConfigError, StorageError, WhetError
+from whet.errors import ConfigError, StorageError, WhetError
 from whet.storage import replace_text
 from whet.training.callbacks import Callback
 from whet.training.resuming import is_finished
@@ -230,7 +230,7 @@ def run_sweep(sweep: Sweep, callbacks: Callable[[], list[Callback]] = list) -> I
     """
     for plan in sweep.plans:  # before hours of work: what is there must be of this sweep
         if (place_of(plan) / "config.yaml").is_file():
-            _refuse_another_sweep(plan)
+            refuse_other_plan(plan)
     states = list(sweep.runs)
     for place, (plan, run) in enumerate(zip(sweep.plans, sweep.runs, strict=True)):
         log.info("sweep: run %d of %d: %s", place + 1, len(states), run.name)
@@ -243,17 +243,6 @@ def run_sweep(sweep: Sweep, callbacks: Callable[[], list[Callback]] = list) -> I
         yield done
         if done.status == "stopped":
             return
-
-
-def _refuse_another_sweep(plan: RunConfig) -> None:
-    refuse_other_plan(plan)
-    directory = place_of(plan)
-    there = load_config(directory / "config.yaml").run
-    if is_finished(directory) and (there.steps, there.epochs) != (plan.run.steps, plan.run.epochs):
-        raise CheckpointError(
-            f"{directory} has finished with other run.steps or run.epochs than this sweep has",
-            hint="choose another name for the sweep (run.name=...)",
-        )
 
 
 def _outcome(plan: RunConfig, run: SweepRun, callbacks: Callable[[], list[Callback]]) -> SweepRun:
