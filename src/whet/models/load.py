@@ -121,9 +121,12 @@ def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers toke
     path = Path(name_or_path)
     directory = path if has_tokenizer(path) else resolve(str(name_or_path))
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{directory} holds no tokenizer that can be read: {error}") from error
+    for way in ("is_local", "local_files_only"):  # how it was read says nothing of what it is
+        found.init_kwargs.pop(way, None)
+    return found
 
 
 def end_tokens(model: LanguageModel) -> set[int]:
