@@ -1,7 +1,6 @@
 """Runs that belong together: each begun, gone on with, or left as it is."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from whet.config.load import load_config, to_dict
 from whet.config.sections import RunConfig
@@ -11,14 +10,9 @@ from whet.training.resuming import refuse_changes
 from whet.training.run import resume, train
 
 
-def place_of(plan: RunConfig) -> Path:
-    """The directory of a run."""
-    return Path(plan.run.dir) / plan.run.name
-
-
 def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
     """Run it, or go on with it; whether it came to its end."""
-    directory = place_of(plan)
+    directory = plan.directory
     clear_leftovers(directory.parent, of=directory.name)
     begun = (directory / "config.yaml").is_file()
     if begun:
@@ -29,5 +23,5 @@ def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
 
 def refuse_other_plan(plan: RunConfig) -> None:
     """What is there must be the run that is meant."""
-    directory = place_of(plan)
+    directory = plan.directory
     refuse_changes(to_dict(load_config(directory / "config.yaml")), plan, directory)
