@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiny import TEMPLATE
+from tiny import TEMPLATE, read_records
 from whet.data.encode import Encoder
 from whet.data.render import Renderer
-from whet.data.sources import Record, read_records
+from whet.data.sources import Record
 from whet.errors import DataError
 
 
