@@ -2,17 +2,17 @@
 
 A random model of SmolLM2-135M's shape, full training in float32 with AdamW: weights and two moments.
 
-    python benchmarks/checkpoint_pause.py [directory for the checkpoints]
+    python -m benchmarks.checkpoint_pause [DIRECTORY]
 
 writes benchmarks/results/checkpoint-pause.json.
 """
 
+import argparse
 import json
 import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -109,7 +109,9 @@ def cpu_name() -> str:
 
 def main() -> None:
     """Measure and write the result."""
-    directory = Path(tempfile.mkdtemp(dir=sys.argv[1] if len(sys.argv) > 1 else None))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", nargs="?", help="where to put the checkpoints")
+    directory = Path(tempfile.mkdtemp(dir=parser.parse_args().directory))
     model, optimizer = training_state()
     try:
         waiting = measure(Saver(directory / "sync", Checkpoint(**{"async": False})), model, optimizer)

@@ -1,6 +1,6 @@
 """Peak memory of a DPO step and of an SFT step on the same tokens: 8 x 512 of them, a model of SmolLM2-135M's shape.
 
-    python benchmarks/dpo_memory.py [--device cuda] [--methods lora,full] [--cases sft,dpo-precomputed,dpo-online]
+    python -m benchmarks.dpo_memory [--device cuda] [--methods lora,full] [--cases sft,dpo-precomputed,dpo-online]
 
 Each case runs in a process of its own: two steps with AdamW in float32, one micro-batch each. On a CPU the peak is that of
 the process's resident memory, on a GPU that of torch's allocations. `above` is what a step needs beyond the loaded model.

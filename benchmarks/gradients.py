@@ -6,6 +6,7 @@ One model (12 layers of the 135M shape on a GPU, 4 small ones on a CPU, against 
 The error is the distance of all gradients together, over their length.
 """
 
+import argparse
 import copy
 import json
 import tempfile
@@ -39,6 +40,7 @@ OURS = {  # name: dtype of the weights, precision of the run, compiled
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     device = choose_device()
     small = device.type == "cpu"
     name, layers, length, rows = ("nano", 4, 64, 4) if small else ("llama-135m", 12, 512, 32)

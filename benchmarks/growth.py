@@ -9,9 +9,9 @@ step unless the batch is what changes. Text length: rows of that many tokens. No
 steps of a shape: the count of compilations is in the result.
 """
 
+import argparse
 import gc
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -64,8 +64,10 @@ def compilations():
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sizes", nargs="*", default=list(GROWTH))
+    chosen = parser.parse_args().sizes
     built = {}
-    chosen = sys.argv[1:] or list(GROWTH)
     before = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     rows = [row for row in before if row["what"] not in chosen]
     for what in chosen:

@@ -1,24 +1,22 @@
 """SmolLM2 on house commands: a brief fine-tuning, then GRPO on top of it, with the time each takes.
 
-    python benchmarks/grpo_house.py [section.key=value ...]
+    python -m benchmarks.grpo_house [section.key=value ...]
 
 runs examples/grpo-house-sft.yaml, which it stops as soon as three in ten answers are right, and
 examples/grpo-house.yaml (overrides are for the latter; `sft:` before one is for the former), prints what comes of
 them and writes benchmarks/results/grpo-house.json.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import whet
+from benchmarks.machine import describe_machine
 from whet.config.load import load_config
 from whet.config.sections import RunConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from machine import describe_machine
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "grpo-house.json"
@@ -72,8 +70,11 @@ def matches(result: whet.RunResult) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    tuned_overrides = [word.removeprefix("sft:") for word in sys.argv[1:] if word.startswith("sft:")]
-    overrides = [word for word in sys.argv[1:] if not word.startswith("sft:")]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    given = parser.parse_args().overrides
+    tuned_overrides = [word.removeprefix("sft:") for word in given if word.startswith("sft:")]
+    overrides = [word for word in given if not word.startswith("sft:")]
     with tempfile.TemporaryDirectory() as scratch:
         place = f"run.dir={scratch}"
         longer = ["run.steps=40", "eval.every=2", "optim.schedule=constant"]
@@ -90,7 +91,7 @@ def main() -> None:
         written = {
             "what": "examples/grpo-house-sft.yaml, then examples/grpo-house.yaml",
             "machine": describe_machine(),
-            "overrides": sys.argv[1:],
+            "overrides": given,
             "fine_tuning": {"steps": tuned.steps, "seconds": tuned_s, "evaluations": matches(tuned)},
             "grpo": {
                 "seconds": seconds,

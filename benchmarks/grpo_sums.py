@@ -1,12 +1,12 @@
 """Sums up to 99 from a text with slips, then GRPO on top: examples/grpo-sums-sft.yaml and examples/grpo-sums.yaml.
 
-    python benchmarks/grpo_sums.py
+    python -m benchmarks.grpo_sums [--note TEXT]
 
 prints exact match on sums that neither has seen, and writes benchmarks/results/grpo.json.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,10 +14,8 @@ from pathlib import Path
 import torch
 
 import whet
+from benchmarks.machine import describe_machine
 from whet.config.load import load_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from machine import describe_machine
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "grpo.json"
@@ -45,6 +43,9 @@ def run(name, *overrides):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--note", default="", help="kept with the result")
+    note = parser.parse_args().note
     with tempfile.TemporaryDirectory() as scratch:
         _, before = run("grpo-sums-sft", f"run.dir={scratch}")
         result, after = run("grpo-sums", f"run.dir={scratch}", f"model={scratch}/grpo-sums-sft")
@@ -52,8 +53,7 @@ def main():
     after["steps"] = [{key: row[key] for key in ROWS} for row in steps[:: max(1, len(steps) // 12)]]
     written = {
         "what": "exact match on 500 sums that were in no training set; greedy",
-        "machine": describe_machine()
-        | {"threads": torch.get_num_threads(), "note": sys.argv[1] if sys.argv[1:] else ""},
+        "machine": describe_machine() | {"threads": torch.get_num_threads(), "note": note},
         "examples/grpo-sums-sft.yaml": before,
         "examples/grpo-sums.yaml": after,
     }

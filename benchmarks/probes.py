@@ -1,6 +1,6 @@
 """What the probes of a run cost at their usual intervals, as a share of its steps.
 
-    python benchmarks/probes.py [--rounds N] [--plain-steps N] [--device D] [CASE...]; cases: nano, smollm2-lora, smollm2-full
+    python -m benchmarks.probes [--rounds N] [--plain-steps N] [--device D] [CASE...]; cases: nano, smollm2-lora, smollm2-full
 
 Rounds alternate: some plain steps, then every probe once, so that a machine that slows down slows both. The cost
 is the sum over probes of (median seconds / interval), divided by the median seconds of a step. Writes
@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import torch
-from machine import describe_machine
 
 import whet
+from benchmarks.machine import describe_machine
 from whet.config.load import make_config
 from whet.config.log import Probes
 from whet.training.probe_batches import probe_batches

@@ -3,6 +3,7 @@
 python -m benchmarks.routing_divergence > benchmarks/results/routing-divergence.json
 """
 
+import argparse
 import json
 
 import torch
@@ -31,6 +32,7 @@ def model_of(arm, seed, planted):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     device = choose_device()
     rows = read_rows(open_source(f"synth:quality:{ROWS}"), inputs=96, outputs=20)
     batch = rows.batch(range(ROWS)).to(device)

@@ -1,7 +1,7 @@
 """Memory a rank and speed of one run on 1, 2, 4 ... processes, replicated and sharded.
 
-    python benchmarks/scale.py --sizes 1 2 4 --out benchmarks/results/scale-cpu.json
-    python benchmarks/scale.py --device cuda --sizes 1 2 4 8 --model llama-1b --batch-tokens 65536
+    python -m benchmarks.scale --sizes 1 2 4 --out benchmarks/results/scale-cpu.json
+    python -m benchmarks.scale --device cuda --sizes 1 2 4 8 --model llama-1b --batch-tokens 65536
 
 Weights and moments are counted (the bytes of this rank's parts); the peak is the allocator's on a GPU and the whole
 process's on a CPU, where torch itself is most of it.
@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from machine import describe_machine
+
+from benchmarks.machine import describe_machine
 
 KINDS = ("ddp", "fsdp")
 

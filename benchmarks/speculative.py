@@ -9,6 +9,7 @@ what is measured.
 keeps the run in DIRECTORY and writes benchmarks/results/speculative-NAME.json.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -90,15 +91,19 @@ def summary_of(run):
 
 
 def main():
-    directory, name, *overrides = sys.argv[1:]
-    run = trained(directory, overrides)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", help="where the run is kept")
+    parser.add_argument("name", help="of the result: benchmarks/results/speculative-NAME.json")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    given = parser.parse_args()
+    run = trained(given.directory, given.overrides)
     checkpoint = max((run / "checkpoints").glob("step-*"))
     model, heads, tokenizer = load_with_heads(checkpoint, dtype=torch.float32)
     figures, final = measure(model, heads, prompts_from(tokenizer)), summary_of(run)["final"]
     result = {
         "what": f"greedy, {PROMPTS} texts one at a time, {PROMPT_TOKENS} tokens each continued by {NEW_TOKENS}; "
         f"times are the best of {ROUNDS}",
-        "config": ["examples/mtp-nano.yaml", *overrides],
+        "config": ["examples/mtp-nano.yaml", *given.overrides],
         "layers": len(list(model.blocks())),
         "heads": len(heads),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -109,7 +114,7 @@ def main():
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "machine": describe_machine(),
     }
-    path = ROOT / "benchmarks" / "results" / f"speculative-{name}.json"
+    path = ROOT / "benchmarks" / "results" / f"speculative-{given.name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import shlex
+import tomllib
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -23,6 +24,8 @@ from whet.config.load import load_config, make_config
 from whet.config.preset import Preset
 from whet.config.quality import Quality
 from whet.config.sections import Part, RunConfig
+from whet.data.synthetic import GENERATORS
+from whet.training.resuming import MAY_CHANGE
 from whet.training.sweep import plan_sweep
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +164,16 @@ def test_the_page_of_keys_lists_every_key_with_its_default_and_meaning():
         assert table in page, f"docs/config.md lacks this; see `python tests/test_docs.py`:\n\n{table}"
     rows = re.findall(r"^\| `([a-z0-9_.]+)` \|", page, flags=re.M)
     assert len(rows) == sum(table.count("\n| `") for table in key_tables())  # and no key that does not exist
+
+
+def test_lists_that_read_as_complete_are():
+    pages = {page.stem: page.read_text() for page in PAGES}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name in GENERATORS if f"`synth:{name}`" not in pages["data"]] == []
+    assert [name for name in extras if f"`{name}`" not in pages["install"]] == []
+    resume = pages["runs"].partition("## Resume")[2].partition("\n## ")[0]
+    last = [key.rpartition(".")[2] for key in MAY_CHANGE if not key.startswith("run.budget.")]
+    assert [key for key in last if not re.search(rf"`([a-z]+\.)?{key}`", resume)] == []
 
 
 def key_tables():

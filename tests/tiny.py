@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from whet.data.examples import Example
+from whet.data.sources import open_source
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -81,3 +82,8 @@ def run_config(tiny_directory, tmp_path, **sections):
     for name, keys in sections.items():
         config[name] = {**config.get(name, {}), **keys} if isinstance(keys, dict) else keys
     return config
+
+
+def read_records(spec):
+    """Every record of a source at once."""
+    return list(open_source(spec))

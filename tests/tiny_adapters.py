@@ -5,6 +5,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny import write_tiny_model
+from whet.adapters.peft_files import peft_tensors
+from whet.adapters.stored import collect
 
 
 def tokens():
@@ -47,3 +49,8 @@ def shake(model):
         if parameter.requires_grad:
             parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
     return model
+
+
+def adapter_tensors(model):
+    """The adapter's weights under PEFT's names."""
+    return peft_tensors(collect(model))

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -165,22 +166,21 @@ def measured_peak(device: torch.device) -> Peak:
     )
 
 
-def _product_tflops(device: torch.device, dtype: torch.dtype, budget_s: float = 0.3) -> float:
+def _product_tflops(device: torch.device, dtype: torch.dtype) -> float:
     size = 768 if device.type == "cpu" else 4096
     left = torch.full((size, size), 0.5, device=device, dtype=dtype)
-    best = _best_time(device, lambda: left @ left, budget_s)
+    best = _best_time(device, lambda: left @ left, budget_s=0.3)
     return 2 * size**3 / best / 1e12
 
 
-def _copy_gb_s(device: torch.device, budget_s: float = 0.2) -> float:
+def _copy_gb_s(device: torch.device) -> float:
     source = torch.ones(2**24 if device.type == "cpu" else 2**26, device=device)
     target = torch.empty_like(source)
-    best = _best_time(device, lambda: target.copy_(source), budget_s)
+    best = _best_time(device, lambda: target.copy_(source), budget_s=0.2)
     return 2 * source.numel() * source.element_size() / best / 1e9
 
 
-def _best_time(device: torch.device, call: object, budget_s: float) -> float:
-    assert callable(call)
+def _best_time(device: torch.device, call: Callable[[], object], *, budget_s: float) -> float:
     _wait_for(device, call())
     best, ends = float("inf"), time.perf_counter() + budget_s
     while best == float("inf") or time.perf_counter() < ends:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import whet
-from whet.adapters.files import adapter_tensors
+from tiny_adapters import adapter_tensors
 from whet.adapters.lora import adapted
 from whet.adapters.merging import AdapterSet, compare_logits, merge_measured, sample_tokens, updates_of
 from whet.errors import ConfigError, ModelError

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import whet
 from tiny import write_tiny_model
-from whet.adapters.files import adapter_tensors
+from tiny_adapters import adapter_tensors
 from whet.adapters.load import load_base
 from whet.adapters.lora import adapted
 from whet.adapters.model_merging import merge_models

@@ -102,6 +102,7 @@ def test_peft_on_bitsandbytes_gives_the_same_logits(tmp_path, kind):
         assert (layer.scales != state.absmax).float().mean() <= 0.05
         state.absmax = layer.scales
     loaded = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    loaded.train()  # else it rounds weights to bf16 on CPUs with units for that
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4)
 

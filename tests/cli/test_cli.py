@@ -298,6 +298,13 @@ def test_doctor_tells_device_precision_versions_and_cache(cli):
         assert said in out
 
 
+def test_doctor_lists_models_below_the_cache_they_are_in(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("whet.models.hub.cached_models", lambda: [("a-model", 2**29)])
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    lines = [line.split() for line in cli("doctor")[1].splitlines()]
+    assert lines[-2:] == [["cache", str(tmp_path)], ["a-model", "0.50", "GiB"]]
+
+
 def test_usage_errors_exit_2(cli):
     assert cli("train")[0] == 2
     assert cli("fly")[0] == 2

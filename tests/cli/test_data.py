@@ -376,6 +376,13 @@ def test_a_dry_run_says_that_the_run_exists(cli, config, tmp_path):
     assert "runs/test exists already" in out
 
 
+def test_a_model_from_scratch_has_its_name_where_the_records_are_missing(cli, config, tmp_path):
+    path = config(method={"kind": "full"}, data={"train": str(tmp_path / "none.jsonl")}, train=None)
+    code, out, _ = cli("train", path, "model={preset: nano}", "--dry-run")
+    assert code == 2
+    assert out.splitlines()[0].split() == ["model", "nano", "from", "scratch"]
+
+
 def test_wrong_configs_and_models_are_errors(cli, config):
     for override, message in (("data.trainn=1", "unknown key"), ("model=no-such-model", "no-such-model")):
         code, out, err = cli("data", config(), override)

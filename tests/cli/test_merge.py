@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import whet
-from whet.adapters.files import adapter_tensors
+from tiny_adapters import adapter_tensors
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ def test_the_example_of_405_billion_parameters():
         (["--utilisation", "1.5"], "--utilisation 1.5: it is a share"),
         (["--gpus", "2"], "2 processes, and parallel.kind is none"),
         (["--network", "-1", "--gpus", "2", "parallel.kind=ddp"], "--network -1: it must be positive"),
+        (["--network", "nan", "--gpus", "2", "parallel.kind=ddp"], "--network nan: it must be positive"),
         (["model=nowhere/at-all"], "no config.json of 'nowhere/at-all' on this machine"),
         (["method.targets=nonsense"], "adapter target 'nonsense' matches no linear layer"),
     ],

@@ -138,6 +138,16 @@ def test_an_interrupted_ablation_goes_on(cli, config, tmp_path, monkeypatch):
     assert [run["reused"] for run in stored["runs"]] == [True, False, False, False]
 
 
+def test_ctrl_c_before_the_first_step_of_an_ablation_is_said(cli, config, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt("nothing to save")
+
+    monkeypatch.setattr("whet.training.several.train", interrupted)
+    code, _, err = cli("ablate", config, "--seeds", 2)
+    assert code == 130
+    assert "nothing to save" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

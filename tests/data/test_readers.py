@@ -10,8 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tiny import read_records
 from whet.data import files, json_array, readers
-from whet.data.sources import open_source, read_records
+from whet.data.sources import open_source
 from whet.errors import DataError
 
 CHAT = [{"role": "user", "content": "Grüße, 你好"}, {"role": "assistant", "content": 'a "b"\n,\tc'}]
@@ -194,7 +195,7 @@ def test_a_zst_file_that_was_cut_off_is_no_whole_one(tmp_path):
 
 
 def test_a_line_beyond_the_limit_is_named_and_what_follows_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.Lines.__init__, "__kwdefaults__", {"limit": 40})
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 40)
     lines = ['{"text": "a"}', '{"text": "' + "b" * 60 + '"}', '{"text": "c"}']
     for name, head in (("a.jsonl", []), ("a.csv", ["text"])):
         path = write(tmp_path, name, "\n".join([*head, *lines]))

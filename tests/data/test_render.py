@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tiny import TEMPLATE, write_tokenizer
+from tiny import TEMPLATE, read_records, write_tokenizer
 from whet.data.encode import Encoder
 from whet.data.render import Renderer
-from whet.data.sources import Record, read_records
+from whet.data.sources import Record
 from whet.errors import DataError
 
 

@@ -105,7 +105,7 @@ def counted(tiny_directory, monkeypatch):
         "_hidden",
         lambda self, tokens, *rest: counts.append(tokens.shape[1]) or inner(self, tokens, *rest),
     )
-    model, _ = whet.load(tiny_directory)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     return model, batch_of([[*BEGINNING, 1, 2], [*BEGINNING, 3], [5] * 20]), counts
 
 
@@ -165,7 +165,7 @@ def test_a_step_learns_the_same_as_transformers_on_chats_with_one_system_prompt(
     chats = [prompt + tiny.random_examples(1, seed=seed)[0].tokens for seed in range(5)]
     batch = make_batch([[Example(tokens, [True] * len(tokens), "") for tokens in chats]])
     assert shared_of(batch) is not None
-    model, _ = whet.load(tiny_directory)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     loss = SFT().loss(model, batch).sums["loss"]
     loss.backward()
     reference = AutoModelForCausalLM.from_pretrained(tiny_directory)

@@ -10,9 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import whet
-from tiny_adapters import load, load_theirs, shake, tokens, write_base
+from tiny_adapters import adapter_tensors, load, load_theirs, shake, tokens, write_base
 from whet.adapters.adapter import adapted, adapters_off
-from whet.adapters.files import adapter_tensors
 from whet.errors import ConfigError, ModelError
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 

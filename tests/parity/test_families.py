@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import whet
-from whet.adapters.files import adapter_tensors
+from tiny_adapters import adapter_tensors
 from whet.data.batches import make_batch
 from whet.generation.engine import generate_tokens
 from whet.models.decoder import Decoder

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny import write_tiny_model
+from tiny_adapters import adapter_tensors
 from whet.adapters.adapter import adapted, adapters_off
-from whet.adapters.files import adapter_tensors
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 

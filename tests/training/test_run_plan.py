@@ -131,6 +131,7 @@ def test_a_reference_and_a_teacher_are_held(tmp_path):
     write_tiny_model(tmp_path / "tiny")
     tiny = str(tmp_path / "tiny")
     base = {"model": tiny, "method": {"kind": "full"}}
+    base["run"] = {"steps": 1, "batch_tokens": 512, "device": "cpu", "precision": "fp32"}
     plain = plan_run(config(**base), suggest=False)
     online = {"kind": "dpo", "reference": "online"}
     reference = plan_run(config(**base, objective=online), suggest=False)

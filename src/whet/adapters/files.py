@@ -4,13 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from whet.adapters.classifier_files import StoredHead
 from whet.adapters.mlx_files import WEIGHTS as MLX_WEIGHTS
 from whet.adapters.mlx_files import read_mlx, write_mlx
 from whet.adapters.nf4 import BLOCK, NF4Linear
-from whet.adapters.peft_files import peft_tensors, read_peft, write_peft
+from whet.adapters.peft_files import read_peft, write_peft
 from whet.adapters.stored import attach_stored, collect
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
@@ -20,11 +18,6 @@ CONFIG = "adapter_config.json"
 QUANTISED = "base_quantization.json"  # whet's own, beside either layout: how to quantise the base
 NF4_BASE = {"kind": "nf4", "block_size": BLOCK, "double_quantization": True}
 LAYOUTS = {"peft": write_peft, "mlx": write_mlx}
-
-
-def adapter_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """The adapter's weights under PEFT's names."""
-    return peft_tensors(collect(model))
 
 
 def save_adapter(

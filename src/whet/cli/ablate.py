@@ -12,14 +12,11 @@ def command(
     seeds: int = typer.Option(5, min=2, max=1000, help="Runs of each arm: run.seed, run.seed + 1, ..."),
 ) -> None:
     """Train every arm with every seed on the same rows in the same order, and compare them."""
-    from pathlib import Path
-
-    from whet.cli.console import notes, say, set_up_logging
+    from whet.cli.console import notes, progress_shown, say
     from whet.config.load import load_config
     from whet.config.quality import Arm
     from whet.errors import ConfigError
     from whet.reporting.ablation import describe_ablation, write_ablation
-    from whet.reporting.progress import RunProgress
     from whet.training.ablation import ablate
 
     named = list(dict.fromkeys(arms.split(",")))
@@ -28,19 +25,11 @@ def command(
         what = f"unknown arm {unknown[0]!r}" if unknown else "one arm is no comparison"
         raise ConfigError(f"--arms: {what}", hint=f"two or more of {', '.join(get_args(Arm))}")
     settings = load_config(config, overrides or ())
-    set_up_logging()
-    progress = RunProgress(notes())
-    try:
+    with progress_shown() as progress:
         found = ablate(settings, arms=named, seeds=seeds, callbacks=lambda: [progress])
-    except KeyboardInterrupt as interrupted:
-        progress.close()
-        notes().print(str(interrupted) or "interrupted", highlight=False)
-        raise typer.Exit(130) from interrupted
-    finally:
-        progress.close()
     if found is None:
         notes().print("stopped; the same command goes on", highlight=False)
         raise typer.Exit(3)
     say(describe_ablation(found))
-    for path in write_ablation(found, Path(settings.run.dir) / settings.run.name):
+    for path in write_ablation(found, settings.directory):
         say(f"written: {path}")

@@ -7,10 +7,14 @@ import sys
 from functools import cache
 from typing import IO, TYPE_CHECKING, cast
 
+import typer
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
+
+    from whet.reporting.progress import RunProgress
 
 
 @cache
@@ -70,3 +74,20 @@ def set_up_logging() -> None:
     if not logger.handlers:
         logger.addHandler(_NotesHandler())
         logger.propagate = False
+
+
+@contextlib.contextmanager
+def progress_shown() -> "Iterator[RunProgress]":
+    """Show how runs go; an interruption is said, and exits with 130."""
+    from whet.reporting.progress import RunProgress
+
+    set_up_logging()
+    progress = RunProgress(notes())
+    try:
+        yield progress
+    except KeyboardInterrupt as interrupted:
+        progress.close()
+        notes().print(str(interrupted) or "interrupted", highlight=False)
+        raise typer.Exit(130) from interrupted
+    finally:
+        progress.close()

@@ -53,8 +53,6 @@ def command(
 
 def plan(config: str, overrides: list[str]) -> None:
     """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
-    from pathlib import Path
-
     from whet.cli.console import set_up_logging
     from whet.config.load import load_config
     from whet.reporting.data_problems import Problem, find_problems
@@ -65,7 +63,7 @@ def plan(config: str, overrides: list[str]) -> None:
     settings = load_config(config, overrides)
     text = DataText(stdout_console())
     problems: list[Problem] = []
-    directory = Path(settings.run.dir) / settings.run.name
+    directory = settings.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         taken = f"{directory} exists already, and whet overwrites no run"
         problems.append(Problem(taken, "choose another name (run.name=...)", stops=True))

@@ -26,8 +26,8 @@ def command() -> None:
         "attention": describe_backend(device),
         "threads": str(torch.get_num_threads()),
         **versions(),
-        "cache": str(cache_dir()),
         "tokens": str(tokens_dir()),
+        "cache": str(cache_dir()),
     }
     width = max(map(len, rows))
     for name, value in rows.items():

@@ -1,5 +1,7 @@
 """whet teach: what a teacher thinks, written down once."""
 
+import shlex
+
 import typer
 
 
@@ -14,4 +16,4 @@ def command(
 
     set_up_logging()
     teach(load_config(config, overrides or ()))
-    say(f"train with: whet train {' '.join([config, *(overrides or [])])}")
+    say(f"train with: {shlex.join(['whet', 'train', config, *(overrides or [])])}")

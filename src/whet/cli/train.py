@@ -116,20 +116,12 @@ def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
 
 def _shown(run: "Callable[[list[Callback]], RunResult]") -> int:
     """Show a run's progress, and say what came of it."""
-    from whet.cli.console import notes, say, set_up_logging
-    from whet.reporting.progress import RunProgress, describe
+    from whet.cli.console import notes, progress_shown, say
+    from whet.reporting.progress import describe
     from whet.training.quality_run import summary_line
 
-    set_up_logging()
-    progress = RunProgress(notes())
-    try:
+    with progress_shown() as progress:
         result = run([progress])
-    except KeyboardInterrupt as interrupted:
-        progress.close()
-        notes().print(str(interrupted) or "interrupted", highlight=False)
-        raise typer.Exit(130) from interrupted
-    finally:
-        progress.close()
     if result.unfinished:
         notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)
         return UNFINISHED

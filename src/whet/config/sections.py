@@ -1,5 +1,6 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, model_validator
@@ -265,6 +266,11 @@ class RunConfig(Section):
     run: Run
     parallel: Parallel = Parallel()
     log: Log = Log()
+
+    @property
+    def directory(self) -> Path:
+        """Where the run lands."""
+        return Path(self.run.dir) / self.run.name
 
     @property
     def language_model(self) -> str | Preset:

@@ -65,22 +65,21 @@ def without_bom(start: bytes, path: Path) -> bytes:
 class Lines:
     """A file's lines; one that is too long is raised as a DataError, and the next call goes on after it."""
 
-    def __init__(self, file: BinaryIO, path: Path, *, limit: int = MAX_RECORD_BYTES) -> None:
+    def __init__(self, file: BinaryIO, path: Path) -> None:
         self.number = 0  # of the line read last, from 1
         self._file = file
         self._path = path
-        self._limit = limit
 
     def __iter__(self) -> "Lines":
         return self
 
     def __next__(self) -> bytes:
-        line = self._file.readline(self._limit + 1)
+        line = self._file.readline(MAX_RECORD_BYTES + 1)
         if not line:
             raise StopIteration
         self.number += 1
-        if len(line) > self._limit:
+        if len(line) > MAX_RECORD_BYTES:
             while not line.endswith(b"\n") and line:
                 line = self._file.readline(2**20)
-            raise DataError(f"{self._path}:{self.number}: a line of more than {self._limit:,} bytes")
+            raise DataError(f"{self._path}:{self.number}: a line of more than {MAX_RECORD_BYTES:,} bytes")
         return without_bom(line, self._path) if self.number == 1 else line

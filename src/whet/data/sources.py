@@ -162,11 +162,6 @@ def open_source(
     return SeveralSources(sources, weights or None)
 
 
-def read_records(spec: Spec, *, split: Split = "train") -> list[Record]:
-    """Every record of a source at once; an empty source is an error."""
-    return list(open_source(spec, split=split))
-
-
 def holds_split(spec: Spec, split: Split) -> bool:
     """Whether a directory has a split, judged by the names in it."""
     if not isinstance(spec, str) or not (directory := Path(spec).expanduser()).is_dir():

@@ -208,9 +208,9 @@ def split_parts(tensor: torch.Tensor, parts: Sequence[Sequence[str]]) -> dict[st
     }
 
 
-def _first_few(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _first_few(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def write_model_directory(

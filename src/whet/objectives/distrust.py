@@ -97,6 +97,6 @@ class Distrust:
         return Loss({"loss": (counts * losses).sum()}, {"cross_entropy": losses.sum()})
 
 
-def calibrated_scale(squares: torch.Tensor, *, alpha: float, target: float = 5.0) -> float:
-    """The scale, in [0.001, 1], at which the additive term is about as large as a loss of `target`."""
-    return min(1.0, max(0.001, target / (alpha * float(squares.mean()))))
+def calibrated_scale(squares: torch.Tensor, *, alpha: float) -> float:
+    """The scale, in [0.001, 1], at which the additive term is about as large as a loss of 5."""
+    return min(1.0, max(0.001, 5.0 / (alpha * float(squares.mean()))))

@@ -1,6 +1,7 @@
 """The facts of a run's data in words: the same ones in a terminal and on a page."""
 
 from whet.config.grpo import GRPOObjective
+from whet.config.preset import Preset
 from whet.reporting.data_view import DataView, SplitFacts
 
 Rows = list[tuple[str, str]]
@@ -10,7 +11,8 @@ def model_line(view: DataView) -> str:
     """The model that will read it."""
     model = view.model
     if model is None:
-        return str(view.config.model)
+        named = view.config.language_model
+        return f"{named.preset} from scratch" if isinstance(named, Preset) else named
     known = {"parameters": model.parameters, "vocabulary": model.vocab_size, "context": model.max_positions}
     parts = [f"{name} {value:,}" for name, value in known.items() if value is not None]
     return ", ".join([model.name, *parts])

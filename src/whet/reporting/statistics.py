@@ -18,9 +18,9 @@ class Comparison:
     p: float  # paired t-test, two-sided
     p_adjusted: float  # by Holm, for all comparisons made
 
-    def differs(self, level: float = 0.05) -> bool:
+    def differs(self) -> bool:
         """Whether the arms can be told apart."""
-        return self.p_adjusted < level
+        return self.p_adjusted < 0.05
 
 
 def mean(values: Sequence[float]) -> float:

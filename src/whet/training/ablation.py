@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,7 +16,7 @@ from whet.models.tabular import QualitySpec, TabularModel
 from whet.models.weights import read_json
 from whet.training.callbacks import Callback
 from whet.training.resuming import is_finished, summary_of
-from whet.training.several import finish, place_of, refuse_other_plan
+from whet.training.several import finish, refuse_other_plan
 
 log = logging.getLogger("whet")
 
@@ -61,11 +60,11 @@ def ablate(
     """
     plans = [arm_config(config, arm, config.run.seed + n) for n in range(seeds) for arm in arms]
     for _, plan in plans:  # before hours of work: what is there must belong to these
-        if (place_of(plan) / "config.yaml").is_file():
+        if (plan.directory / "config.yaml").is_file():
             refuse_other_plan(plan)
     runs, data = [], None
     for number, (arm, plan) in enumerate(plans, start=1):
-        directory = place_of(plan)
+        directory = plan.directory
         log.info("ablate: run %d of %d: %s, seed %d", number, len(plans), arm, plan.run.seed)
         reused = is_finished(directory)
         if not reused and not finish(plan, callbacks()):
@@ -92,7 +91,7 @@ def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:
     values["model"]["arm"] = arm
     values["run"] |= {
         "seed": seed,
-        "dir": str(Path(config.run.dir) / config.run.name),
+        "dir": str(config.directory),
         "name": f"{arm}-seed-{seed}",
     }
     groups = dict(values["optim"]["groups"])

@@ -40,7 +40,7 @@ class EvaluationStoppedError(Exception):
 
 
 class Callback:
-    """Hooks of a run; each may return a StopRun.
+    """Hooks of a run; each but `on_train_end` may return a StopRun.
 
     On several processes each has its own, and all stop where one wants to.
     """
@@ -69,8 +69,8 @@ class Callback:
     def on_save(self, step: int, path: Path) -> StopRun | None:
         """After a checkpoint was written."""
 
-    def on_train_end(self, result: "RunResult") -> StopRun | None:
-        """After everything."""
+    def on_train_end(self, result: "RunResult") -> None:
+        """At the end: a finished run has its `final/` by then; an injector may add to the summary."""
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
         """What a resumed run must know of this callback; stored in every checkpoint."""

@@ -28,7 +28,7 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
     So the first step finds everything compiled, and compiled for sizes like its own.
     """
     began, blocks = time.perf_counter(), list(model.blocks())
-    # what is cheap to compute again is not kept for the backward pass: a third less memory
+    # what is cheap to compute again is not kept for the backward pass: a quarter less memory
     torch._functorch.config.ban_recompute_materialized_backward = False
     # the custom gradients of products with adapters are in the graph: a second run may find it compiled
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True

@@ -12,14 +12,14 @@ PIECES = 4  # parts whose gradients are compared
 TEXT_TOKENS = 512  # at most so many are looked at one by one
 
 
-def probe_batches(stream: Any, objective: Objective, *, pieces: int = PIECES) -> list[list[Batch]]:
+def probe_batches(stream: Any, objective: Objective) -> list[list[Batch]]:
     """From each of the first steps of a stream, one micro-batch (of a mix, one of each part).
 
     `stream` has `state` and `seek`: it is left where it was. No piece is larger than what a step has at once.
     """
     before = stream.state()
     try:
-        steps = [next(stream) for _ in range(pieces)]
+        steps = [next(stream) for _ in range(PIECES)]
     finally:
         stream.seek(before)
     found = [_first_of_each_part(step, objective) for step in steps]

@@ -61,7 +61,7 @@ def train(
         config = load_config(config)
     elif not isinstance(config, RunConfig):
         config = make_config(config)
-    directory = Path(config.run.dir) / config.run.name
+    directory = config.directory
     if was_restarted() and (directory / "config.yaml").is_file():
         return resume(directory, callbacks)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
@@ -107,7 +107,7 @@ def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
 @contextlib.contextmanager
 def assembled(config: RunConfig) -> Iterator[Work]:
     """The model, the objective and the steps of a run, for those who want to look at them."""
-    work = work_for(config, Path(config.run.dir) / config.run.name)
+    work = work_for(config, config.directory)
     _seed(config.run.seed)
     with contextlib.ExitStack() as held:
         work.build(held)

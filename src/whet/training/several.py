@@ -1,7 +1,6 @@
 """Runs that belong together: each begun, gone on with, or left as it is."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from whet.config.load import flat_keys, load_config, to_dict
 from whet.config.sections import RunConfig
@@ -15,14 +14,9 @@ from whet.training.run import resume, train
 _SHARED = ("run.steps", "run.epochs", "run.budget", "eval.batches", "eval.max_new_tokens")
 
 
-def place_of(plan: RunConfig) -> Path:
-    """The directory of a run."""
-    return Path(plan.run.dir) / plan.run.name
-
-
 def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
     """Run it, or go on with it; whether it came to its end."""
-    directory = place_of(plan)
+    directory = plan.directory
     clear_leftovers(directory.parent, of=directory.name)
     begun = (directory / "config.yaml").is_file()
     if begun:
@@ -33,7 +27,7 @@ def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
 
 def refuse_other_plan(plan: RunConfig) -> None:
     """What is there must be the run that is meant, as long as the others and judged as they are."""
-    directory = place_of(plan)
+    directory = plan.directory
     there = load_config(directory / "config.yaml")
     refuse_changes(to_dict(there), plan, directory)
     before, now = dict(flat_keys(to_dict(there))), dict(flat_keys(to_dict(plan)))

@@ -64,7 +64,7 @@ class SinkCallback(NumbersOnly):
 
     def on_train_begin(self, run: "Trainer") -> None:
         """Open it, in the background."""
-        directory = run.directory or Path(run.config.run.dir) / run.config.run.name
+        directory = run.directory or run.config.directory
         facts = RunFacts(
             name=run.config.run.name,
             project=directory.resolve().parent.name,

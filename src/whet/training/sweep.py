@@ -20,7 +20,7 @@ from whet.errors import ConfigError, StorageError, WhetError
 from whet.storage import replace_text
 from whet.training.callbacks import Callback
 from whet.training.resuming import is_finished
-from whet.training.several import finish, place_of, refuse_other_plan
+from whet.training.several import finish, refuse_other_plan
 
 log = logging.getLogger("whet")
 
@@ -152,7 +152,7 @@ def plan_sweep(
     if count * seeds > _MOST_RUNS:
         raise ConfigError(f"{count * seeds:,} runs are too many", hint=f"at most {_MOST_RUNS:,}")
     settings = _drawn(axes, draws, base.run.seed) if draws is not None else _grid(axes)
-    directory = place_of(base)
+    directory = base.directory
     if (directory / "config.yaml").is_file():
         raise ConfigError(f"{directory} is a run", hint="choose another name for the sweep (run.name=...)")
     checked = [
@@ -229,7 +229,7 @@ def run_sweep(sweep: Sweep, callbacks: Callable[[], list[Callback]] = list) -> I
     A run that fails is told and the next one starts; the next call tries it again.
     """
     for plan in sweep.plans:  # before hours of work: what is there must be of this sweep
-        if (place_of(plan) / "config.yaml").is_file():
+        if (plan.directory / "config.yaml").is_file():
             refuse_other_plan(plan)
     states = list(sweep.runs)
     for place, (plan, run) in enumerate(zip(sweep.plans, sweep.runs, strict=True)):
@@ -246,7 +246,7 @@ def run_sweep(sweep: Sweep, callbacks: Callable[[], list[Callback]] = list) -> I
 
 
 def _outcome(plan: RunConfig, run: SweepRun, callbacks: Callable[[], list[Callback]]) -> SweepRun:
-    if is_finished(place_of(plan)):
+    if is_finished(plan.directory):
         log.info("%s has finished before", run.name)
         return replace(run, status="finished")
     try:

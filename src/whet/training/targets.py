@@ -1,6 +1,7 @@
 """What a plan is for: a device, and how many of them work together."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import psutil
@@ -90,7 +91,7 @@ def find_cluster(config: RunConfig, devices: int, *, network_gb_s: float = 50.0)
     """The config's `parallel` section on so many devices."""
     if devices < 1:
         raise ConfigError(f"--gpus {devices}: there must be at least one")
-    if network_gb_s <= 0:
+    if not 0 < network_gb_s < math.inf:
         raise ConfigError(f"--network {network_gb_s:g}: it must be positive")
     parallel = config.parallel
     parallel.check_processes(devices)

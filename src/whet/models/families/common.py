@@ -171,9 +171,9 @@ def both_rope_spellings(spec: RopeSpec) -> dict[str, Any]:
     }
 
 
-def activation(config: Config, key: str = "hidden_act") -> str:
+def activation(config: Config) -> str:
     """The feed-forward activation under whet's name."""
-    return ACTIVATIONS[config.get(key) or "silu"]
+    return ACTIVATIONS[config.get("hidden_act") or "silu"]
 
 
 def activation_name(activation: str) -> str:
