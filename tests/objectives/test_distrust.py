@@ -11,7 +11,8 @@ from tiny import random_examples, run_config
 from whet.data.batches import make_batch
 from whet.data.examples import Example
 from whet.errors import ConfigError, DataError
-from whet.objectives.distrust import Distrust, calibrated_scale, distrust, squared_distance
+from whet.objectives import distrust
+from whet.objectives.distrusting import Distrust, calibrated_scale, squared_distance
 from whet.objectives.sft import SFT
 
 
