@@ -163,6 +163,12 @@ def test_a_broken_checkpoint_is_skipped_with_a_reason(tiny_directory, tmp_path, 
     assert "resuming after step 2" in caplog.text
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+def test_the_largest_and_the_smallest_seed_work(tiny_directory, tmp_path, seed):
+    first = whet.train(run_config(tiny_directory, tmp_path, run={"seed": seed}), [StopAt(2)])
+    assert whet.resume(first.directory).steps == 4
+
+
 def test_what_cannot_be_resumed_is_refused(finished, tmp_path, tiny_directory):
     with pytest.raises(CheckpointError, match="is not a run"):
         whet.resume(tmp_path / "nowhere")
