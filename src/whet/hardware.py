@@ -31,8 +31,11 @@ def choose_device(name: str = "auto") -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}", hint="cpu, cuda, cuda:0, mps or auto") from error
+        known = device.type in ("cpu", "cuda", "mps")
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ConfigError(f"unknown device {name!r}", hint="cpu, cuda, cuda:0, mps or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no CUDA device", hint="run: whet doctor")
     if device.type == "mps" and not torch.backends.mps.is_available():

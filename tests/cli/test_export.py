@@ -105,6 +105,25 @@ def test_gguf_is_one_file_that_whet_takes_as_a_model(cli, run, kind, tmp_path, m
     assert sorted(path.parent.iterdir()) == [path]  # nothing of the check is left
 
 
+def test_an_adapter_of_a_gguf_says_that_its_base_must_be_a_directory(
+    cli, run, tiny_directory, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    assert "needs the base" not in cli("export", run, "--to", "peft")[1]
+    cli("export", tiny_directory, "--to", "gguf", "--out", tmp_path / "start.gguf")
+    result = whet.train(run_config(tmp_path / "start.gguf", tmp_path))
+    code, out, err = cli("export", result.directory, "--to", "peft", "--check")
+    assert code == 0, out + err
+    said = f"PEFT needs the base as a directory: whet export {tmp_path / 'start.gguf'} --to hf --out DIR"
+    assert said in out.splitlines()
+    assert "mlx-lm needs the base" in cli("export", result.directory, "--to", "mlx")[1]
+    code, out, err = cli("export", tmp_path / "start.gguf", "--to", "hf", "--out", tmp_path / "base")
+    assert code == 0, out + err
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, result.directory / "export" / "peft")
+    torch.testing.assert_close(logits_of(theirs), adapted_logits(result.directory), rtol=1e-4, atol=1e-4)
+
+
 def test_gguf_in_fine_tune_gguf_out_is_one_path(cli, tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
     code, out, err = cli("export", tiny_directory, "--to", "gguf", "--out", tmp_path / "start.gguf")

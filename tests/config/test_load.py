@@ -62,6 +62,25 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
         ("run.batch_tokens=512", "run: give either batch_size or batch_tokens"),
         ("run.name=a/b", "run.name: a run's name is one path segment"),
         ("run.name=..", "run.name: a run's name is one path segment"),
+        ('run.name="a\\0b"', "run.name: a path cannot have a zero byte in it"),
+        ('run.dir="a\\0b"', "run.dir: a path cannot have a zero byte in it"),
+        (f"run.name={'é' * 101}", "run.name: a run's name has at most 200 bytes"),
+        ("run.seed=9223372036854775808", "run.seed: a seed is from -2**63 to 2**63 - 1"),
+        ("run.seed=-9223372036854775809", "run.seed: a seed is from -2**63 to 2**63 - 1"),
+        (
+            "run.steps=true",
+            "run.steps: Input should be a valid integer, unable to parse string as an integer (given: 'true')",
+        ),
+        ("optim.lr=yes", "optim.lr: Input should be a valid number"),
+        ("optim.clip=false", "optim.clip: Input should be a valid number"),
+        ("optim.betas=[0.9, true]", "optim.betas.1: Input should be a valid number"),
+        ("method.layers=[0, true]", "method.layers.1: Input should be a valid integer"),
+        ("method.rank_pattern={q_proj: true}", "method.rank_pattern.q_proj: Input should be a valid integer"),
+        (
+            "optim.schedule=[{kind: linear, steps: true}, {kind: constant}]",
+            "optim.schedule.0.steps: Input should be a valid int",
+        ),
+        ("objective={kind: classify, classes: true}", "objective.classes: Input should be a valid integer"),
         ("optim", "'optim' is not an override"),
         ("optim={nesterov: true, momentum: 0}", "optim: nesterov needs a momentum above 0"),
         ("optim.lr=.inf", "optim.lr: Input should be"),
@@ -76,6 +95,13 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
 )
 def test_a_wrong_key_or_value_is_named_with_its_path(tmp_path, override, message):
     assert message in problem(tmp_path, override)
+
+
+def test_booleans_stay_where_they_mean_something(tmp_path):
+    path = write(tmp_path, yaml.safe_dump(GOOD))
+    assert load_config(path, ["run.compile=true"]).run.compile is True
+    classes = load_config(path, ["objective={kind: classify, classes: [yes, no]}"]).objective.classes
+    assert classes == ["True", "False"]
 
 
 def test_every_problem_is_named_at_once(tmp_path):

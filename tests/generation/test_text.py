@@ -3,7 +3,7 @@
 import pytest
 
 import whet
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.generation.engine import complete
 from whet.generation.selection import best_of_n, majority_vote, sample_answers
 from whet.generation.stops import TextStream, cut, stop_watch
@@ -64,6 +64,11 @@ def test_generate_stops_at_a_string_that_lies_across_tokens(tiny):
 def test_an_empty_stop_string_is_refused(tiny):
     with pytest.raises(ConfigError, match="an empty stop string"):
         whet.generate(*tiny, "hello", stop=["x", ""])
+
+
+def test_no_messages_are_refused(tiny):
+    with pytest.raises(DataError, match="there are no messages to answer"):
+        whet.generate(*tiny, [])
 
 
 def test_batches_stop_at_strings_too(tiny):

@@ -12,7 +12,8 @@ from whet.data.batches import make_batch
 from whet.data.examples import Example
 from whet.errors import ConfigError, DataError
 from whet.hardware import choose_precision
-from whet.objectives.distrust import Distrust, calibrated_scale, distrust, squared_distance
+from whet.objectives import distrust
+from whet.objectives.distrusting import Distrust, calibrated_scale, squared_distance
 from whet.objectives.sft import SFT
 from whet.training.evaluation import evaluate_loss
 

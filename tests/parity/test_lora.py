@@ -178,6 +178,14 @@ def test_layers_counts_from_the_end_or_lists(tiny_directory):
     [
         ({"rank": 0}, "rank 0: an adapter needs a rank of at least 1"),
         ({"targets": ["q_prj"]}, "did you mean q_proj"),
+        (
+            {"targets": "experts"},
+            "'experts': this model has none of these layers\n  hint: its linear layers are down",
+        ),
+        (
+            {"targets": ["qv", "routers"]},
+            "'routers': this model has none of these layers\n  hint: its linear",
+        ),
         ({"variant": "bora"}, "unknown adapter variant 'bora'"),
         ({"layers": 9}, "layers 9 do not fit a model of 2 layers"),
         ({"dropout": 1.0}, "dropout 1.0"),

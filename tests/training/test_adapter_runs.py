@@ -12,6 +12,7 @@ from tiny_adapters import shake, tokens
 from whet.config.load import make_config
 from whet.data.batches import make_batch
 from whet.data.examples import Example
+from whet.errors import ConfigError
 from whet.hardware import choose_precision
 from whet.training.callbacks import Callback, StopRun
 from whet.training.compiling import compile_blocks
@@ -54,6 +55,12 @@ def test_a_run_learns_resumes_exactly_and_ends_in_what_peft_loads(tiny_directory
     with torch.no_grad():
         theirs = PeftModel.from_pretrained(base, whole.directory / "final")(input_ids=tokens()).logits
         torch.testing.assert_close(model(tokens()), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_plus_without_a_b_of_its_own_is_refused_by_its_key(tiny_directory, tmp_path):
+    sections = {"method": {"lr_ratio": 4}, "optim": {"groups": {"lora_": {"lr_scale": 2}}}}
+    with pytest.raises(ConfigError, match="^method.lr_ratio: no B of an adapter is trained"):
+        whet.train(run_config(tiny_directory, tmp_path, **sections))
 
 
 def test_lora_plus_gives_b_a_rate_of_its_own(tiny, tiny_directory, tmp_path):

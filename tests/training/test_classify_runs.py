@@ -100,7 +100,7 @@ def test_a_bridge_model_classifies(tmp_path):
     )
     again = whet.Classifier.load(result.directory)
     assert again.predict_proba(["1: fire"]).shape == (1, 3)
-    with pytest.raises(ConfigError, match="adapter target 'qv' matches no linear layer"):
+    with pytest.raises(ConfigError, match="adapter target 'qv': this model has none of these layers"):
         whet.train(config(directory, tmp_path, run={"name": "qv"}))
 
 

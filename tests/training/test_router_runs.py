@@ -196,6 +196,11 @@ def test_routers_have_a_rate_of_their_own_by_name(tmp_path):
             "experts.z_loss: this model has no experts",
         ),
         ({"experts": {"bias_rate": 0.1}}, "experts.bias_rate: this model has no bias"),
+        (
+            {"model": {"preset": "nano"}, "optim": {"router_lr_scale": 0.1}},
+            "^optim.router_lr_scale: no router is trained",
+        ),
+        ({"optim": {"groups": {"[.]mlp[.]gate[.]x": {}}}}, "^optim.groups: .* is in no trainable parameter"),
         ({"experts": {"balance": 0.1}}, "balance"),
         ({"experts": {"z_loss": -1}}, "z_loss"),
     ],

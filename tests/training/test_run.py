@@ -17,6 +17,7 @@ import whet
 from tiny import run_config, write_tiny_model
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.training.callbacks import Callback, StopRun
+from whet.training.resuming import is_finished, summary_of
 
 METHODS = {
     "lora": {"method": {"kind": "lora", "rank": 4, "dropout": 0.1}},
@@ -149,6 +150,54 @@ def test_rows_after_the_checkpoint_are_set_aside_not_lost(tiny_directory, tmp_pa
     assert "123.0" in (first.directory / "metrics.superseded.jsonl").read_text()
 
 
+@pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: data[:-30] + b"\xff\xfe"])
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_finished_run_whose_summary_is_torn_is_resumed_and_ends_as_it_had(
+    tiny_directory, tmp_path, damage, steps
+):
+    sections = {"eval": {"every": 2}, "data": {"test": "synth:house-test:5"}}
+    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections, run={"steps": steps}))
+    torn = whet.train(run_config(tiny_directory, tmp_path / "torn", **sections)).directory
+    metrics, config = torn / "metrics.jsonl", torn / "config.yaml"
+    metrics.write_bytes(damage(metrics.read_bytes()))
+    config.write_text(config.read_text().replace("steps: 4\n", f"steps: {steps}\n"))
+    assert not is_finished(torn)
+    assert whet.resume(torn).steps == steps
+    assert is_finished(torn)
+    assert [row.get("step") for row in rows(torn)] == [row.get("step") for row in rows(whole.directory)]
+    here, there = summary_of(torn), summary_of(whole.directory)
+    assert (here["steps"], here["tokens"], here["test"].keys()) == (
+        steps,
+        there["tokens"],
+        there["test"].keys(),
+    )
+    assert '{"summary"' in (torn / "metrics.superseded.jsonl").read_text()
+    final = load_file(torn / "final" / "adapter_model.safetensors")
+    newest = load_file(torn / "checkpoints" / f"step-{steps:06d}" / "weights.safetensors")
+    trained = {f"base_model.model.model.{key}.weight": value for key, value in newest.items()}
+    assert all(torch.equal(final[key], trained[key]) for key in final)
+
+
+def test_a_row_without_its_end_of_line_is_not_glued_to_the_next(tiny_directory, tmp_path):
+    first = whet.train(run_config(tiny_directory, tmp_path, data={"valid": None}), [StopAt(2)])
+    metrics = first.directory / "metrics.jsonl"
+    kept = [row for row in rows(first.directory) if "summary" not in row]
+    metrics.write_text("\n".join(map(json.dumps, kept)))
+    whet.resume(first.directory)
+    assert [row.get("step") for row in rows(first.directory)] == [1, 2, 3, 4, None]
+
+
+def test_a_run_whose_checkpoints_are_gone_says_what_becomes_of_its_rows(tiny_directory, tmp_path, caplog):
+    first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(2)])
+    shutil.rmtree(first.directory / "checkpoints")
+    caplog.set_level("INFO", logger="whet")
+    whet.resume(first.directory)
+    said = f"no checkpoint in {first.directory / 'checkpoints'}: starting over; the rows of 2 steps move to"
+    assert said in caplog.text
+    assert [row["step"] for row in rows(first.directory) if "loss" in row] == [1, 2, 3, 4]
+    assert '"step": 2' in (first.directory / "metrics.superseded.jsonl").read_text()
+
+
 def test_a_broken_checkpoint_is_skipped_with_a_reason(tiny_directory, tmp_path, caplog):
     first = whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 1, "keep": 5}), [StopAt(3)])
     weights = first.directory / "checkpoints" / "step-000003" / "weights.safetensors"
@@ -162,6 +211,12 @@ def test_a_broken_checkpoint_is_skipped_with_a_reason(tiny_directory, tmp_path, 
     assert "skipped checkpoint step-000003" in (first.directory / "log.txt").read_text()
     assert "does not match its sha256" in caplog.text
     assert "resuming after step 2" in caplog.text
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+def test_the_largest_and_the_smallest_seed_work(tiny_directory, tmp_path, seed):
+    first = whet.train(run_config(tiny_directory, tmp_path, run={"seed": seed}), [StopAt(2)])
+    assert whet.resume(first.directory).steps == 4
 
 
 def test_what_cannot_be_resumed_is_refused(finished, tmp_path, tiny_directory):

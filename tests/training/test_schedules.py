@@ -38,6 +38,31 @@ def test_constant_stays():
     assert [rate(step) for step in (2, 4, 12, 100)] == [0.5, 1.0, 1.0, 1.0]
 
 
+def test_a_schedule_without_an_end_needs_no_number_of_steps():
+    constant = create_schedule(Optim(lr=1.0, warmup=4, schedule="constant"))
+    assert [constant(step) for step in (0, 2, 4, 10**9)] == [0, 0.5, 1.0, 1.0]
+    falling = {"schedule": "step", "decay_every": 5, "decay_factor": 0.3}
+    parts = [{"kind": "cosine", "steps": 6}, {"kind": "linear", "steps": 3, "min_lr_ratio": 0.05}]
+    for keys in (falling, {**falling, "schedule": [*parts, {"kind": "step"}]}):
+        section = Optim(**{"lr": 1.0, "warmup": 4, "min_lr_ratio": 0.02, **keys})
+        endless, long = create_schedule(section), create_schedule(section, 500)
+        assert [endless(step) for step in range(500)] == [long(step) for step in range(500)]
+        assert endless(10**9) == 0.02
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        *((kind, kind) for kind in ("linear", "cosine", "exponential", "wsd")),
+        ([{"kind": "constant", "steps": 3}, {"kind": "cosine"}], "cosine"),
+        ([{"kind": "wsd", "steps": 3}, {"kind": "constant"}], "wsd"),
+    ],
+)
+def test_a_schedule_that_ends_says_that_it_needs_the_number_of_steps(schedule, named):
+    with pytest.raises(ConfigError, match=f"optim.schedule: {named} needs the number of steps"):
+        create_schedule(Optim(schedule=schedule))
+
+
 def test_exponential_falls_by_the_same_factor_each_step():
     rate = lr_at(schedule="exponential", lr=0.3, min_lr_ratio=0.01)
     assert [rate(step) for step in range(4, 21)] == pytest.approx([0.3 * 0.01 ** (k / 16) for k in range(17)])

@@ -75,6 +75,12 @@ def _found(model: LanguageModel, target: str, possible: Sequence[str]) -> set[st
     pattern = SHORTHANDS.get(target, target)
     if found := {name for name in possible if matches(model, name, pattern)}:
         return found
+    if target in SHORTHANDS:
+        linear = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
+        raise ConfigError(
+            f"adapter target {target!r}: this model has none of these layers",
+            hint=f"its linear layers are {', '.join(linear)}" if linear else None,
+        )
     known = sorted({name.rpartition(".")[2] for name in possible})
     raise ConfigError(
         f"adapter target {target!r} matches no linear layer of this model",

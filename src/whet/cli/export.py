@@ -77,6 +77,7 @@ def command(
         folded = chosen if to is Layout.hf else torch.float32
         print(f"merged onto {onto} in {export.dtype_name(folded)}: {difference}")
     print(path)
+    _say_what_base_is_needed(run, to)
     if check:
         _report(check_export(loaded, path, to.value, **settings))
 
@@ -94,8 +95,22 @@ def _export_classifier(run: str, to: str, out: str | None, *, check: bool, dtype
     chosen = torch.float32 if dtype is None else getattr(torch, dtype.value)
     write_classifier(loaded, path, to, dtype=chosen)
     print(path)
+    _say_what_base_is_needed(run, Layout(to))
     if check:
         _report([check_classifier(loaded, path, to, dtype=chosen)])
+
+
+def _say_what_base_is_needed(run: str, to: Layout) -> None:
+    """An adapter is opened on its base, and only whet does that from a GGUF file."""
+    import shlex
+    from pathlib import Path
+
+    from whet.adapters.load import base_of, usable_directory
+
+    base = base_of(usable_directory(run))
+    reader = {Layout.peft: "PEFT", Layout.mlx: "mlx-lm"}.get(to)
+    if reader is not None and base is not None and Path(base).is_file():
+        print(f"{reader} needs the base as a directory: whet export {shlex.quote(base)} --to hf --out DIR")
 
 
 def _report(checks: "list[Check]") -> None:

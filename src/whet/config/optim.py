@@ -9,6 +9,10 @@ from whet.config.section import Factor, Positive, Section
 
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
 
+# parameters that have a rate by a key of their own, by name
+ROUTERS = r"\.mlp\.gate\."
+LORA_B = r"\.lora_(embedding_)?B(\.|$)"
+
 
 class SchedulePart(Section):
     """One of several schedules in a row; each starts at the rate at which the one before it ended."""

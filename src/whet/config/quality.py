@@ -86,6 +86,8 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
         "data.curriculum needs a language model": values["data"].curriculum is not None,
         "data.format must be tabular": values["data"].format not in ("auto", "tabular"),
         "optim.mup needs a language model": values["optim"].mup is not None,
+        "optim.router_lr_scale needs a language model": values["optim"].router_lr_scale is not None,
+        "run.fp8 needs a language model": values["run"].fp8,
         "run.compile needs a language model": values["run"].compile,
         "run.grad_checkpoint needs a language model": values["run"].grad_checkpoint,
     }
@@ -94,4 +96,5 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
     wrong |= {
         f"data.{key} is about texts": getattr(data, key) != fields[key].get_default() for key in of_texts
     }
+    wrong |= {f"experts.{key} needs a language model": bool(given) for key, given in values["experts"]}
     return next((message for message, is_wrong in wrong.items() if is_wrong), None)

@@ -1,10 +1,11 @@
 """What every section of a config is, and the kinds of values that several of them have."""
 
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Factor = Annotated[float, Field(ge=0, lt=1)]
@@ -22,3 +23,34 @@ class Section(BaseModel):
     """A strict, frozen group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_boolean_is_a_number(cls, values: Any) -> Any:  # Any: not yet checked
+        """pydantic takes true as 1: where a number belongs, it gets the word, which it refuses."""
+        if not isinstance(values, dict):
+            return values
+        kinds = {
+            field.alias or name: set(_types_in(field.annotation)) for name, field in cls.model_fields.items()
+        }
+        return {key: _for_a_number(value, kinds.get(key, set())) for key, value in values.items()}
+
+
+def _for_a_number(value: Any, kinds: set[type]) -> Any:  # Any: YAML values
+    names = isinstance(value, list) and str in kinds  # which may be true and false
+    return value if kinds.isdisjoint((int, float)) or bool in kinds or names else _as_word(value)
+
+
+def _as_word(value: Any) -> Any:  # Any: YAML values
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return {key: _as_word(each) for key, each in value.items()}
+    return [_as_word(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _types_in(annotation: object) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)

@@ -1,5 +1,6 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,12 +12,14 @@ from whet.config.experts import Experts
 from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, SFTObjective
-from whet.config.optim import Optim, ParameterGroup, unfit_for_mup
+from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup, unfit_for_mup
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
 from whet.config.section import Positive, Section, Text
 from whet.errors import ConfigError
+
+_LONGEST_NAME = 200  # file systems allow 255 bytes, and staging adds some
 
 
 class WeightedSource(Section):
@@ -222,6 +225,22 @@ class Run(Section):
     def _one_path_segment(cls, value: str) -> str:
         if value in (".", "..") or "/" in value or "\\" in value:
             raise ValueError("a run's name is one path segment; put the rest into run.dir")
+        if len(os.fsencode(value)) > _LONGEST_NAME:
+            raise ValueError(f"a run's name has at most {_LONGEST_NAME} bytes")
+        return value
+
+    @field_validator("name", "dir")
+    @classmethod
+    def _can_be_a_path(cls, value: str) -> str:
+        if "\0" in value:
+            raise ValueError("a path cannot have a zero byte in it")
+        return value
+
+    @field_validator("seed")
+    @classmethod
+    def _torch_takes_the_seed(cls, value: int) -> int:
+        if not -(2**63) <= value < 2**63:  # the seeds of a sweep are a little larger, and torch ends at 2**64
+            raise ValueError("a seed is from -2**63 to 2**63 - 1")
         return value
 
     @model_validator(mode="after")
@@ -284,9 +303,9 @@ class RunConfig(Section):
         """`optim`, with the rates of routers and of LoRA+ as its last groups."""
         groups = dict(self.optim.groups)
         if self.optim.router_lr_scale is not None:
-            groups[r"\.mlp\.gate\."] = ParameterGroup(lr_scale=self.optim.router_lr_scale)
+            groups[ROUTERS] = ParameterGroup(lr_scale=self.optim.router_lr_scale)
         if self.method.kind != "full" and self.method.lr_ratio is not None:
-            groups[r"\.lora_(embedding_)?B(\.|$)"] = ParameterGroup(lr_scale=self.method.lr_ratio)
+            groups[LORA_B] = ParameterGroup(lr_scale=self.method.lr_ratio)
         return self.optim.model_copy(update={"groups": groups})
 
     def parts(self) -> dict[str, "RunConfig"]:

@@ -212,7 +212,10 @@ def check_ledgers(directory: Path) -> LedgerCheck:
 
 def create_ledgers(directory: Path, count: int) -> None:
     """Two valid ledgers of generated rows; every tenth decision has no outcome yet."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{directory} cannot be made: {error.strerror}") from error
     records = quality("train", count)
     decisions, outcomes = [], []
     for number, record in enumerate(records, start=1):

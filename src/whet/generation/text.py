@@ -58,6 +58,8 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
         messages = [{"role": "user", "content": messages}]
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
+    if not messages:
+        raise DataError("there are no messages to answer")
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.objectives.distillation import distillation_loss as distillation_loss
     from whet.objectives.distillation import soft_target_loss as soft_target_loss
+    from whet.objectives.distrusting import distrust as distrust
     from whet.objectives.grpo import GRPOConfig as GRPOConfig
     from whet.objectives.grpo import grpo_loss as grpo_loss
     from whet.objectives.multi_token import MultiTokenPrediction as MultiTokenPrediction
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "distillation_loss": "distillation",
     "soft_target_loss": "distillation",
+    "distrust": "distrusting",
     "GRPOConfig": "grpo",
     "grpo_loss": "grpo",
     "MultiTokenPrediction": "multi_token",

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from whet.config.optim import Optim, ParameterGroup
+from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
 from whet.models.mup import POWERS, role_of, width_ratio
@@ -64,7 +64,7 @@ def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
     for pattern in section.groups:
         if not found[pattern]:
             raise ConfigError(
-                f"optim.groups: {pattern!r} is in no trainable parameter's name, earlier patterns' aside",
+                _without_parameters(section, pattern),
                 hint=f"their names are like {', '.join(list(trainable)[:4])}",
             )
     return [
@@ -72,6 +72,15 @@ def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
         for pattern, alike in found.items()
         for (decay, mup), parameters in sorted(alike.items(), key=lambda item: [-n for n in item[0]])
     ]
+
+
+def _without_parameters(section: Optim, pattern: str) -> str:
+    """What is wrong with a group that nothing is in, by the key that asked for it."""
+    if pattern == ROUTERS and section.router_lr_scale is not None:
+        return "optim.router_lr_scale: no router is trained, those of optim.groups aside"
+    if pattern == LORA_B:
+        return "method.lr_ratio: no B of an adapter is trained, those of optim.groups aside"
+    return f"optim.groups: {pattern!r} is in no trainable parameter's name, earlier patterns' aside"
 
 
 def mup_factors(section: Optim, model: nn.Module) -> dict[str, float]:

@@ -104,17 +104,18 @@ def refuse_taken_name(directory: Path) -> None:
 
 def is_finished(directory: Path) -> bool:
     """Whether a run has left its result and its summary."""
-    metrics = directory / "metrics.jsonl"
-    if not (directory / "final").is_dir() or not metrics.is_file():
-        return False
-    last = metrics.read_text().rstrip("\n").rpartition("\n")[2]
-    return last.startswith('{"summary"')
+    return (directory / "final").is_dir() and "summary" in _last_row(directory)
 
 
 def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
     """The summary that a finished run ends with."""
-    found: dict[str, Any] = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["summary"]
+    found: dict[str, Any] = _last_row(directory)["summary"]
     return found
+
+
+def steps_with_rows(path: Path) -> int:
+    """How many steps have left a row."""
+    return len({row["step"] for row in map(_row, _text(path).splitlines()) if row.get("step")})
 
 
 def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
@@ -122,18 +123,32 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
 
     So does an evaluation of the checkpoint's own step that the checkpoint knows nothing of: it comes again.
     """
-    if not path.is_file():
-        return
     kept: list[str] = []
     later: list[str] = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            number = row.get("step", step + 1)
-        except (ValueError, AttributeError):
-            row, number = {}, step + 1  # a row torn by a crash
+    text = _text(path)
+    for line in text.splitlines():
+        row = _row(line)
+        number = row.get("step", step + 1)
         again = number == step and "eval_s" in row and evaluated_step != step
         (later if number > step or again else kept).append(f"{line}\n")
     if later:
         append_text(path.with_suffix(".superseded.jsonl"), "".join(later))
-        replace_text(path, "".join(kept))
+    if text != (whole := "".join(kept)):
+        replace_text(path, whole)
+
+
+def _last_row(directory: Path) -> dict[str, Any]:  # Any: JSON values
+    return _row(_text(directory / "metrics.jsonl").rstrip("\n").rpartition("\n")[2])
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _row(line: str) -> dict[str, Any]:  # Any: JSON values
+    """What a line holds: nothing, where a crash has torn it."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -19,7 +19,7 @@ from whet.parallel.group import SOLO, World, joined, was_restarted
 from whet.parallel.shard import TENSOR, device_mesh, local_bytes_of, shard
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.parallel.tensor import cut_layers, refuse_uncuttable
-from whet.storage import clear_leftovers, locked, new_directory, replace_text, write_text
+from whet.storage import clear_leftovers, locked, new_directory, remove_directory, replace_text, write_text
 from whet.training.callbacks import (
     Callback,
     EarlyStopping,
@@ -40,6 +40,7 @@ from whet.training.resuming import (
     refuse_other_origins,
     refuse_taken_name,
     set_aside_later_rows,
+    steps_with_rows,
 )
 from whet.training.run_data import EvaluationSplit
 from whet.training.run_log import RunLog
@@ -98,7 +99,12 @@ def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
     if checkpoint is None and (directory / "final").is_dir():
         raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
     if checkpoint is None:
-        log.info("%s was stopped before its first checkpoint: starting over", directory)
+        steps = steps_with_rows(directory / "metrics.jsonl")
+        if steps:
+            rows = f"the rows of {steps} step{'s' * (steps > 1)} move to metrics.superseded.jsonl"
+            log.info("no checkpoint in %s: starting over; %s", directory / "checkpoints", rows)
+        else:
+            log.info("%s was stopped before its first checkpoint: starting over", directory)
     else:
         refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
     return checkpoint
@@ -162,6 +168,7 @@ class _Assembly:
             if checkpoint is not None:
                 trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
+            self.began_after = trainer.state.step
             if again and self.world.is_main:
                 set_aside_later_rows(
                     self.directory / "metrics.jsonl",
@@ -257,8 +264,11 @@ class _Assembly:
                 write_text(staging / name, text)
 
     def _write_final(self) -> None:
+        final = self.directory / "final"
+        if self.world.is_main and final.is_dir() and self.trainer.state.step > self.began_after:
+            remove_directory(final)  # of a run whose summary is lost, and which has gone on
         # else: killed between its result and its summary
-        if not self.world.from_main((self.directory / "final").is_dir()):
+        if not self.world.from_main(final.is_dir()):
             with self.world.watch.patiently("writing final/"):
                 self.work.write_final(self.trainer)
             self.world.barrier()

@@ -9,22 +9,25 @@ from whet.errors import ConfigError
 Schedule = Callable[[int], float]
 
 
-def create_schedule(section: Optim, steps: int) -> Schedule:
+def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
     """`lr_at(k)`: the rate of update k, counted from 1; `lr_at(0)` is the value before the first.
 
     A linear warm-up from 0, then the parts of the schedule in a row: each starts at the rate at which the one
     before it ended, and reaches its own end at its last step. After the run's last step its rate is held.
-    A run no longer than its warm-up holds at lr once the ramp is over.
+    A run no longer than its warm-up holds at lr once the ramp is over. Without `steps` there is no last step.
     """
+    if steps is None:
+        _refuse_one_that_ends(section)
     peak, warmup = section.lr, section.warmup
-    pieces = _pieces(section, steps) if steps > warmup else []
+    last = math.inf if steps is None else steps
+    pieces = _pieces(section, last) if last > warmup else []
 
     def lr_at(step: int) -> float:
         if step < warmup:
             return peak * step / warmup
         if not pieces:
             return peak
-        done = min(step, steps) - warmup
+        done = min(step, last) - warmup
         for piece in pieces:
             if done <= piece.steps:
                 break
@@ -38,7 +41,14 @@ class _Piece:
     """One part with its length and both its ends known."""
 
     def __init__(
-        self, kind: ScheduleKind, section: Optim, *, start: float, end: float, steps: int, decay_steps: float
+        self,
+        kind: ScheduleKind,
+        section: Optim,
+        *,
+        start: float,
+        end: float,
+        steps: float,
+        decay_steps: float,
     ) -> None:
         self.kind = kind
         self.section = section
@@ -46,9 +56,8 @@ class _Piece:
         self.low = end
         self.steps = steps
         self.decay_steps = min(decay_steps, steps)
-        self.end = self.rate(steps)
 
-    def rate(self, done: int) -> float:
+    def rate(self, done: float) -> float:
         """The rate after `done` of the part's steps."""
         start, low, progress = self.start, self.low, done / self.steps
         match self.kind:
@@ -69,7 +78,16 @@ class _Piece:
         return start * share + low * (1 - share)
 
 
-def _pieces(section: Optim, steps: int) -> list[_Piece]:
+def _refuse_one_that_ends(section: Optim) -> None:
+    *earlier, last = (part.kind for part in section.parts)
+    bound = "wsd" if "wsd" in earlier else last  # wsd falls over a share of the whole run, wherever it is
+    if bound not in ("constant", "step"):
+        raise ConfigError(
+            f"optim.schedule: {bound} needs the number of steps", hint="create_schedule(section, steps=N)"
+        )
+
+
+def _pieces(section: Optim, steps: float) -> list[_Piece]:
     fixed = section.warmup + sum(part.steps or 0 for part in section.parts)
     if fixed >= steps:
         raise ConfigError(
@@ -83,7 +101,7 @@ def _pieces(section: Optim, steps: int) -> list[_Piece]:
             _Piece(
                 part.kind,
                 section,
-                start=pieces[-1].end if pieces else section.lr,
+                start=pieces[-1].rate(pieces[-1].steps) if pieces else section.lr,
                 end=section.lr * ratio,
                 steps=part.steps or steps - fixed,
                 decay_steps=section.decay_fraction * steps,

@@ -31,10 +31,10 @@ from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.models.modes import evaluating
 from whet.models.mtp import block_of
-from whet.objectives import distrust
+from whet.objectives import distrusting
 from whet.objectives.base import Objective
 from whet.objectives.distillation import Distillation
-from whet.objectives.distrust import Distrust, calibrated_scale, squared_distance
+from whet.objectives.distrusting import Distrust, calibrated_scale, squared_distance
 from whet.objectives.grpo import GRPO
 from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.multi_token import MultiTokenPrediction
@@ -63,7 +63,7 @@ def needs_of(objective: AnyObjective | MixObjective) -> Needs:
         case PreferenceObjective():
             return Needs(pairs=True)
         case DistrustObjective():
-            return Needs(columns=distrust.COLUMNS)
+            return Needs(columns=distrusting.COLUMNS)
         case ClassifyObjective():
             return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
         case GRPOObjective():
