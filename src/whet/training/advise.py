@@ -16,7 +16,7 @@ from whet.data.examples import StoredExamples
 from whet.errors import ModelError
 from whet.models.scratch import new_tokenizer
 from whet.training.classification import class_counts
-from whet.training.mix_data import MixData
+from whet.training.mix_data import MixData, data_of
 from whet.training.model_facts import model_facts
 from whet.training.run_data import RunData
 
@@ -40,7 +40,7 @@ class Advice:
 
 def advise(config: RunConfig) -> list[Advice]:
     """Every finding, the gravest first; one `info` a check that found nothing wrong."""
-    data = MixData(config) if config.parts() else RunData(config)
+    data = data_of(config)
     tokenizer = _tokenizer(config, data)
     data.prepare(tokenizer)
     found = [

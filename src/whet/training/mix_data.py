@@ -65,6 +65,11 @@ class MixData:
         )
 
 
+def data_of(config: RunConfig) -> RunData | MixData:
+    """What a config's data section names, or those of its parts."""
+    return MixData(config) if config.parts() else RunData(config)
+
+
 class MixStream:
     """Several endless streams, a step of each at a time; the parts' positions are its position."""
 
