@@ -41,7 +41,7 @@ class MixData:
             data.prepare(tokenizer)
 
     def check(self, model: LanguageModel) -> None:
-        """Refuse tokens and lengths that the model does not know."""
+        """Refuse tokens and lengths that the model does not know; warn if it would not learn to stop."""
         for data in self.parts.values():
             data.check(model)
 
