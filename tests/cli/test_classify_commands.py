@@ -199,3 +199,46 @@ def test_advice_is_for_other_objectives_too(tiny_directory, tmp_path):
         "optim.clip",
         "optim.warmup",
     }
+
+
+def test_advice_on_a_mix_names_the_keys_of_its_parts(cli, tiny_directory, tmp_path):
+    parts = [
+        {"objective": {"kind": "sft"}, "data": {"train": "synth:house:24", "max_length": 40}},
+        {
+            "objective": {"kind": "dpo"},
+            "data": {"train": "synth:house-pairs:8", "max_length": 256},
+            "batch_size": 100,
+        },
+    ]
+    values = run_config(tiny_directory, tmp_path, objective={"kind": "mix", "parts": parts})
+    del values["data"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    found = {advice.key: advice.severity for advice in advise(make_config(values))}
+    assert found == {
+        "optim.lr": "warn",
+        "method.alpha": "warn",
+        "optim.clip": "info",
+        "optim.warmup": "warn",
+        "objective.parts.0.batch_size": "warn",
+        "objective.parts.0.data.max_length": "error",
+        "objective.parts.1.batch_size": "error",
+        "objective.parts.1.data.max_length": "info",
+    }
+    followed = [
+        "objective.parts.0.batch_size=16",
+        "objective.parts.0.data.max_length=256",
+        "objective.parts.1.batch_size=8",
+    ]
+    code, out, _ = cli("advise", tmp_path / "config.yaml", *followed)
+    assert (code, "objective.parts" in out) == (0, True)
+    assert not re.search("(error|warn) +objective", out)
+
+
+def test_advice_on_rewards_is_what_needs_no_examples(tiny_directory, tmp_path):
+    rewarded = {"kind": "grpo", "rewards": ["exact_match"]}
+    run = {"steps": None, "epochs": 2}
+    for sections in ({}, {"run": run}):
+        values = run_config(tiny_directory, tmp_path, objective=rewarded, **sections)
+        keys = {advice.key for advice in advise(make_config(values))}
+        assert {"optim.lr", "method.alpha", "optim.clip"} <= keys
+        assert keys.isdisjoint({"run.batch_size", "data.max_length"})

@@ -66,6 +66,25 @@ def test_it_shows_what_the_model_sees_with_brackets_where_there_is_no_colour(cli
     assert "Traceback" not in err
 
 
+def test_every_shape_of_a_file_is_counted(cli, config, monkeypatch):
+    records = [
+        chat("a", "b"),
+        {"prompt": "a", "completion": "b"},
+        {"text": "abc"},
+        {"instruction": "a", "output": "b"},
+    ]
+    path = config(records)
+    _, out, _ = cli("data", path)
+    shapes = "1 messages, through the chat template; 2 completion, through the chat template; 1 text, without a template"
+    assert f"4 ({shapes})" in out
+    monkeypatch.setattr("whet.reporting.data_view.SHAPES_COUNTED", 2)
+    monkeypatch.setattr("whet.reporting.describe_data.SHAPES_COUNTED", 2)
+    _, out, _ = cli("data", path)
+    assert "; 1 completion, through the chat template; of the first 2)" in out
+    _, out, _ = cli("data", config())
+    assert "40 (messages, through the chat template)" in out
+
+
 def test_brackets_of_a_line_end_on_that_line(cli, config):
     _, out, _ = cli("data", config([chat("a", "one\ntwo\n"), chat("b", "c")]))
     assert "⟦one↵\n    two↵\n    ⟨|end|⟩⟧" in out
@@ -241,6 +260,18 @@ PROBLEMS = {
 STOPPING = {
     "no answer", "bad JSON", "bad shape", "refused", "vocabulary", "context", "step", "missing", "empty", "order", "no train",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["no end", "ends cut off", None])
+def test_a_run_says_when_no_example_teaches_the_model_to_stop(cli, config, tmp_path, name):
+    given, overrides, _ = PROBLEMS.get(name, ({}, [], ""))
+    given = {**given, "model": given["model"](tmp_path / "model")} if "model" in given else given
+    code, _, err = cli("train", config(**given), *overrides, "run.steps=1", "run.batch_size=2")
+    assert code == 0
+    said = [
+        line for line in err.splitlines() if "teaches the model to stop: <|end|> is never learned" in line
+    ]
+    assert len(said) == (name is not None)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

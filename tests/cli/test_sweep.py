@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 
 import pytest
@@ -68,6 +69,43 @@ def test_commas_inside_lists_and_quotes_do_not_separate(config, argument, values
     names = [run.name for run in plan_sweep(config, [argument]).runs]
     assert len(set(names)) == 2
     assert not any("/" in name or name.startswith(".") for name in names)
+
+
+LONG = "a" * 200
+
+
+@pytest.mark.parametrize(
+    ("few", "more", "hashed"),
+    [
+        (["optim.lr=1e-4,3e-4"], ["optim.lr=1e-4,3e-4,1e-3"], []),
+        (["method.rank=2,4"], [f"method.rank={','.join(map(str, range(2, 20)))}"], []),
+        # too long
+        ([f"model={LONG}b,{LONG}c"], [f"model={LONG}b,x,{LONG}c,{LONG}d"], [0, 1]),
+        # the same when what no file can be named by is left out: at once, and only with what is added
+        (["model=a/b,a:b"], ["model=a:b,a/b,x"], [0, 1]),
+        (["model=a/b,x"], ["model=a/b,x,a_b,a:b"], [0]),
+        (["model=a_b,x"], ["model=a_b,x,a/b"], []),
+        # the same when they are joined
+        (["model=a,a-rank", "method.rank=2,4"], ["model=a,a-rank", "method.rank=2,4,8"], [2, 3]),
+    ],
+)
+def test_a_name_does_not_depend_on_the_other_settings(config, few, more, hashed):
+    before, after = (
+        {tuple(run.setting.items()): run.name for run in plan_sweep(config, axes).runs}
+        for axes in (few, more)
+    )
+    assert before.items() <= after.items()
+    assert len(set(after.values())) == len(after)
+    assert max(map(len, after.values())) < 150
+    found = [bool(re.search("-[0-9a-f]{8}-seed-0$", name)) for name in before.values()]
+    assert [place for place, one in enumerate(found) if one] == hashed
+
+
+def test_values_that_have_a_key_in_them_are_told_apart():
+    settings = [{"model": "1-rank", "method.rank": "4"}, {"model": "1", "method.rank": "rank-4"}]
+    assert len(set(sweep._names(settings))) == 2
+    settings = [{"model": "1-rank-2", "method.rank": "3"}, {"model": "1", "method.rank": "2-rank-3"}]
+    assert len(set(sweep._names(settings))) == 2
 
 
 def test_random_draws_are_log_uniform_the_same_every_time_and_can_be_added_to(config):
@@ -226,6 +264,9 @@ def test_a_run_that_fails_is_recorded_and_the_others_are_done(cli, config, tmp_p
     [failed, *others] = json.loads((tmp_path / "runs" / "s" / "sweep.json").read_text())["runs"]
     assert (failed["status"], failed["error"]) == ("failed", "RuntimeError: out of memory")
     assert [run["status"] for run in others] == ["finished", "finished"]
+    code, out, err = cli(*command, "--metric", "eval_nothing")
+    assert (code, out) == (2, "")
+    assert "rank-2-seed-0: RuntimeError: out of memory" in err
     monkeypatch.setattr(several, "train", train)
     code, out, _ = cli(*command)
     assert (code, "rank=2" in out) == (0, True)

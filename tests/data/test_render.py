@@ -167,6 +167,26 @@ def test_a_bad_record_is_named_with_its_place(tiny, fields, message):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1 / 0", "division by zero"),
+        ("'{1}'.format('a')", "index out of range"),
+        ("'{a}'.format()", "a"),
+        ("'abc' | dictsort", "no attribute 'items'"),
+        ("'a' + 1", "can only concatenate"),
+        ("'a'.index('b')", "substring not found"),
+        ("raise_exception('no')", "no"),
+    ],
+)
+def test_whatever_fails_in_a_template_is_named_with_its_place(tiny, expression, message):
+    tiny[1].chat_template = f"{{{{ {expression} }}}}{TEMPLATE}"
+    with pytest.raises(
+        DataError, match=f"here.jsonl:7: the chat template refuses these messages: .*{message}"
+    ):
+        renderer(tiny).example(record(messages=CHAT))
+
+
 def test_questions_end_where_the_answer_begins(tiny):
     question = renderer(tiny).question(record(messages=CHAT, group="known"))
     assert tiny[1].decode(question.tokens).endswith("<|user|>and 3?<|end|><|assistant|>")

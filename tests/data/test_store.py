@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import whet
 from tiny import random_examples, run_config
 from whet import storage
+from whet.data import endings
 from whet.data.examples import Example, cut
 from whet.data.prepare import Preparation
 from whet.data.sources import open_source
@@ -125,6 +126,23 @@ def test_too_long_is_cut_dropped_split_or_refused_and_counted(tmp_path):
         cut_lengths(tmp_path, records, max_length=17, too_long="error")
     with pytest.raises(DataError, match="no example is left: all 2 were dropped"):
         cut_lengths(tmp_path, records[1:], max_length=3, too_long="truncate")
+
+
+def test_an_end_is_looked_for_in_a_few_examples_from_all_over_the_records(tmp_path, monkeypatch):
+    """The token 119 ends records of 20."""
+    unfinished, whole = example(10, {9}), example(20, {18, 19})
+    how = {"max_length": 17, "too_long": "split"}
+    monkeypatch.setattr(endings, "_MOST_LOOKED_AT", 4)
+    for records, ends, looked_at in (
+        ([unfinished] * 9, {119}, 4),
+        ([unfinished] * 2, {119}, 2),
+        ([*[unfinished] * 8, whole], {119}, 0),  # in the second window
+        ([*[unfinished] * 8, whole], {7, 119}, 0),
+        ([*[unfinished] * 8, whole], {100}, 4),  # the first token, which is not learned
+        ([*[unfinished] * 7, whole, unfinished], {119}, 4),
+    ):
+        _, found = cut_lengths(tmp_path, records, **how)
+        assert endings.endless(found, ends) == looked_at
 
 
 @settings(max_examples=60, deadline=None)

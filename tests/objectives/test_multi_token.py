@@ -399,7 +399,7 @@ def test_heads_learn_what_comes_after_the_next_token(tiny_directory):
 
 
 def test_the_block_is_the_models_last_unless_another_is_asked_for(tmp_path):
-    spec = preset_spec("nano", vocab_size=30, pattern="*lf", layers=3, window=4)
+    spec = preset_spec("nano", vocab_size=30, pattern="*lf", layers=3)
     model = from_scratch(spec, seed=0)
     assert new_heads(model, 2).spec.blocks == (spec.blocks[1],) * 2  # the last one with attention
     own = own_block(128, MTPBlock(heads=2, kv_heads=1, width=40, feedforward="gelu", bias=True))

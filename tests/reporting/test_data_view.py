@@ -57,7 +57,7 @@ def test_counts_and_lengths_are_those_of_the_template(look, tiny_directory):
     # an answer is its bytes and the token that ends it
     assert train.supervised == sum(3 * (n + 1) + 1 for n in range(30))
     assert sum(each.count for each in train.bins) == 30
-    assert train.shape == "messages"
+    assert train.shapes == {"messages": 30}
     assert train.ended == 30
     assert view.tokenizer.ends == ("⟨|end|⟩",)
     assert not find_problems(view)

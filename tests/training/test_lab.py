@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from whet.cli.app import app
 from whet.config.load import load_config, make_config
 from whet.errors import ConfigError
+from whet.reporting.lab import describe_sweep
 from whet.training import coordinate_check as checks
 from whet.training import lr_sweep as sweeps
 from whet.training.coordinate_check import FLAT, coordinate_check
@@ -123,6 +125,41 @@ def test_a_sweep_finds_the_lowest_loss_and_how_far_it_moves():
     assert sweep.losses("mup", 32)[1e-3] == pytest.approx(3.05)
 
 
+def test_a_width_at_which_every_rate_diverges_has_no_best_one(tmp_path):
+    found = {("mup", 32): 2.0, ("mup", 64): 3.0, ("standard", 32): 2.0}
+    sweep = Sweep(
+        [
+            SweepPoint(kind, width, lr, 0, found.get((kind, width), math.inf) if lr < 2e-3 else math.inf)
+            for kind in ("mup", "standard")
+            for width in (16, 32, 64)
+            for lr in (1e-3, 2e-3)
+        ]
+    )
+    assert (sweep.best("mup"), sweep.best("standard")) == ({32: 1e-3, 64: 1e-3}, {32: 1e-3})
+    assert (sweep.shift("mup"), sweep.shift("standard")) == (0, None)
+    said = describe_sweep(sweep)
+    assert "muP: the best rate moves by a factor of 1 from width 32 to 64" in said
+    assert "standard: nothing can be said of how the best rate moves: only width 32 has one" in said
+    assert re.findall(r"^(\d+) .* (\S+)$", said, re.MULTILINE) == [
+        *(("16", "-"), ("32", "0.001"), ("64", "0.001")),
+        *(("16", "-"), ("32", "0.001"), ("64", "-")),
+    ]
+
+
+def test_where_everything_diverges_no_rate_is_the_best(tmp_path):
+    arguments = ["--widths", "16,32", "--lrs", "1e28,1e29,1e30", "--out", str(tmp_path)]
+    found = run_lab("lr-sweep", write_config(tmp_path, optim={"clip": None}), *arguments)
+    assert found.exit_code == 0, found.output
+    assert found.output.count("nothing can be said of how the best rate moves: no width has one") == 2
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    written = json.loads((tmp_path / "lr-sweep.json").read_text(), parse_constant=refuse)
+    assert written["best"] == {"mup": {}, "standard": {}}
+    assert {run["loss"] for run in written["runs"]} == {"inf"}
+
+
 def test_a_sweep_trains_each_rate_and_one_that_diverges_is_the_worst(tmp_path):
     config = lab_config(tmp_path, optim={"clip": None})
     sweep = lr_sweep(config, widths=[16, 32], lrs=[1e-3, 1e-2, 1e30])
@@ -160,7 +197,7 @@ def test_the_check_prints_a_table_and_writes_json_and_a_plot(tmp_path):
     assert picture.startswith(b"\x89PNG")
 
 
-def test_a_stopped_sweep_goes_on_and_other_settings_begin_anew(tmp_path, monkeypatch):
+def test_a_stopped_sweep_goes_on_and_other_settings_or_data_begin_anew(tmp_path, monkeypatch, caplog):
     path, out = write_config(tmp_path), tmp_path / "out"
     arguments = ["lr-sweep", path, "--widths", "16,32", "--lrs", "1e-3,1e-2,1e-1", "--out", str(out)]
     original, ran = sweeps._last_loss, []
@@ -193,6 +230,13 @@ def test_a_stopped_sweep_goes_on_and_other_settings_begin_anew(tmp_path, monkeyp
     monkeypatch.setattr(sweeps, "_last_loss", lambda plan: again.append(1) or 1.0)
     run_lab("lr-sweep", path, "run.steps=6", *arguments[2:])
     assert len(again) == 12
+    again.clear()
+    run_lab("lr-sweep", path, "run.steps=6", *arguments[2:])
+    assert not again
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, reversed(TEXT))))
+    run_lab("lr-sweep", path, "run.steps=6", *arguments[2:])
+    assert len(again) == 12
+    assert "has runs with other settings or data: they are run again" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,34 @@ def test_a_network_between_machines_is_slower():
     assert far.efficiency < near.efficiency
 
 
+def mix(**sections):
+    parts = [
+        {"objective": {"kind": kind}, "data": {"train": "none", "max_length": 513}, "batch_tokens": tokens}
+        for kind, tokens in (("sft", 2**19), ("dpo", 2**20))
+    ]
+    return config(data=None, objective={"kind": "mix", "parts": parts}, **sections)
+
+
+def test_the_network_is_that_of_a_mix_too():
+    given = {"device": "h100", "gpus": 64, "spec": llama("8b"), "suggest": False}
+    near, far = (plan_run(mix(parallel=FSDP), network_gb_s=rate, **given) for rate in (50, 5))
+    assert (near.traffic.bandwidth_gb_s, far.traffic.bandwidth_gb_s) == (400, 40)
+    assert far.efficiency < near.efficiency
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_a_mix_sends_what_all_its_parts_send(tensor):
+    given = {"device": "h100", "gpus": 64, "spec": llama("8b"), "suggest": False}
+    wanted = mix(parallel={"kind": "fsdp", "tensor": tensor})
+    found = plan_run(wanted, **given)
+    parts = [plan_run(part, **given) for part in wanted.parts().values()]
+    assert found.micro_batches == sum(part.micro_batches for part in parts) > 2
+    for name in ("gathered", "added_up", "layers", "hidden_s", "exposed_s"):
+        assert getattr(found.traffic, name) == sum(getattr(part.traffic, name) for part in parts)
+    copies = plan_run(mix(parallel={"kind": "ddp"}), **given)
+    assert copies.traffic.added_up == 2 * 63 / 64 * 4 * copies.total  # once a step
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -60,6 +60,7 @@ def lr_sweep(
     from whet.config.load import load_config, to_dict
     from whet.reporting.lab import describe_sweep, keep_sweep, kept_points, plot_sweep
     from whet.training.lr_sweep import lr_sweep as sweep_rates
+    from whet.training.mix_data import data_of
 
     settings = load_config(config, overrides or ())
     rates = (
@@ -69,13 +70,14 @@ def lr_sweep(
     directory.mkdir(parents=True, exist_ok=True)
     shared = to_dict(settings)
     del shared["optim"]["lr"]
+    digests = data_of(settings).digests()
     found = sweep_rates(
         settings,
         widths=_numbers("--widths", widths, int),
         lrs=rates,
         seeds=seeds,
-        known=kept_points(directory, settings=shared),
-        keep=lambda sweep: keep_sweep(sweep, directory, settings=shared),
+        known=kept_points(directory, settings=shared, data=digests),
+        keep=lambda sweep: keep_sweep(sweep, directory, settings=shared, data=digests),
         tell=notes().print,
     )
     say(describe_sweep(found))

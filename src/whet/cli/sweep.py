@@ -49,11 +49,12 @@ def command(
         notes().print("stopped; the same command goes on", highlight=False)
         raise typer.Exit(3)
     failed = [state for state in states if state.status == "failed"]
-    _summarise([sweep.directory / state.name for state in states if state.status == "finished"], metric)
     for state in failed:
         notes().print(f"failed: {sweep.directory / state.name}: {state.error}", highlight=False)
     if failed:
         notes().print("the same command tries again what failed", highlight=False)
+    _summarise([sweep.directory / state.name for state in states if state.status == "finished"], metric)
+    if failed:
         raise typer.Exit(1)
 
 

@@ -217,7 +217,7 @@ class Renderer:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"{record.origin}: the chat template refuses these messages: {error}") from error
         return rendered
 

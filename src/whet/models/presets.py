@@ -200,12 +200,21 @@ def build_spec(shape: Shape) -> ModelSpec:
         if shape.experts is None and getattr(shape, key) != getattr(Shape, key):
             raise ModelError(f"{key} is about experts, and there are none", hint="set model.experts")
     _known("positions", shape.positions, dict.fromkeys(POSITIONS))
-    letters = shape.pattern or "*"
+    pattern = shape.pattern or "*"
+    letters = [pattern[layer % len(pattern)] for layer in range(shape.layers)]
+    blocks = tuple(_block(shape, letter) for letter in letters)
+    used = {LETTERS[letter][0] or shape.attention for letter in letters}
+    for key, attention, letter in (("window", "window", "w"), ("kv_rank", "latent", "l")):
+        if getattr(shape, key) is not None and attention not in used:
+            raise ModelError(
+                f"{key} is about layers with attention: {attention}, and there are none",
+                hint=f"set attention, or write {letter} into the pattern",
+            )
     return ModelSpec(
         family=whet_family.MODEL_TYPE,
         vocab_size=shape.vocab_size,
         d_model=shape.d_model,
-        blocks=tuple(_block(shape, letters[layer % len(letters)]) for layer in range(shape.layers)),
+        blocks=blocks,
         norm=NormSpec(kind=shape.norm, eps=shape.norm_eps),
         tied_head=shape.tied_head,
         max_positions=shape.max_positions,

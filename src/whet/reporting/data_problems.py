@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from whet.data.endings import ENDLESS_HINT, endless_message
 from whet.reporting.data_view import DataView, SplitFacts
 
 MOST_CUT = 0.10  # of the records, truncated or dropped
@@ -82,12 +83,8 @@ def _of_masks(split: SplitFacts, view: DataView) -> Iterator[Problem]:
             (f"first: {split.first_doubled}",),
         )
     ends = view.tokenizer.ends if view.tokenizer is not None else ()
-    if ends and not split.ended and split.name in ("train", "hard") and split.shape != "classification":
-        yield Problem(
-            f"{split.name}: no example teaches the model to stop: {', '.join(ends)} is never learned",
-            "raise data.max_length if answers are cut off; else the chat template ends turns with another "
-            "token than the one that the tokenizer calls EOS",
-        )
+    if ends and not split.ended and split.name in ("train", "hard") and not split.is_judged:
+        yield Problem(f"{split.name}: {endless_message(ends)}", ENDLESS_HINT)
 
 
 def _of_amounts(split: SplitFacts) -> Iterator[Problem]:

@@ -1,11 +1,12 @@
 """One pass over the tokens of a split: what is in it twice, and how its examples begin and end."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
+from whet.data.endings import learned_ends
 from whet.data.examples import StoredExamples
 from whet.data.store import TokenStore
 
@@ -28,9 +29,9 @@ class Scan:
     ended: int  # examples that teach the model to end its answer
 
 
-def scan(examples: StoredExamples, *, bos: int | None, ends: Iterable[int]) -> Scan:
+def scan(examples: StoredExamples, *, bos: int | None, ends: Collection[int]) -> Scan:
     """Read every record once."""
-    store, ends = examples.store, list(ends)
+    store = examples.store
     hashes = np.zeros(len(store), dtype=np.uint64)
     first_example = np.searchsorted(examples.records, np.arange(len(store) + 1))
     doubled: list[int] = []
@@ -42,10 +43,10 @@ def scan(examples: StoredExamples, *, bos: int | None, ends: Iterable[int]) -> S
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             count += 1
             doubled = doubled or [record]
-        learned_ends = np.flatnonzero(marks & np.logical_or.reduce([ids == end for end in ends])) + start
-        for example in range(first_example[record], first_example[record + 1]) if len(learned_ends) else ():
+        places = learned_ends(ids, marks, ends) + start
+        for example in range(first_example[record], first_example[record + 1]) if len(places) else ():
             # the first token of an example has nothing before it to be predicted from
-            inside = (learned_ends > examples.starts[example]) & (learned_ends < examples.stops[example])
+            inside = (places > examples.starts[example]) & (places < examples.stops[example])
             ended += bool(inside.any())
     return Scan(hashes, count, store.origin(doubled[0]) if doubled else "", ended)
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from whet.training.reinforcement import check_config
 from whet.training.run_data import SPLITS, RunData
 from whet.training.sampler import fitting
 
+SHAPES_COUNTED = 10_000  # a source may be long, and is read once more for it
 SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
 SHOWN_HEAD, SHOWN_TAIL = 160, 80
 _BINS = 10
@@ -63,7 +66,7 @@ class SplitFacts:
 
     name: str
     source: str
-    shape: str | None  # of its first record
+    shapes: dict[str, int]  # how many of its records, the first SHAPES_COUNTED at most, have which
     records: int  # without the bad ones
     examples: int
     tokens: int  # of the examples
@@ -83,6 +86,11 @@ class SplitFacts:
     refused: int  # records that are too long, where data.too_long is error
     too_long: tuple[str, ...]  # the first of them
     samples: tuple[Sample, ...]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its texts are classified, so that nothing follows them."""
+        return set(self.shapes) == {"classification"}
 
 
 @dataclass(frozen=True)
@@ -286,7 +294,7 @@ def _split_facts(
     return SplitFacts(
         name=name,
         source=source.name,
-        shape=next((record.shape for record in source), None),
+        shapes=Counter(str(record.shape) for record in islice(source, SHAPES_COUNTED)),
         records=len(store),
         examples=len(examples),
         tokens=int((examples.stops - examples.starts).sum()),

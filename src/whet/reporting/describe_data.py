@@ -2,7 +2,7 @@
 
 from whet.config.grpo import GRPOObjective
 from whet.config.preset import Preset
-from whet.reporting.data_view import DataView, SplitFacts
+from whet.reporting.data_view import SHAPES_COUNTED, DataView, SplitFacts
 
 Rows = list[tuple[str, str]]
 
@@ -37,14 +37,13 @@ def tokenizer_rows(view: DataView) -> Rows:
 def split_rows(split: SplitFacts, view: DataView) -> Rows:
     """Counts, lengths, what was lost, what is there twice. The first three rows are the sizes."""
     bad = f", and {split.skipped:,} bad" if split.skipped else ""
-    shape = f" ({_shape(split, view)})" if split.shape else ""
     share = split.supervised / split.tokens
     low, middle, high, top = split.lengths
     cut = [f"{count:,} {what}" for what, count in split.cut.items() if count]
     if split.refused:
         cut.append(f"{split.refused:,} refused")
     rows = [
-        ("records", f"{split.records:,}{bad}{shape}"),
+        ("records", f"{split.records:,}{bad} ({_shapes(split, view)})"),
         ("examples", f"{split.examples:,}, {split.tokens:,} tokens, {share:.1%} of them learned"),
         ("lengths", f"min {low:,}, median {middle:,}, 95% {high:,}, max {top:,} tokens a record"),
         ("too long", f"{', '.join(cut) or 'none'} (data.max_length {view.config.data.max_length:,})"),
@@ -62,18 +61,25 @@ def split_rows(split: SplitFacts, view: DataView) -> Rows:
     return rows
 
 
-def _shape(split: SplitFacts, view: DataView) -> str:
+def _shapes(split: SplitFacts, view: DataView) -> str:
+    told = {shape: f"{shape}, {_way(shape, view)}" for shape in split.shapes}
+    if len(told) == 1:
+        return next(iter(told.values()))
+    counted = "; ".join(f"{count:,} {told[shape]}" for shape, count in split.shapes.items())
+    return f"{counted}; of the first {SHAPES_COUNTED:,}" if split.records > SHAPES_COUNTED else counted
+
+
+def _way(shape: str, view: DataView) -> str:
     chat = view.tokenizer is not None and view.tokenizer.template is not None
-    if split.shape == "messages" or (split.shape == "completion" and chat):
-        return f"{split.shape}, through the chat template"
-    return f"{split.shape}, without a template"
+    through = shape == "messages" or (shape in ("completion", "preference") and chat)
+    return "through the chat template" if through else "without a template"
 
 
 def _ends(split: SplitFacts, ends: tuple[str, ...]) -> Rows:
     if not ends:
         return [("end", "the tokenizer has no token that ends an answer")]
-    if split.shape == "classification":
-        return []  # nothing follows a text that is judged
+    if split.is_judged:
+        return []
     return [("end", f"{' or '.join(ends)} is learned in {split.ended:,} of {split.examples:,} examples")]
 
 

@@ -72,23 +72,23 @@ def describe_sweep(sweep: Sweep) -> str:
     """Losses by rate and width, the best rate of each width, and how far it moves."""
     lines: list[str] = []
     for parametrisation in PARAMETRISATIONS:
-        best = sweep.best(parametrisation)
-        lrs = list(sweep.losses(parametrisation, min(best)))
+        best, widths = sweep.best(parametrisation), sweep.widths(parametrisation)
+        lrs = list(sweep.losses(parametrisation, widths[0]))
         lines += [f"{TITLES[parametrisation]:<10}{''.join(f'{lr:>10.3g}' for lr in lrs)}      best"]
-        for width, lr in best.items():
+        for width in widths:
             losses = sweep.losses(parametrisation, width).values()
-            lines.append(f"{width:<10}{''.join(f'{loss:>10.4f}' for loss in losses)}{lr:>10.3g}")
+            found = f"{best[width]:.3g}" if width in best else "-"
+            lines.append(f"{width:<10}{''.join(f'{loss:>10.4f}' for loss in losses)}{found:>10}")
         lines.append("")
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"{TITLES[each]}: the best rate moves by a factor of {2 ** sweep.shift(each):g} from width "
-                f"{min(sweep.best(each))} to {max(sweep.best(each))}"
-                for each in PARAMETRISATIONS
-            ),
-        ]
-    )
+    return "\n".join([*lines, *(_moves(sweep, each) for each in PARAMETRISATIONS)])
+
+
+def _moves(sweep: Sweep, parametrisation: Parametrisation) -> str:
+    title, best, shift = TITLES[parametrisation], sweep.best(parametrisation), sweep.shift(parametrisation)
+    if shift is None:
+        having = f"only width {min(best)} has" if best else "no width has"
+        return f"{title}: nothing can be said of how the best rate moves: {having} one"
+    return f"{title}: the best rate moves by a factor of {2**shift:g} from width {min(best)} to {max(best)}"
 
 
 def plot_sweep(sweep: Sweep, directory: Path) -> list[Path]:
@@ -96,25 +96,37 @@ def plot_sweep(sweep: Sweep, directory: Path) -> list[Path]:
     return _plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))
 
 
-def keep_sweep(sweep: Sweep, directory: Path, *, settings: dict[str, Any]) -> None:  # Any: JSON values
-    """lr-sweep.json, from which a sweep goes on: its runs, and the settings they share."""
+def keep_sweep(
+    sweep: Sweep,
+    directory: Path,
+    *,
+    settings: dict[str, Any],  # Any: JSON values
+    data: dict[str, str],  # digests
+) -> None:
+    """lr-sweep.json, from which a sweep goes on: its runs, and the settings and data that they share."""
     found = {
         "what": "mean training loss over the last tenth of the steps, by learning rate and width",
         "settings": settings,
+        "data": data,
         "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
         "runs": [{**dataclasses.asdict(point), "loss": _plain(point.loss)} for point in sweep.points],
     }
     replace_text(directory / "lr-sweep.json", json.dumps(found, indent=2) + "\n")
 
 
-def kept_points(directory: Path, *, settings: dict[str, Any]) -> list[SweepPoint]:  # Any: JSON values
-    """The runs of a sweep with the same settings that was begun before."""
+def kept_points(
+    directory: Path,
+    *,
+    settings: dict[str, Any],  # Any: JSON values
+    data: dict[str, str],  # digests
+) -> list[SweepPoint]:
+    """The runs of a sweep with the same settings on the same data that was begun before."""
     path = directory / "lr-sweep.json"
     if not path.is_file():
         return []
     found = json.loads(path.read_text())
-    if found["settings"] != settings:
-        log.warning("%s has runs with other settings: they are run again", path)
+    if (found["settings"], found.get("data")) != (settings, data):
+        log.warning("%s has runs with other settings or data: they are run again", path)
         return []
     return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in found["runs"]]
 
@@ -158,12 +170,18 @@ def _draw_check(panels: dict[Parametrisation, Any], check: CoordinateCheck) -> N
 
 def _draw_sweep(panels: dict[Parametrisation, Any], sweep: Sweep) -> None:  # Any: matplotlib
     for parametrisation, axes in panels.items():
-        for number, (width, lr) in enumerate(sweep.best(parametrisation).items()):
-            curve = sweep.losses(parametrisation, width)
-            axes.plot(*zip(*curve.items(), strict=True), marker="o", markersize=3, color=f"C{number}")
+        best = sweep.best(parametrisation)
+        for number, width in enumerate(sweep.widths(parametrisation)):
+            curve, color = sweep.losses(parametrisation, width), f"C{number}"
             axes.plot(
-                [lr], [curve[lr]], marker="*", markersize=12, color=f"C{number}", label=f"width {width}"
+                *zip(*curve.items(), strict=True),
+                marker="o",
+                markersize=3,
+                color=color,
+                label=f"width {width}",
             )
+            if width in best:
+                axes.plot([best[width]], [curve[best[width]]], marker="*", markersize=12, color=color)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("learning rate")
     panels["mup"].set_ylabel("training loss")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from whet.data.examples import StoredExamples
 from whet.errors import ModelError
 from whet.models.scratch import new_tokenizer
 from whet.training.classification import class_counts
+from whet.training.mix_data import MixData, data_of
 from whet.training.model_facts import model_facts
 from whet.training.run_data import RunData
 
@@ -39,32 +40,45 @@ class Advice:
 
 def advise(config: RunConfig) -> list[Advice]:
     """Every finding, the gravest first; one `info` a check that found nothing wrong."""
-    data = RunData(config)
-    data.prepare(_tokenizer(config, data))
-    train = data.examples["train"].sides
+    data = data_of(config)
+    tokenizer = _tokenizer(config, data)
+    data.prepare(tokenizer)
     found = [
-        *_learning_rate(config, _parameters(config, data)),
-        *_batch(config, data),
+        *_learning_rate(config, model_facts(config.language_model, tokens=len(tokenizer)).parameters),
         *_alpha(config),
-        *_max_length(config, train),
         *_clip(config),
         *_schedule(config, data),
-        *_epochs(config, data, train),
     ]
+    if isinstance(data, RunData):
+        found += _of_examples(config, data)
+    else:
+        for place, part in enumerate(data.parts.values()):
+            found += [_of_part(place, advice) for advice in _of_examples(part.config, part)]
     order = ("error", "warn", "info")
     return sorted(found, key=lambda advice: order.index(advice.severity))
 
 
-def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
+def _of_examples(config: RunConfig, data: RunData) -> Iterator[Advice]:
+    """What the examples tell; of prompts that are yet to be answered, nothing."""
+    if data.needs.prompts:
+        return
+    train = data.examples["train"].sides
+    yield from _batch(config, data)
+    yield from _max_length(config, train)
+    yield from _epochs(config, data, train)
+
+
+def _of_part(place: int, advice: Advice) -> Advice:
+    """The same under the key of a mix's part, which has a size of its steps and data of its own."""
+    return replace(advice, key=f"objective.parts.{place}.{advice.key.removeprefix('run.')}")
+
+
+def _tokenizer(config: RunConfig, data: RunData | MixData) -> Any:  # Any: a transformers tokenizer
     if isinstance(config.language_model, Preset):
         return new_tokenizer(config.language_model, data.texts(), kept_in=None)
     if (found := tokenizer_of(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
     return found
-
-
-def _parameters(config: RunConfig, data: RunData) -> int | None:
-    return model_facts(config.language_model, tokens=len(data.tokenizer)).parameters
 
 
 def _learning_rate(config: RunConfig, parameters: int | None) -> Iterator[Advice]:
@@ -152,7 +166,7 @@ def _clip(config: RunConfig) -> Iterator[Advice]:
         yield Advice("optim.clip", "info", f"gradients are clipped at {clip:g}")
 
 
-def _schedule(config: RunConfig, data: RunData) -> Iterator[Advice]:
+def _schedule(config: RunConfig, data: RunData | MixData) -> Iterator[Advice]:
     steps, key = _steps(config, data), "optim.warmup"
     if steps is None:
         return
@@ -164,13 +178,14 @@ def _schedule(config: RunConfig, data: RunData) -> Iterator[Advice]:
         yield Advice(key, "warn", f"{config.optim.warmup} of {steps} steps", f"{max(1, steps // 10)}")
 
 
-def _steps(config: RunConfig, data: RunData) -> int | None:
+def _steps(config: RunConfig, data: RunData | MixData) -> int | None:
     run = config.run
     if run.steps is not None:
         return run.steps
-    stream = data.stream() if config.data.curriculum is None else None
-    if not isinstance(stream, BatchStream):
+    if isinstance(data, MixData) or data.needs.prompts or config.data.curriculum is not None:
         return None
+    stream = data.stream()
+    assert isinstance(stream, BatchStream)
     return sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
 
 

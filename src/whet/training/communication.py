@@ -1,5 +1,6 @@
 """What devices send each other in a step, and how long that takes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whet.training.targets import Cluster, Target
@@ -69,4 +70,21 @@ def traffic(
         bandwidth_gb_s=bandwidth,
         hidden_s=(gathered + summed) / rate if rate else 0.0,
         exposed_s=together / near if near else 0.0,
+    )
+
+
+def of_one_step(cluster: Cluster, parts: Sequence[Traffic | None]) -> Traffic | None:
+    """Of the parts of a mix, which are all in every step."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    if cluster.kind == "ddp":  # gradients are added up once a step, however many micro-batches it has
+        return known[0]
+    return Traffic(
+        gathered=sum(part.gathered for part in known),
+        added_up=sum(part.added_up for part in known),
+        layers=sum(part.layers for part in known),
+        bandwidth_gb_s=known[0].bandwidth_gb_s,
+        hidden_s=sum(part.hidden_s for part in known),
+        exposed_s=sum(part.exposed_s for part in known),
     )

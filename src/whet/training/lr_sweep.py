@@ -44,16 +44,27 @@ class Sweep:
                 found.setdefault(point.lr, []).append(point.loss)
         return {lr: sum(losses) / len(losses) for lr, losses in sorted(found.items())}
 
-    def best(self, parametrisation: Parametrisation) -> dict[int, float]:
-        """The learning rate with the lowest loss at each width."""
-        widths = sorted({p.width for p in self.points if p.parametrisation == parametrisation})
-        curves = {width: self.losses(parametrisation, width) for width in widths}
-        return {width: min(curve, key=curve.__getitem__) for width, curve in curves.items()}
+    def widths(self, parametrisation: Parametrisation) -> list[int]:
+        """From the narrowest."""
+        return sorted({p.width for p in self.points if p.parametrisation == parametrisation})
 
-    def shift(self, parametrisation: Parametrisation) -> float:
-        """Powers of two by which the best rate of the widest model is above that of the narrowest."""
+    def best(self, parametrisation: Parametrisation) -> dict[int, float]:
+        """The learning rate with the lowest loss at each width; a width at which all diverged has none."""
+        found = {}
+        for width in self.widths(parametrisation):
+            losses = self.losses(parametrisation, width)
+            finite = [lr for lr, loss in losses.items() if math.isfinite(loss)]
+            if finite:
+                found[width] = min(finite, key=losses.__getitem__)
+        return found
+
+    def shift(self, parametrisation: Parametrisation) -> float | None:
+        """Powers of two by which the best rate of the widest model is above that of the narrowest.
+
+        Of those that have one; None where they are not two.
+        """
         best = self.best(parametrisation)
-        return math.log2(best[max(best)] / best[min(best)])
+        return math.log2(best[max(best)] / best[min(best)]) if len(best) > 1 else None
 
 
 def lr_sweep(

@@ -50,7 +50,7 @@ class MixData:
             data.prepare(tokenizer)
 
     def check(self, model: LanguageModel) -> None:
-        """Refuse tokens and lengths that the model does not know."""
+        """Refuse tokens and lengths that the model does not know; warn if it would not learn to stop."""
         for data in self.parts.values():
             data.check(model)
 
@@ -72,6 +72,11 @@ class MixData:
             [replace(batch, part=part) for part, split in splits.items() for batch in split.batches],
             [question for split in splits.values() for question in split.questions],
         )
+
+
+def data_of(config: RunConfig, *, today: date | None = None) -> RunData | MixData:
+    """What a config's data section names, or those of its parts."""
+    return (MixData if config.parts() else RunData)(config, today=today)
 
 
 class MixStream:

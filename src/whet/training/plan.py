@@ -14,7 +14,7 @@ from whet.config.sections import MixObjective, RunConfig
 from whet.models.decoder import Decoder
 from whet.models.spec import ModelSpec
 from whet.objectives.base import Objective
-from whet.training.communication import Traffic, traffic
+from whet.training.communication import Traffic, of_one_step, traffic
 from whet.training.flops import StepFlops, step_flops
 from whet.training.footprint import Sketch, Trace, fill, state_bytes, trace, update_bytes
 from whet.training.optimizers import create_optimizer
@@ -295,7 +295,15 @@ def plan_run(
     parts = config.parts()
     if parts:  # the part that takes the most; all of them are in every step
         plans = [
-            plan_run(part, device=device, gpus=gpus, utilisation=utilisation, spec=spec, suggest=suggest)
+            plan_run(
+                part,
+                device=device,
+                gpus=gpus,
+                network_gb_s=network_gb_s,
+                utilisation=utilisation,
+                spec=spec,
+                suggest=suggest,
+            )
             for part in parts.values()
         ]
         largest = max(plans, key=lambda plan: plan.memory.peak)
@@ -303,7 +311,12 @@ def plan_run(
         flops = sum((plan.flops * plan.tokens_a_step for plan in plans), StepFlops()) * (1 / tokens)
         micro = sum(plan.micro_batches for plan in plans)
         return dataclasses.replace(
-            largest, objective="mix", tokens_a_step=tokens, flops=flops, micro_batches=micro
+            largest,
+            objective="mix",
+            tokens_a_step=tokens,
+            flops=flops,
+            micro_batches=micro,
+            traffic=of_one_step(cluster, [plan.traffic for plan in plans]),
         )
     planner = Planner(config, target, cluster, spec)
     shape, tokens_a_step = batch_shape(config)

@@ -13,6 +13,7 @@ from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
 from whet.data.encode import Question, token_bytes
+from whet.data.endings import ENDLESS_HINT, endless, endless_message
 from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
@@ -22,6 +23,7 @@ from whet.data.sources import Format, Skipped, Source, holds_split, open_source
 from whet.data.splits import Split
 from whet.data.strata import label_values, oversampled
 from whet.errors import ConfigError, DataError
+from whet.generation.text import stop_tokens
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
 from whet.training.classification import hold_out
@@ -161,7 +163,7 @@ class RunData:
             log.warning("%s: %s", name, self.prompts[name].skipped.summary())
 
     def check(self, model: LanguageModel) -> None:
-        """Refuse tokens and lengths that the model does not know."""
+        """Refuse tokens and lengths that the model does not know; warn if it would not learn to stop."""
         for examples in self.examples.values():
             store = examples.store
             if store.largest >= model.vocab_size:
@@ -180,6 +182,17 @@ class RunData:
                     f"was made for {model.max_positions}",
                     hint=f"set data.max_length to {model.max_positions}",
                 )
+        if self.needs.labels is None:
+            self._warn_of_endless(model)
+
+    def _warn_of_endless(self, model: LanguageModel) -> None:
+        """Say so where no answer that is learned ends: `whet data --check` does, after a whole pass."""
+        known = range(len(self.tokenizer))
+        ends = sorted(token for token in stop_tokens(model, self.tokenizer) if token in known)
+        for name in ("train", "hard") if ends else ():
+            if name in self.examples and (looked_at := endless(self.examples[name].sides, ends)):
+                message = endless_message(self.tokenizer.convert_ids_to_tokens(ends), looked_at=looked_at)
+                log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, ENDLESS_HINT)
 
     def stream(self) -> Stream:
         """The training steps, in the order that the config asks for."""

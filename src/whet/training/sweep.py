@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import itertools
 import json
 import logging
@@ -205,18 +206,24 @@ def _drawn(axes: Sequence[Axis], draws: int, seed: int) -> list[dict[str, str]]:
 
 
 def _names(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """A directory's name for each setting, of what is swept."""
+    """A directory's name for each setting, of what is swept; it depends on no other setting."""
     keys = list(settings[0])
     last = [key.rpartition(".")[2] for key in keys]
     shown = last if len(set(last)) == len(last) else keys
-    names = [
-        "-".join(f"{key}-{_slug(value)}" for key, value in zip(shown, setting.values(), strict=True))
-        for setting in settings
-    ]
-    if len(set(names)) == len(names) and all(len(name) <= _LONGEST_NAME for name in names):
-        return names
-    digits = len(str(len(names) - 1))
-    return [f"{name[:_LONGEST_NAME]}-{number:0{digits}}" for number, name in enumerate(names)]
+    return [_name(shown, setting) for setting in settings]
+
+
+def _name(keys: Sequence[str], setting: Mapping[str, str]) -> str:
+    """Keys and values; where these could be another setting's, too, with a hash of this one."""
+    values = list(setting.values())
+    name = "-".join(f"{key}-{_slug(value)}" for key, value in zip(keys, values, strict=True))
+    as_written = all(_slug(value) == value for value in values)
+    # a value that has a key in it could be read as two values
+    separate = not any(f"-{key}" in value for key in keys for value in values)
+    if as_written and separate and len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:8]
+    return f"{name[:_LONGEST_NAME]}-{digest}"
 
 
 def _slug(value: str) -> str:

@@ -20,7 +20,7 @@ from whet.models.language_model import LanguageModel
 from whet.models.modes import evaluating
 from whet.models.scratch import new_tokenizer
 from whet.ops.linear_kl import top_logprobs
-from whet.training.mix_data import MixData
+from whet.training.mix_data import data_of
 from whet.training.model_facts import model_facts
 from whet.training.run_data import RunData
 from whet.training.teachers import load_teacher, plain, teaching_path, weights_mark
@@ -65,8 +65,7 @@ def teach(config: RunConfig) -> None:
 def _tokenizer(config: RunConfig) -> Any:  # Any: a transformers tokenizer
     """The one that the run will have."""
     if isinstance(config.language_model, Preset):
-        texts = (MixData(config) if config.parts() else RunData(config)).texts()
-        return new_tokenizer(config.language_model, texts)
+        return new_tokenizer(config.language_model, data_of(config).texts())
     if (found := tokenizer_of(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
     return found

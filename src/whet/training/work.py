@@ -35,7 +35,7 @@ from whet.parallel.shard import gathered, whole_on_main
 from whet.training.callbacks import Callback, Metrics
 from whet.training.compiling import compile_blocks, first_batch
 from whet.training.eight_bits import use_fp8
-from whet.training.mix_data import MixData
+from whet.training.mix_data import MixData, data_of
 from whet.training.provenance import began_on, weights_digest
 from whet.training.routing import with_routers
 from whet.training.run_data import EvaluationSplit, RunData
@@ -113,8 +113,7 @@ class TextWork(Work):
 
     def build(self, held: contextlib.ExitStack) -> None:
         """Records first: they are read in seconds, and weights are not."""
-        data = MixData if self.config.parts() else RunData
-        self.data = data(self.config, today=self.began)
+        self.data = data_of(self.config, today=self.began)
         with self.world.first_alone():
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)
