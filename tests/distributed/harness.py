@@ -49,7 +49,11 @@ def run_world(size, check, *, out, timeout=60, **arguments):
         for process in processes:
             process.kill()
             process.join()
-    found = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    paths = [out / f"rank-{rank}.json" for rank in range(size)]
+    dead = {rank: process.exitcode for rank, process in enumerate(processes) if not paths[rank].is_file()}
+    told = [path.read_text() for path in paths if path.is_file()]
+    assert not dead, f"{check}: exit codes of ranks that died: {dead}; the others: {told}"
+    found = [json.loads(each) for each in told]
     errors = [f"rank {rank}:\n{each['error']}" for rank, each in enumerate(found) if "error" in each]
     assert not errors, "\n".join(errors)
     return [each["result"] for each in found]
