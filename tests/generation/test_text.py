@@ -1,5 +1,7 @@
 """Stop strings end an answer before themselves, whatever the tokens; streaming shows nothing it must take back."""
 
+import copy
+
 import pytest
 
 import whet
@@ -69,6 +71,13 @@ def test_an_empty_stop_string_is_refused(tiny):
 def test_no_messages_are_refused(tiny):
     with pytest.raises(DataError, match="there are no messages to answer"):
         whet.generate(*tiny, [])
+
+
+def test_what_a_template_refuses_is_an_error_that_says_so(tiny):
+    model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
+    tokenizer.chat_template = "{{ messages[0]['content'] / 2 }}"
+    with pytest.raises(DataError, match="the chat template refuses these messages: unsupported operand"):
+        whet.generate(model, tokenizer, "hello")
 
 
 def test_batches_stop_at_strings_too(tiny):

@@ -201,25 +201,17 @@ class Renderer:
         return len(before), len(after)
 
     def _rendered(self, messages: list[Message], record: Record, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
         tools = record.fields.get("tools")
+        template = self._dated_template(tools)
         try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self._dated_template(tools),
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(f"{record.origin}: the chat template refuses these messages: {error}") from error
-        return rendered
+            return render_chat(self.tokenizer, messages, tools=tools, template=template, prompt=prompt)
+        except DataError as error:
+            raise DataError(f"{record.origin}: {error.message}") from error
 
     def _dated_template(self, tools: Any) -> str | None:  # Any: JSON values
         """Where a template asks for the date, the one to render these messages with, and the date in it."""
@@ -227,6 +219,26 @@ class Renderer:
             return None
         template: str = self.tokenizer.get_chat_template(tools=tools)
         return _DATE.sub(lambda found: json.dumps(self.today.strftime(found[2])), template)
+
+
+def render_chat(
+    tokenizer: Any,  # Any: a transformers tokenizer
+    messages: Sequence[Message],
+    *,
+    prompt: bool,
+    tools: Any = None,  # Any: JSON values
+    template: str | None = None,
+) -> str:
+    """What a chat template, the tokenizer's own unless another is given, makes of messages."""
+    from jinja2 import TemplateError
+
+    try:
+        rendered: str = tokenizer.apply_chat_template(
+            list(messages), tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        )
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"the chat template refuses these messages: {error}") from error
+    return rendered
 
 
 def _preferred(record: Record) -> Record:

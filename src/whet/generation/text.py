@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from whet.data.render import render_chat
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling
@@ -60,7 +61,7 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
         raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
     if not messages:
         raise DataError("there are no messages to answer")
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    text = render_chat(tokenizer, messages, prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
