@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 import whet
 from tiny_adapters import adapter_tensors, load, load_theirs, shake, tokens, write_base
 from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.layer import LoRASettings
+from whet.adapters.lora import VARIANTS as CLASSES
 from whet.errors import ConfigError, ModelError
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -307,6 +309,28 @@ def test_dora_keeps_its_precision_with_a_bf16_base(base):
     gain = layer.lora_magnitude_vector.double() / exact.norm(dim=1)
     torch.testing.assert_close(layer._gain().double(), gain, rtol=3e-3, atol=0)
     assert math.isfinite(model(tokens()).sum().item())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("variant", ["lora", "rslora", "pissa"])
+def test_a_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
+    """Of a change by a thousandth, the whole arrives: as much of it in the mean as in float64."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(192, 256, bias=bias).bfloat16().requires_grad_(False)
+    layer = CLASSES[variant](linear, LoRASettings(8, 16.0, dropout, variant))
+    size = 1e-3 * linear.weight.float().std()
+    layer.lora_A.data += 0.3 * size * torch.randn(layer.lora_A.shape)
+    layer.lora_B.data += size * torch.randn(layer.lora_B.shape)
+    x = torch.randn(1024, 192).bfloat16()
+    torch.manual_seed(1)
+    found = layer(x).double()
+    torch.manual_seed(1)
+    change = F.dropout(x, dropout).double() @ layer.delta().double().T
+    base = F.linear(x.double(), *(p.double() for p in linear.parameters()))
+    arrives = ((found - base) * change).sum() / change.square().sum()
+    assert change.std() / base.std() < 3e-3
+    assert float(arrives) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,15 @@ class DoRALinear(LoRALinear):
         return super().operands()._replace(bias=None, a=self.scale * self.lora_A, scale=1.0)
 
     def finished(self, product: torch.Tensor) -> torch.Tensor:
-        """Each output scaled to its length."""
-        y = product * self._gain().to(product.dtype)
-        return y if self.base.bias is None else y + self.base.bias
+        """Each output scaled to its length, which is not rounded: it changes by little."""
+        y = product * self._gain()
+        return (y if self.base.bias is None else y + self.base.bias).to(product.dtype)
 
     def with_dropout(self, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
         """PEFT's: what the lengths change also reads the input after dropout."""
-        gain = self._gain().to(x.dtype)
-        weight = self.base.weight
-        update = self.update(dropped) * gain + (gain - 1) * F.linear(dropped, weight)
-        return self.base(x) + update
+        gain, operands, y = self._gain(), self.operands(), self.base(x)
+        update = F.linear(F.linear(dropped, operands.a.to(dropped.dtype)), operands.b.to(dropped.dtype))
+        return (y + update * gain + (gain - 1) * F.linear(dropped, self.base.weight)).to(y.dtype)
 
     def _gain(self) -> torch.Tensor:
         """m / |W + s B A|, from products that are as small as A and B: no second matrix of W's size."""

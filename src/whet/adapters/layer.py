@@ -100,12 +100,7 @@ class LoRALinear(Adapter):
 
     def with_dropout(self, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
         """The base reads the input, the update what dropout left of it."""
-        return self.base(x) + self.update(dropped)
-
-    def update(self, x: torch.Tensor) -> torch.Tensor:
-        """The low-rank part of the output."""
-        operands = self.operands()
-        return F.linear(F.linear(x, operands.a.to(x.dtype)), operands.b.to(x.dtype)) * operands.scale
+        return low_rank_products(x, [self.operands()], dropped)[0]
 
     @property
     def weight(self) -> torch.Tensor:

@@ -34,8 +34,12 @@ class PiSSALinear(LoRALinear):
         return torch.cat([self.lora_A, self.first_A]), torch.cat([self.lora_B, -self.first_B], dim=1)
 
     def operands(self) -> Operands:
-        """Those of the plain LoRA."""
-        a, b = self.pair()
+        """The same product, of what has changed: x (A - A0)' B' + x A0' (B - B0)'.
+
+        So little of it would be lost where A and B are rounded to 16 bits, as they are not small.
+        """
+        a = torch.cat([self.lora_A - self.first_A, self.first_A])
+        b = torch.cat([self.lora_B, self.lora_B - self.first_B], dim=1)
         return super().operands()._replace(a=a, b=b)
 
     def stored(self) -> Stored:

@@ -28,8 +28,13 @@ class Operands(NamedTuple):
     scale: float
 
 
-def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torch.Tensor, ...]:
-    """The outputs of several layers on one input; gradients go to x and to every A and B."""
+def low_rank_products(
+    x: torch.Tensor, layers: Sequence[Operands], dropped: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of several layers on one input; gradients go to x and to every A and B.
+
+    `dropped` is what dropout left of x, for A to read.
+    """
     bases = tuple(None if isinstance(layer.weight, torch.Tensor) else layer.weight for layer in layers)
     tensors = [
         tensor
@@ -39,7 +44,7 @@ def low_rank_products(x: torch.Tensor, layers: Sequence[Operands]) -> tuple[torc
     scales = tuple(layer.scale for layer in layers)
     # compiled code is told that results are not transposed in memory
     plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, scales, bases, plain, *tensors)
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, dropped, scales, bases, plain, *tensors)
     # classes of transformers take views that a product transposed in memory does not allow
     return tuple(output.contiguous() for output in outputs)
 
@@ -54,6 +59,7 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any,  # Any: autograd's context
         x: torch.Tensor,
+        dropped: torch.Tensor | None,
         scales: tuple[float, ...],
         bases: tuple[Quantised | None, ...],
         plain: bool,
@@ -65,46 +71,53 @@ class _Products(torch.autograd.Function):
         )  # None is never there
         with torch.autocast(x.device.type, enabled=False):
             outputs = []
-            flat = low = None
+            flat = read = low = None
             start = 0
             for index, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
                 weight = _weight(tensors[4 * index], bases[index])
                 if flat is None or low is None:
                     flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-                    low = flat @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
+                    read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
+                    low = read @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
                 own = low[:, start : start + a.shape[0]]
                 start += a.shape[0]
                 output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], plain)
                 y = lora_output(*output)
                 outputs.append(y.view(*x.shape[:-1], -1))
-        ctx.save_for_backward(flat, low, *tensors)
+        ctx.save_for_backward(read, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
+        ctx.drops = dropped is not None
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
-        flat, low, *tensors = ctx.saved_tensors
+        read, low, *tensors = ctx.saved_tensors
         a_parts, b_parts = tensors[2::4], tensors[3::4]
         ranks = [a.shape[0] for a in a_parts]
-        grad_x = None
-        with torch.autocast(flat.device.type, enabled=False):
+        grad_x = grad_dropped = None
+        with torch.autocast(read.device.type, enabled=False):
             grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
             scaled = [
                 (grad @ b.to(grad.dtype)) * scale
                 for grad, b, scale in zip(grads, b_parts, ctx.scales, strict=True)
             ]
             grad_low = scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=1)
+            a = _joined(a_parts, read.dtype)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
-                grad_x = lora_input_gradient(grad_low, _joined(a_parts, flat.dtype), grads, weights)
-                grad_x = grad_x.view(ctx.shape).to(ctx.dtype)
-            grads_a = (grad_low.T @ flat).to(a_parts[0].dtype).split(ranks)
+                found = (
+                    grads[0] @ weights[0] if ctx.drops else lora_input_gradient(grad_low, a, grads, weights)
+                )
+                grad_x = found.view(ctx.shape).to(ctx.dtype)
+            if ctx.drops and ctx.needs_input_grad[1]:
+                grad_dropped = (grad_low @ a).view(ctx.shape).to(ctx.dtype)
+            grads_a = (grad_low.T @ read).to(a_parts[0].dtype).split(ranks)
             grads_b = [
                 _outer(grad, own * scale).to(b.dtype)
                 for grad, own, b, scale in zip(grads, low.split(ranks, 1), b_parts, ctx.scales, strict=True)
             ]
         own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
-        return grad_x, None, None, None, *own_grads
+        return grad_x, grad_dropped, None, None, None, *own_grads
 
 
 def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:
@@ -136,10 +149,15 @@ def lora_output(
     scale: float,
     plain: bool,
 ) -> torch.Tensor:
-    """x W' + bias + scale * low B', one product added to the other in place."""
-    if flat.is_cuda and bias is None:  # the other way round, the small product would read and write all of it
+    """x W' + bias + scale * low B', one product added to the other in place.
+
+    In 16 bits the small product comes first: added to the large one after that was rounded, what is smaller
+    than its last digit would be lost. (On a GPU also because it would read and write all of the output.)
+    """
+    if flat.dtype.itemsize == 2 or (flat.is_cuda and bias is None):
         y = flat.new_empty(flat.shape[0], weight.shape[0])
-        return y.addmm_(low, b.T, beta=0, alpha=scale).addmm_(flat, weight.T)
+        y.addmm_(low, b.T, beta=0, alpha=scale).addmm_(flat, weight.T)
+        return y if bias is None else y.add_(bias)
     multiply = F.linear if plain else linear
     return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
 
