@@ -1,0 +1,113 @@
+"""What 16 bits leave of an adapter's first small updates: whet and PEFT beside the same in float32.
+
+    python -m benchmarks.rounding      writes benchmarks/results/rounding.json
+
+SmolLM2-135M, LoRA of rank 8 on all linear layers, the same A to begin with, the same chats in the same order, AdamW at a
+constant rate. PEFT adds the update to an output that has been rounded already, where what is smaller than its last
+digit is lost; whet rounds once. Adapters are in float32 everywhere.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import whet
+from benchmarks.machine import describe_machine
+from whet.config.load import make_config
+from whet.data.batches import BatchStream
+from whet.data.plan import StepSettings
+from whet.data.prepare import encode_records
+from whet.data.sources import open_source
+from whet.hardware import choose_device, choose_precision
+from whet.objectives.sft import SFT
+from whet.training.trainer import Trainer
+
+RESULT = Path(__file__).parent / "results" / "rounding.json"
+MODEL, RANK, ALPHA, LR, ROWS, SEED = "smollm2-135m-instruct", 8, 16.0, 2e-4, 4, 0
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    device = choose_device()
+    _, tokenizer = whet.load(MODEL, device="cpu")
+    examples = encode_records(open_source("synth:house:200"), tokenizer)
+    found = {}
+    for precision in ("fp32", "bf16"):
+        for who, curve in (("whet", ours), ("peft", theirs)):
+            stream = BatchStream(examples, StepSettings(ROWS, None, None, pack=False), seed=SEED)
+            found[f"{who}, {precision}"] = curve(stream, options.steps, precision, device)
+            print(
+                f"{who}, {precision}", [round(loss, 4) for loss in found[f"{who}, {precision}"]], flush=True
+            )
+    base = found["whet, fp32"]
+    apart = {
+        name: sum(abs(a - b) for a, b in zip(base, curve, strict=True)) / len(base)
+        for name, curve in found.items()
+    }
+    settings = {"lr": LR, "rank": RANK, "alpha": ALPHA, "chats_a_step": ROWS}
+    result = {"machine": describe_machine(), **settings, "mean_distance_from_float32": apart, "losses": found}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(apart, indent=1))
+
+
+def ours(stream, steps, name, device):
+    precision = choose_precision(name, device)
+    model, _ = whet.load(MODEL, dtype=precision.frozen, device=device)
+    torch.manual_seed(SEED)
+    whet.attach_lora(model, rank=RANK, alpha=ALPHA)
+    config = make_config(
+        {
+            "model": MODEL,
+            "data": {"train": "none"},
+            "optim": {"lr": LR, "weight_decay": 0.0, "clip": None, "schedule": "constant", "warmup": 0},
+            "run": {"name": "rounding", "steps": steps, "batch_size": ROWS, "device": str(device)},
+        }
+    )
+    trainer = Trainer(model, SFT(), stream, config, precision=precision)
+    return [row["loss"] for row in trainer.fit().history if "loss" in row]
+
+
+def theirs(stream, steps, name, device):
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    base, _ = whet.load(MODEL, dtype=torch.float32, device="cpu")
+    torch.manual_seed(SEED)
+    whet.attach_lora(base, rank=RANK, alpha=ALPHA)
+    first = {key: p.detach() for key, p in base.named_parameters() if key.endswith("lora_A")}
+    model = AutoModelForCausalLM.from_pretrained(base.source, dtype=dtype).to(device)
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    model = get_peft_model(model, settings)
+    own = dict(model.named_parameters())
+    for key, value in first.items():
+        own[f"base_model.model.model.{key}.default.weight"].data.copy_(value)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        total = 0.0
+        batches = next(stream)
+        units = sum(batch.supervised for batch in batches)
+        for batch in batches:
+            with torch.autocast(device.type, dtype=dtype, enabled=name == "bf16"):
+                logits = model(batch.tokens.to(device)).logits
+            chosen = batch.supervised_positions.to(device)
+            targets = batch.targets.to(device).flatten()[chosen]
+            loss = F.cross_entropy(logits.flatten(0, 1)[chosen].float(), targets, reduction="sum") / units
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+if __name__ == "__main__":
+    main()
