@@ -35,3 +35,22 @@ def test_gradients_are_as_the_compiler_expects_them():
     )
     expected = low @ a + 2 * grads[0] @ weights[0]
     torch.testing.assert_close(product.lora_input_gradient(low, a, grads, weights), expected)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_dropout_left_is_read_by_the_update_alone(biased):
+    torch.manual_seed(0)
+
+    def numbers(*shape, train=True):
+        return torch.randn(shape, dtype=torch.float64, requires_grad=train)
+
+    weight, bias = numbers(12, 16, train=False), numbers(12, train=False) if biased else None
+    leaves = x, dropped, a, b = numbers(2, 5, 16), numbers(2, 5, 16), numbers(4, 16), numbers(12, 4)
+    operands = product.Operands(weight, bias, a, b, 0.5)
+    [found] = product.low_rank_products(x, [operands], dropped)
+    wanted = torch.nn.functional.linear(x, weight, bias) + 0.5 * dropped @ a.T @ b.T
+    torch.testing.assert_close(found, wanted)
+    upstream = torch.randn_like(wanted)
+    gradients = (torch.autograd.grad(y, leaves, upstream) for y in (found, wanted))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
