@@ -204,6 +204,37 @@ def test_saved_classifiers_come_back_to_the_bit(tiny_directory, tmp_path, more):
     assert again.info == classifier.info
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_saved_classifiers_keep_their_precision(tiny_directory, tmp_path, precision):
+    trained(tiny_directory, tmp_path, precision=precision)
+    again = whet.Classifier.load(tmp_path / "saved", device="cpu")
+    assert again.config.run.precision == precision
+    other = whet.Classifier.load(tmp_path / "saved", device="cpu", precision="bf16-pure")
+    other.save(tmp_path / "other")
+    assert whet.Classifier.load(tmp_path / "other").config.run.precision == "bf16-pure"
+    info = tmp_path / "saved" / "classifier.json"
+    kept = json.loads(info.read_text())
+    info.write_text(json.dumps({name: kept[name] for name in kept if name != "precision"}))
+    assert whet.Classifier.load(tmp_path / "saved").config.run.precision == "auto"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"class_weights": "inverse"}, "class_weights: inverse needs the counts of a training set"),
+        ({"class_weights": "sqrt_inverse"}, "class_weights: sqrt_inverse needs"),
+        ({"class_weights": "effective"}, "class_weights: effective needs"),
+        ({"oversample": True}, "oversample is for runs"),
+        ({"calibrate": True}, "calibrate is for runs"),
+        ({"valid_share": 0.3}, "valid_share is for runs"),
+        ({"probe": True}, "probe is for runs"),
+    ],
+)
+def test_keys_that_need_a_run_are_refused(tiny_directory, more, message):
+    with pytest.raises(ConfigError, match=message):
+        new(tiny_directory, **more)
+
+
 def padded(tokenizer, texts):
     return tokenizer(texts, return_tensors="pt", padding=True)
 

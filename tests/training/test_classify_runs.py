@@ -328,6 +328,7 @@ def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
         ({"classes": CLASSES[1:]}, "is not a head of 2 classes"),
         ({"classes": "red"}, "classes cannot be 'red'"),
         ({"pooling": "max"}, "pooling cannot be 'max'"),
+        ({"precision": "fp8"}, "precision cannot be 'fp8'"),
         ({"max_length": 0}, "max_length cannot be '0'"),
         ({"odd": 1}, "cannot be understood"),
     ):

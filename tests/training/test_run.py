@@ -150,6 +150,17 @@ def test_rows_after_the_checkpoint_are_set_aside_not_lost(tiny_directory, tmp_pa
     assert "123.0" in (first.directory / "metrics.superseded.jsonl").read_text()
 
 
+def test_rows_of_samples_with_other_ends_of_lines_stay_whole(tiny_directory, tmp_path):
+    prompts = ["a\u2028b", "c\u2029d"]
+    log = {"samples": {"prompts": prompts, "every": 2, "max_tokens": 2}}
+    first = whet.train(run_config(tiny_directory, tmp_path, log=log), [StopAt(3)])
+    whet.resume(first.directory)
+    written = (first.directory / "samples.jsonl").read_text().removesuffix("\n").split("\n")
+    found = [(row["step"], row["prompt"]) for row in map(json.loads, written)]
+    assert found == [(step, prompt) for step in (0, 2, 4) for prompt in prompts]
+    assert not (first.directory / "samples.superseded.jsonl").exists()
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: data[:-30] + b"\xff\xfe"])
 @pytest.mark.parametrize("steps", [4, 6])
 def test_a_finished_run_whose_summary_is_torn_is_resumed_and_ends_as_it_had(

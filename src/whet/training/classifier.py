@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class Classifier:
         """
         path = Path(name_or_path)
         if classes is not None:
+            _refuse_what_needs_a_run(objective)
             values = {
                 "model": str(name_or_path),
                 "method": dict(method or {}),
@@ -133,7 +135,7 @@ class Classifier:
         dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
         model, tokenizer = load_body(name_or_path, dtype=dtype, device=where)
         if checkpointed:
-            info = info_of(section, max_length=config.data.max_length)
+            info = info_of(config, max_length=config.data.max_length)
             stored = checkpoint_weights(path)
             own = {name.removeprefix(HEADS): t for name, t in stored.items() if name.startswith(HEADS)}
             head = head_from(own, info, path)
@@ -142,12 +144,11 @@ class Classifier:
         if precision is not None:
             update = {"run": config.run.model_copy(update={"precision": precision})}
             config = config.model_copy(update=update)
+            info = replace(info, precision=config.run.precision)
         return cls(model, tokenizer, head, info, config)
 
     @classmethod
     def _new(cls, config: RunConfig) -> "Classifier":
-        section = config.objective
-        assert isinstance(section, ClassifyObjective)
         assert isinstance(config.model, str)
         where = choose_device(config.run.device)
         numbers = choose_precision(config.run.precision, where)
@@ -158,7 +159,7 @@ class Classifier:
             dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
             model, _ = load_base(config.model, dtype=dtype, device=where)
         make_trainable(model, config.method, dtype=numbers.trained)
-        info = info_of(section, max_length=min(config.data.max_length, model.max_positions))
+        info = info_of(config, max_length=min(config.data.max_length, model.max_positions))
         size = model.head().weight.shape[1]
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
         return cls(model, tokenizer_of(config.model), head.initialise(config.run.seed), info, config)
@@ -333,6 +334,18 @@ class Classifier:
         return Example(ids, np.ones(len(ids), dtype=bool), origin, values)
 
 
+def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
+    """Keys that would do nothing here, where they ask for something."""
+    if objective.get("class_weights") in ("inverse", "sqrt_inverse", "effective"):
+        raise ConfigError(
+            f"class_weights: {objective['class_weights']} needs the counts of a training set",
+            hint="give a list, a number for each class",
+        )
+    for key in ("oversample", "valid_share", "calibrate", "probe"):
+        if objective.get(key):
+            raise ConfigError(f"{key} is for runs", hint="whet.train with objective.kind: classify")
+
+
 def _records(data: Spec | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
     if isinstance(data, str) or not (len(data) and isinstance(data[0], Mapping)):
         return list(open_source(data, split="test", form="classification"))
@@ -358,6 +371,6 @@ def _config_of(run: Path, target: Path) -> RunConfig:
             "objective": {"kind": "classify", **shape},
             "data": {"train": "the caller's own", "max_length": max(2, info.max_length)},
             "optim": {"schedule": "constant"},
-            "run": {"steps": 1, "batch_size": 1},
+            "run": {"steps": 1, "batch_size": 1, "precision": info.precision},
         }
     )
