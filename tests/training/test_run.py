@@ -336,6 +336,15 @@ def test_prompts_that_fill_the_context_are_counted_not_asked(tiny_directory, tmp
     assert "exact_match" in result.metrics
 
 
+def test_generating_where_no_record_has_an_answer_is_said(tiny_directory, tmp_path, caplog):
+    data = tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": "hello world"}) + "\n")
+    sections = {"data": {"valid": str(data)}, "eval": {"generate": True, "max_new_tokens": 3}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    assert "eval.generate: no record of data.valid has an answer to compare with" in caplog.text
+    assert "exact_match" not in result.metrics
+
+
 def test_generating_during_a_run_does_not_change_the_run(tiny_directory, tmp_path):
     found = []
     for name, evaluation in (("quiet", {}), ("asking", {"every": 1, "generate": True, "max_new_tokens": 3})):
