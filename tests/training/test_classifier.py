@@ -47,6 +47,34 @@ def test_steps_learn_and_say_what_came_of_them(tiny_directory):
     assert step["total"] == 1
 
 
+def test_wrong_use_is_named(tiny_directory):
+    classifier = new(tiny_directory)
+    with pytest.raises(ConfigError, match="one text where a list of texts belongs"):
+        classifier.predict("rose")
+    for ids, message in (
+        ([999_999], "the id 999999 is outside the model's vocabulary of"),
+        ([-1], "the id -1 is outside"),
+        (5, "5 is neither a text nor its token ids"),
+        ([1.5], "neither a text"),
+    ):
+        with pytest.raises(DataError, match=message):
+            classifier.predict([ids])
+    with pytest.raises(DataError, match="there is no record to evaluate"):
+        classifier.evaluate([])
+
+
+def test_numbers_of_numpy_and_torch_and_paths_are_taken(tiny_directory, tmp_path):
+    classifier = new(tiny_directory)
+    for label in (np.int64(1), torch.tensor(1)):
+        assert classifier.train_step("moss", label)["total"] == 1
+    assert len(classifier.predict([np.array([1, 2, 3]), torch.tensor([1, 2])])) == 2
+    several = new(tiny_directory, multi_label=True)
+    assert several.train_step("moss", np.array([0, 1, 1]))["total"] == 1
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"input": "moss", "label": "green"}) + "\n")
+    assert classifier.evaluate(path)["examples"] == 1
+
+
 def test_an_empty_batch_changes_nothing(tiny_directory):
     classifier = new(tiny_directory)
     before = weights(classifier)

@@ -290,7 +290,7 @@ def test_a_text_that_is_too_long_is_refused_by_its_own_length(tiny_directory, tm
     rows = [{"input": "x" * (64 + number), "label": CLASSES[number]} for number in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = config(tiny_directory, tmp_path, data={"too_long": "error"}, objective={"valid_share": 0})
-    with pytest.raises(DataError, match=r"train.jsonl:2: 65 tokens, and data.max_length is 64$") as caught:
+    with pytest.raises(DataError, match="train.jsonl:2: 65 tokens, and data.max_length is 64\n") as caught:
         whet.train(settings)
     assert caught.value.hint == "raise data.max_length, or set data.too_long to truncate or drop"
     view = view_data(make_config(settings))

@@ -150,6 +150,31 @@ def test_rows_after_the_checkpoint_are_set_aside_not_lost(tiny_directory, tmp_pa
     assert "123.0" in (first.directory / "metrics.superseded.jsonl").read_text()
 
 
+@pytest.mark.parametrize("stop", [None, 3, 4, 7])
+def test_the_last_step_has_a_row(tiny_directory, tmp_path, stop):
+    sections = {"log": {"every": 3}, "run": {"steps": 7}}
+    stops = [] if stop is None else [StopAt(stop)]
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections), stops)
+    if result.unfinished:
+        result = whet.resume(result.directory)
+    assert [row["step"] for row in rows(result.directory) if "loss" in row] == [3, 6, 7]
+    assert "summary" in rows(result.directory)[-1]
+
+
+def test_the_last_step_of_a_run_that_ends_early_has_a_row(tiny_directory, tmp_path):
+    class Enough(whet.Callback):
+        def on_step_end(self, step, metrics):
+            return whet.StopRun("enough") if step == 5 else None
+
+    sections = {"log": {"every": 3}, "run": {"steps": 7}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections), [Enough()])
+    assert [row["step"] for row in rows(result.directory) if "loss" in row] == [3, 5]
+    metrics = result.directory / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-30])
+    whet.resume(result.directory)
+    assert [row["step"] for row in rows(result.directory) if "loss" in row] == [3, 5]
+
+
 def test_rows_of_samples_with_other_ends_of_lines_stay_whole(tiny_directory, tmp_path):
     prompts = ["a\u2028b", "c\u2029d"]
     log = {"samples": {"prompts": prompts, "every": 2, "max_tokens": 2}}

@@ -1,5 +1,6 @@
 """`whet.Classifier`: a classifier to use, and to train step by step in a loop of one's own."""
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -231,6 +232,8 @@ class Classifier:
 
     def logits(self, texts: Sequence[Text]) -> np.ndarray:
         """[texts, classes]."""
+        if isinstance(texts, str):
+            raise ConfigError("one text where a list of texts belongs", hint="write [text]")
         if not len(texts):
             return np.zeros((0, len(self.info.classes)), dtype=np.float32)
         return self._logits([self._read(text) for text in texts])
@@ -247,7 +250,10 @@ class Classifier:
             return [[names[place] for place in np.flatnonzero(row > 0.5)] for row in chances]
         return [names[place] for place in chances.argmax(1)] if len(chances) else []
 
-    def evaluate(self, data: Spec | Sequence[Mapping[str, Any]]) -> Report:  # Any: records are JSON objects
+    def evaluate(
+        self,
+        data: Spec | Path | Sequence[Mapping[str, Any]],  # Any: records are JSON objects
+    ) -> Report:
         """The report on records: a source as in data.test, or a list of {input, label}."""
         examples = [self._judge(record) for record in _records(data)]
         labels = np.array([example.values for example in examples])
@@ -303,8 +309,9 @@ class Classifier:
         return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
 
     def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
-        several = isinstance(label, list | tuple | np.ndarray)
-        given = list(label) if several else label
+        given = label.tolist() if isinstance(label, np.generic | np.ndarray | torch.Tensor) else label
+        several = isinstance(given, list | tuple)
+        given = list(given) if several else given
         return self._judge(Record({"input": text, "labels" if several else "label": given}, "a sample"))
 
     def _judge(self, record: Record) -> Example:
@@ -326,12 +333,22 @@ class Classifier:
             whole = Rendering(text, [(0, len(text))], True, False, origin, judged=True)
             tokens = list(self._encoder.example(whole).tokens[:-1])
         else:
-            tokens = list(text)
+            tokens = self._ids(text, origin)
         if not tokens:
             raise DataError(f"{origin}: a text without a token cannot be classified")
         tokens = tokens[: min(self.info.max_length, self.model.max_positions)]
         ids = np.array([*tokens, tokens[-1]], dtype=np.int64)
         return Example(ids, np.ones(len(ids), dtype=bool), origin, values)
+
+    def _ids(self, given: Sequence[int], origin: str) -> list[int]:
+        try:
+            ids = [operator.index(each) for each in given]
+        except TypeError:
+            raise DataError(f"{origin}: {str(given)[:50]} is neither a text nor its token ids") from None
+        size = self.model.vocab_size
+        if outside := [each for each in ids if not 0 <= each < size]:
+            raise DataError(f"{origin}: the id {outside[0]} is outside the model's vocabulary of {size:,}")
+        return ids
 
 
 def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
@@ -346,7 +363,10 @@ def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as i
             raise ConfigError(f"{key} is for runs", hint="whet.train with objective.kind: classify")
 
 
-def _records(data: Spec | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
+def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
+    data = str(data) if isinstance(data, Path) else data
+    if not len(data):
+        raise DataError("there is no record to evaluate")
     if isinstance(data, str) or not (len(data) and isinstance(data[0], Mapping)):
         return list(open_source(data, split="test", form="classification"))
     return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]
