@@ -1,12 +1,13 @@
 """The report's numbers: scikit-learn's, by scikit-learn's own functions, and those it does not have by hand."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 from sklearn import metrics
 
-from whet.analysis.classification import marked_report, reliability, single_report, softmax
+from whet.analysis.classification import _intervals, marked_report, reliability, single_report, softmax
 from whet.analysis.confusion import confusion_matrix, confusion_metrics, mark_metrics
 from whet.analysis.probe import LinearProbe
 from whet.reporting.classification import classification_text, draw
@@ -123,6 +124,56 @@ def test_a_report_of_marks():
     )
     low, high = report["intervals"]["accuracy"]
     assert low <= report["accuracy"] <= high
+
+
+def test_a_report_of_marks_of_one_class(tmp_path):
+    marks = np.array([[1], [1], [0], [0], [0]], dtype=bool)
+    chances = np.array([[0.9], [0.2], [0.7], [0.1], [0.3]])
+    report = marked_report(chances, marks, ["x"])
+    assert report["per_class"]["x"]["confusion"] == [[2, 1], [1, 1]]
+    assert {name: report["per_class"]["x"][name] for name in ("precision", "recall", "f1", "support")} == {
+        "precision": 0.5,
+        "recall": 0.5,
+        "f1": 0.5,
+        "support": 2,
+    }
+    padded, guessed = (np.pad(each, ((0, 0), (0, 1))) for each in (marks, chances > 0.5))
+    for average, unsaid in (("weighted", 0), ("samples", 1)):
+        theirs = metrics.f1_score(padded, guessed, average=average, zero_division=unsaid)
+        assert report[f"f1_{average}"] == pytest.approx(theirs)
+    assert report["hamming"] == pytest.approx(2 / 5)
+    json.dumps(report, allow_nan=False)
+    draw(report, tmp_path / "plots.png")
+    report["throughput"] = {"examples_per_s": 10.0, "tokens_per_s": 100.0, "seconds": 20.0}
+    assert "0.500" in classification_text(report)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_class_of_marks_is_scikit_learns(seed):
+    rng = np.random.default_rng(seed)
+    marks, chances = rng.random((50, 4)) < [0.5, 0.2, 0, 1], rng.random((50, 4)) * [1, 1, 1, 0.5]
+    report = marked_report(chances, marks, NAMES)
+    theirs = metrics.precision_recall_fscore_support(marks, chances > 0.5, zero_division=0)
+    tables = metrics.multilabel_confusion_matrix(marks, chances > 0.5)
+    for place, name in enumerate(NAMES):
+        ours = report["per_class"][name]
+        found = [ours[key] for key in ("precision", "recall", "f1", "support")]
+        np.testing.assert_allclose(found, [column[place] for column in theirs])
+        assert ours["confusion"] == tables[place].tolist()
+    weighted = metrics.f1_score(marks, chances > 0.5, average="weighted", zero_division=0)
+    assert report["f1_weighted"] == pytest.approx(weighted)
+
+
+def test_intervals_of_many_classes_take_no_matrix_for_each_sample():
+    matrix = np.diag(np.ones(2000, dtype=int))
+    matrix[0, 1] = 500
+    tracemalloc.start()
+    found = _intervals(matrix, seed=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * matrix.nbytes
+    low, high = found["accuracy"]
+    assert low < 0.8 < high
 
 
 def test_people_get_a_table_and_a_picture(tmp_path):

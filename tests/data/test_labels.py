@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.config.load import make_config
 from whet.data.labels import Labels
+from whet.data.shapes import shaped
 from whet.data.shell_safety import CLASSES, FAULTS, shell_faults, shell_safety
 from whet.data.strata import held_out, oversampled
 from whet.data.synthetic import generate
@@ -29,6 +31,13 @@ MANY = Labels(["a", "b", "c"], multi_label=True)
         (MANY, {"labels": [1]}, (0.0, 1.0, 0.0)),
         (MANY, {"labels": []}, (0.0, 0.0, 0.0)),
         (MANY, {"label": "b"}, (0.0, 1.0, 0.0)),
+        (Labels(["1", "0"]), {"label": 1}, (0.0,)),  # a name comes before a number
+        (Labels(["1", "2", "3"]), {"label": 3}, (2.0,)),
+        (Labels(["1", "2", "3"], multi_label=True), {"labels": [1, 3]}, (1.0, 0.0, 1.0)),
+        (Labels(["True", "False"]), {"label": True}, (0.0,)),
+        (Labels(["true", "false"]), {"label": False}, (1.0,)),
+        (Labels(["True", "False", "x"], multi_label=True), {"labels": [False]}, (0.0, 1.0, 0.0)),
+        (Labels(["ham", "spam"]), {"label": True}, (1.0,)),
     ],
 )
 def test_what_labels_mean(labels, fields, expected):
@@ -48,6 +57,25 @@ def test_what_labels_mean(labels, fields, expected):
 def test_labels_that_are_none(labels, fields, message):
     with pytest.raises(DataError, match=message):
         labels.values(fields)
+
+
+def test_classes_without_quotes_are_booleans_in_records_too():
+    section = make_config(
+        {
+            "model": "m",
+            "objective": {"kind": "classify", "classes": [True, False]},  # yes and no, in YAML
+            "data": {"train": "x"},
+            "run": {"steps": 1, "batch_size": 1},
+        }
+    ).objective
+    labels = Labels(section.names)
+    _, fields = shaped({"input": "x", "label": True}, "classification")
+    assert labels.values(fields) == (0.0,)
+    _, fields = shaped({"input": "x", "labels": [True]}, "classification")
+    assert Labels(section.names, multi_label=True).values(fields) == (1.0, 0.0)
+    with pytest.raises(DataError, match="label 'yes' is none of objective.classes") as caught:
+        labels.values({"label": "yes"})
+    assert caught.value.hint == "they are: True, False; YAML reads yes and no so: quote them"
 
 
 @settings(max_examples=60, deadline=None)

@@ -90,6 +90,18 @@ def test_text_is_learned_whole_with_one_end(tiny):
     assert example.supervised_count == 5  # the first token has nothing to be predicted from
 
 
+def test_text_that_ends_already_gets_no_second_end(tiny):
+    ended, plain = (renderer(tiny).example(record(text=text)) for text in ("hello<|end|>", "hello"))
+    assert ended.tokens.tolist() == plain.tokens.tolist()
+    assert ended.supervised.tolist() == plain.supervised.tolist()
+    tiny[1].chat_template = None
+    example = renderer(tiny).example(record(prompt="2+2=", completion="4<|end|>"))
+    assert learned(tiny, example) == "4<|end|>"
+    unlearned = renderer(tiny).example(record(prompt="2+2=4<|end|>", completion=""))
+    assert learned(tiny, unlearned) == "<|end|>"
+    assert tiny[1].decode(unlearned.tokens) == "2+2=4<|end|><|end|>"
+
+
 def test_pad_equal_to_eos_does_not_unlearn_the_end(tiny):
     """Masks go by position: a pad token that is also EOS must not remove EOS from the targets."""
     assert tiny[1].pad_token_id == tiny[1].eos_token_id

@@ -47,6 +47,34 @@ def test_steps_learn_and_say_what_came_of_them(tiny_directory):
     assert step["total"] == 1
 
 
+def test_wrong_use_is_named(tiny_directory):
+    classifier = new(tiny_directory)
+    with pytest.raises(ConfigError, match="one text where a list of texts belongs"):
+        classifier.predict("rose")
+    for ids, message in (
+        ([999_999], "the id 999999 is outside the model's vocabulary of"),
+        ([-1], "the id -1 is outside"),
+        (5, "5 is neither a text nor its token ids"),
+        ([1.5], "neither a text"),
+    ):
+        with pytest.raises(DataError, match=message):
+            classifier.predict([ids])
+    with pytest.raises(DataError, match="there is no record to evaluate"):
+        classifier.evaluate([])
+
+
+def test_numbers_of_numpy_and_torch_and_paths_are_taken(tiny_directory, tmp_path):
+    classifier = new(tiny_directory)
+    for label in (np.int64(1), torch.tensor(1)):
+        assert classifier.train_step("moss", label)["total"] == 1
+    assert len(classifier.predict([np.array([1, 2, 3]), torch.tensor([1, 2])])) == 2
+    several = new(tiny_directory, multi_label=True)
+    assert several.train_step("moss", np.array([0, 1, 1]))["total"] == 1
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"input": "moss", "label": "green"}) + "\n")
+    assert classifier.evaluate(path)["examples"] == 1
+
+
 def test_an_empty_batch_changes_nothing(tiny_directory):
     classifier = new(tiny_directory)
     before = weights(classifier)
@@ -202,6 +230,37 @@ def test_saved_classifiers_come_back_to_the_bit(tiny_directory, tmp_path, more):
     again = whet.Classifier.load(tmp_path / "saved", device="cpu", precision="fp32")
     np.testing.assert_array_equal(again.predict_proba(TEXTS), classifier.predict_proba(TEXTS))
     assert again.info == classifier.info
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_saved_classifiers_keep_their_precision(tiny_directory, tmp_path, precision):
+    trained(tiny_directory, tmp_path, precision=precision)
+    again = whet.Classifier.load(tmp_path / "saved", device="cpu")
+    assert again.config.run.precision == precision
+    other = whet.Classifier.load(tmp_path / "saved", device="cpu", precision="bf16-pure")
+    other.save(tmp_path / "other")
+    assert whet.Classifier.load(tmp_path / "other").config.run.precision == "bf16-pure"
+    info = tmp_path / "saved" / "classifier.json"
+    kept = json.loads(info.read_text())
+    info.write_text(json.dumps({name: kept[name] for name in kept if name != "precision"}))
+    assert whet.Classifier.load(tmp_path / "saved").config.run.precision == "auto"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"class_weights": "inverse"}, "class_weights: inverse needs the counts of a training set"),
+        ({"class_weights": "sqrt_inverse"}, "class_weights: sqrt_inverse needs"),
+        ({"class_weights": "effective"}, "class_weights: effective needs"),
+        ({"oversample": True}, "oversample is for runs"),
+        ({"calibrate": True}, "calibrate is for runs"),
+        ({"valid_share": 0.3}, "valid_share is for runs"),
+        ({"probe": True}, "probe is for runs"),
+    ],
+)
+def test_keys_that_need_a_run_are_refused(tiny_directory, more, message):
+    with pytest.raises(ConfigError, match=message):
+        new(tiny_directory, **more)
 
 
 def padded(tokenizer, texts):

@@ -13,6 +13,7 @@ import whet
 from tiny import run_config
 from whet.config.load import load_config, make_config
 from whet.errors import ConfigError, DataError, ModelError
+from whet.reporting.data_view import view_data
 from whet.training.checkpoint import checkpoint_path
 from whet.training.classification import fitted_temperature
 
@@ -285,6 +286,19 @@ def test_configs_that_make_no_sense(tiny_directory, tmp_path, sections, message)
         make_config(config(tiny_directory, tmp_path, **sections))
 
 
+def test_a_text_that_is_too_long_is_refused_by_its_own_length(tiny_directory, tmp_path):
+    rows = [{"input": "x" * (64 + number), "label": CLASSES[number]} for number in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = config(tiny_directory, tmp_path, data={"too_long": "error"}, objective={"valid_share": 0})
+    with pytest.raises(DataError, match="train.jsonl:2: 65 tokens, and data.max_length is 64\n") as caught:
+        whet.train(settings)
+    assert caught.value.hint == "raise data.max_length, or set data.too_long to truncate or drop"
+    view = view_data(make_config(settings))
+    assert view.splits[0].too_long == tuple(
+        f"{tmp_path}/train.jsonl:{line}: {63 + line} tokens" for line in (2, 3)
+    )
+
+
 def test_adapters_go_on_q_and_v_unless_the_config_says_otherwise(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path)
     assert make_config(settings).method.targets == "qv"
@@ -328,6 +342,7 @@ def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
         ({"classes": CLASSES[1:]}, "is not a head of 2 classes"),
         ({"classes": "red"}, "classes cannot be 'red'"),
         ({"pooling": "max"}, "pooling cannot be 'max'"),
+        ({"precision": "fp8"}, "precision cannot be 'fp8'"),
         ({"max_length": 0}, "max_length cannot be '0'"),
         ({"odd": 1}, "cannot be understood"),
     ):

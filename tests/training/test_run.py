@@ -150,6 +150,42 @@ def test_rows_after_the_checkpoint_are_set_aside_not_lost(tiny_directory, tmp_pa
     assert "123.0" in (first.directory / "metrics.superseded.jsonl").read_text()
 
 
+@pytest.mark.parametrize("stop", [None, 3, 4, 7])
+def test_the_last_step_has_a_row(tiny_directory, tmp_path, stop):
+    sections = {"log": {"every": 3}, "run": {"steps": 7}}
+    stops = [] if stop is None else [StopAt(stop)]
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections), stops)
+    if result.unfinished:
+        result = whet.resume(result.directory)
+    assert [row["step"] for row in rows(result.directory) if "loss" in row] == [3, 6, 7]
+    assert "summary" in rows(result.directory)[-1]
+
+
+def test_the_last_step_of_a_run_that_ends_early_has_a_row(tiny_directory, tmp_path):
+    class Enough(whet.Callback):
+        def on_step_end(self, step, metrics):
+            return whet.StopRun("enough") if step == 5 else None
+
+    sections = {"log": {"every": 3}, "run": {"steps": 7}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections), [Enough()])
+    assert [row["step"] for row in rows(result.directory) if "loss" in row] == [3, 5]
+    metrics = result.directory / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-30])
+    whet.resume(result.directory)
+    assert [row["step"] for row in rows(result.directory) if "loss" in row] == [3, 5]
+
+
+def test_rows_of_samples_with_other_ends_of_lines_stay_whole(tiny_directory, tmp_path):
+    prompts = ["a\u2028b", "c\u2029d"]
+    log = {"samples": {"prompts": prompts, "every": 2, "max_tokens": 2}}
+    first = whet.train(run_config(tiny_directory, tmp_path, log=log), [StopAt(3)])
+    whet.resume(first.directory)
+    written = (first.directory / "samples.jsonl").read_text().removesuffix("\n").split("\n")
+    found = [(row["step"], row["prompt"]) for row in map(json.loads, written)]
+    assert found == [(step, prompt) for step in (0, 2, 4) for prompt in prompts]
+    assert not (first.directory / "samples.superseded.jsonl").exists()
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: data[:-30] + b"\xff\xfe"])
 @pytest.mark.parametrize("steps", [4, 6])
 def test_a_finished_run_whose_summary_is_torn_is_resumed_and_ends_as_it_had(
@@ -323,6 +359,15 @@ def test_prompts_that_fill_the_context_are_counted_not_asked(tiny_directory, tmp
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
     assert "valid: 1 prompts fill the model's context and are not asked" in caplog.text
     assert "exact_match" in result.metrics
+
+
+def test_generating_where_no_record_has_an_answer_is_said(tiny_directory, tmp_path, caplog):
+    data = tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": "hello world"}) + "\n")
+    sections = {"data": {"valid": str(data)}, "eval": {"generate": True, "max_new_tokens": 3}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    assert "eval.generate: no record of data.valid has an answer to compare with" in caplog.text
+    assert "exact_match" not in result.metrics
 
 
 def test_generating_during_a_run_does_not_change_the_run(tiny_directory, tmp_path):

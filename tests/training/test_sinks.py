@@ -188,6 +188,14 @@ def use(monkeypatch, sink):
     monkeypatch.setitem(SINKS, "wandb", lambda: sink)
 
 
+def test_a_sink_gets_the_row_of_the_last_step(tiny_directory, tmp_path, monkeypatch):
+    fake = Fake()
+    use(monkeypatch, fake)
+    log = {"sinks": ["wandb"], "every": 3}
+    whet.train(run_config(tiny_directory, tmp_path, log=log, data={"valid": None}))
+    assert [step for step, _ in fake.rows] == [3, 4]
+
+
 def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, tmp_path, monkeypatch):
     fake = Fake()
     use(monkeypatch, fake)

@@ -4,6 +4,7 @@ import json
 import math
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from whet.data.plan import StepSettings
 from whet.errors import ConfigError, DataError, RunError
 from whet.objectives.base import Loss
 from whet.objectives.sft import SFT
-from whet.training.callbacks import Callback, EarlyStopping, Injector, StopRun
+from whet.training.callbacks import Callback, EarlyStopping, Injector, MetricsLogger, StopRun
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
 from whet.training.trainer import Trainer
 
@@ -320,3 +321,74 @@ def test_a_checkpoint_round_trips_weights_optimizer_and_metadata(tiny_directory,
         assert torch.equal(a, b)
         for key, value in run.optimizer.state[a].items():
             assert torch.equal(value, other.optimizer.state[b][key])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float32(1.5), 1.5),
+        (np.int64(2), 2),
+        (torch.tensor(1.5), 1.5),
+        (np.ones(2), [1.0, 1.0]),
+        ({"a": [np.float64(3)]}, {"a": [3.0]}),
+    ],
+)
+def test_numbers_of_numpy_and_torch_are_plain_for_readers_rows_and_checkpoints(
+    tiny_directory, tmp_path, value, expected
+):
+    class Writer(Injector):
+        def on_step_end(self, step, metrics):
+            metrics["mine"] = value
+
+        def on_eval_end(self, step, metrics):
+            metrics["eval_mine"] = value
+
+        def on_train_end(self, result):
+            result.summary["mine"] = value
+
+    class Reader(Callback):
+        def on_step_end(self, step, metrics):
+            seen.append(metrics["mine"])
+
+    seen = []
+    rows = tmp_path / "rows.jsonl"
+    callbacks = [MetricsLogger(rows), Reader(), Writer()]
+    result = trainer(tiny_directory, tmp_path, callbacks=callbacks, run={"steps": 2}).fit()
+    assert seen == [expected] * 2
+    assert type(seen[0]) is type(expected)
+    assert result.metrics["mine"] == result.metrics["eval_mine"] == expected
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["mine"] for row in written if "loss" in row] == [expected] * 2
+    assert written[-1]["summary"]["mine"] == expected
+    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "state.json").read_text())
+    assert state["run"]["latest"]["mine"] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MetricsLogger("rows.jsonl", every=0), "every must be at least 1, not 0"),
+        (lambda: whet.GradientStats([], every=0), "every must be"),
+        (lambda: whet.WeightStats(every=0), "every must be"),
+        (lambda: EarlyStopping(patience=0), "patience must be at least 1, not 0"),
+    ],
+)
+def test_counts_below_one_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_trainer_needs_a_step(tiny_directory):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    config = make_config(run_config(tiny_directory, "."))
+    with pytest.raises(ConfigError, match="total_steps must be at least 1, not 0"):
+        Trainer(model, SFT(), (), config, total_steps=0)
+
+
+def test_only_a_stop_breaks_an_evaluation_off(tiny_directory):
+    class Odd(Callback):
+        def on_pause(self):
+            return True
+
+    result = trainer(tiny_directory, callbacks=[Odd()], run={"steps": 1}).fit()
+    assert "eval_loss" in result.metrics

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from whet.config.classify import Pooling
+from whet.config.section import PrecisionName
 from whet.errors import ModelError
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
@@ -29,6 +30,7 @@ class ClassifierInfo:
     pooling: Pooling = "last"
     bias: bool = False
     max_length: int = 2048  # tokens, after which a text is cut
+    precision: PrecisionName = "auto"  # it was trained in
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _info_from(fields: dict[str, Any], path: Path) -> ClassifierInfo:  # Any: JS
         "multi_label": isinstance(info.multi_label, bool),
         "pooling": info.pooling in get_args(Pooling),
         "bias": isinstance(info.bias, bool),
+        "precision": info.precision in get_args(PrecisionName),
         "max_length": type(info.max_length) is int and info.max_length > 0,
     }
     if wrong := [name for name, holds in good.items() if not holds]:

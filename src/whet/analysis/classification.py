@@ -1,12 +1,11 @@
 """Everything a report says of a classifier's predictions: scikit-learn's metrics, intervals and baselines."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from whet.analysis.confusion import confusion_matrix, confusion_metrics, mark_metrics
+from whet.analysis.confusion import confusion_matrix, confusion_metrics, count_metrics, mark_metrics
 from whet.errors import ConfigError
 
 Report = dict[str, Any]  # Any: JSON values
@@ -100,13 +99,17 @@ def marked_report(chances: np.ndarray, marks: np.ndarray, names: Sequence[str], 
     """Of probabilities and marks [texts, classes], where a text may have several classes; half is the bar."""
     metrics = _metrics()
     marks, predicted = marks.astype(bool), chances > 0.5
-    precision, recall, f1, support = metrics.precision_recall_fscore_support(
-        marks, predicted, average=None, zero_division=0
-    )
+    # not scikit-learn's: it reads the marks of a single class as the numbers of two
+    both, support, guessed = (marks & predicted).sum(0), marks.sum(0), predicted.sum(0)
+    neither = len(marks) - support - guessed + both
+    tables = np.stack([neither, guessed - both, support - both, both], axis=1).reshape(-1, 2, 2)
+    precision, recall = both / np.maximum(guessed, 1), both / np.maximum(support, 1)
+    f1 = 2 * both / np.maximum(support + guessed, 1)
+    sizes = marks.sum(1) + predicted.sum(1)  # of the two sets of a text
+    overlaps = np.where(sizes > 0, 2 * (marks & predicted).sum(1) / np.maximum(sizes, 1), 1.0)
     areas = [_areas(metrics, marks[:, n], chances[:, n]) for n in range(len(names))]
     sure = np.maximum(chances, 1 - chances)
     bins, ece = reliability(sure.ravel(), (predicted == marks).ravel())
-    tables = metrics.multilabel_confusion_matrix(marks, predicted)
     clipped = chances.clip(1e-15, 1 - 1e-15)
     usual = marks.mean(0) > 0.5
     return {
@@ -114,9 +117,9 @@ def marked_report(chances: np.ndarray, marks: np.ndarray, names: Sequence[str], 
         "classes": list(names),
         "multi_label": True,
         **mark_metrics(marks, predicted),
-        "f1_weighted": float(metrics.f1_score(marks, predicted, average="weighted", zero_division=0)),
-        "f1_samples": float(metrics.f1_score(marks, predicted, average="samples", zero_division=1)),
-        "hamming": float(metrics.hamming_loss(marks, predicted)),
+        "f1_weighted": float(f1 @ support / max(1, support.sum())),
+        "f1_samples": float(overlaps.mean()),
+        "hamming": float((marks != predicted).mean()),
         "log_loss": float(-np.where(marks, np.log(clipped), np.log(1 - clipped)).mean()),
         "brier": float(((chances - marks) ** 2).mean()),
         "ece": ece,
@@ -186,13 +189,22 @@ def _kappa(matrix: np.ndarray) -> float:
 
 
 def _intervals(matrix: np.ndarray, *, seed: int) -> dict[str, list[float]]:
-    """Bootstrap percentiles. Drawing texts anew is drawing the cells of the matrix anew."""
-    total = int(matrix.sum())
-    cells = np.random.default_rng(seed).multinomial(total, matrix.ravel() / total, size=RESAMPLES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a class that was not drawn
-        drawn = confusion_metrics(cells.reshape(-1, *matrix.shape))
-    return {name: _percentiles(drawn[name]) for name in ("accuracy", "f1_macro", "mcc")}
+    """Bootstrap percentiles. Drawing texts anew is drawing the cells of the matrix that hold some anew."""
+    rng, total, classes = np.random.default_rng(seed), int(matrix.sum()), len(matrix)
+    labels, predicted = np.nonzero(matrix)
+    shares, right = matrix[labels, predicted] / total, labels == predicted
+    found = []
+    for _ in range(RESAMPLES):
+        drawn = rng.multinomial(total, shares)
+        true, guessed, hits = (
+            np.bincount(places, counts, minlength=classes)
+            for places, counts in ((labels, drawn), (predicted, drawn), (labels[right], drawn[right]))
+        )
+        found.append(count_metrics(hits, true, guessed))
+    return {
+        name: _percentiles(np.array([each[name] for each in found]))
+        for name in ("accuracy", "f1_macro", "mcc")
+    }
 
 
 def _mark_intervals(marks: np.ndarray, predicted: np.ndarray, *, seed: int) -> dict[str, list[float]]:

@@ -11,9 +11,12 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 
 def confusion_metrics(matrix: np.ndarray) -> dict[str, np.ndarray]:
     """accuracy, balanced_accuracy, f1_macro and mcc of matrices [..., K, K], as scikit-learn defines them."""
-    matrix = np.asarray(matrix, dtype=np.float64)
-    right = np.diagonal(matrix, axis1=-2, axis2=-1)
-    true, guessed = matrix.sum(-1), matrix.sum(-2)
+    return count_metrics(np.diagonal(matrix, axis1=-2, axis2=-1), matrix.sum(-1), matrix.sum(-2))
+
+
+def count_metrics(right: np.ndarray, true: np.ndarray, guessed: np.ndarray) -> dict[str, np.ndarray]:
+    """The same of a matrix's diagonal, the sums of its rows and those of its columns, each [..., K]."""
+    right, true, guessed = (np.asarray(counts, dtype=np.float64) for counts in (right, true, guessed))
     total = true.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         recall = right / true  # NaN: a class that is not there

@@ -38,7 +38,10 @@ class Probes(Section):
 class Log(Section):
     """What is written while it runs."""
 
-    every: Positive = Field(1, description="steps between training rows of metrics.jsonl and of the sinks")
+    every: Positive = Field(
+        1,
+        description="steps between training rows of metrics.jsonl and of the sinks; the last has one, too",
+    )
     sinks: list[SinkName] = Field([], description="where rows go beside metrics.jsonl")
     samples: Samples | None = Field(None, description="what the model says on the way")
     probes: Probes | None = Field(

@@ -3,11 +3,12 @@
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
+PrecisionName = Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"]
 Factor = Annotated[float, Field(ge=0, lt=1)]
 
 

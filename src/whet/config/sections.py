@@ -16,7 +16,7 @@ from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup, unfit_for_
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
-from whet.config.section import Positive, Section, Text
+from whet.config.section import Positive, PrecisionName, Section, Text
 from whet.errors import ConfigError
 
 _LONGEST_NAME = 200  # file systems allow 255 bytes, and staging adds some
@@ -202,9 +202,7 @@ class Run(Section):
     )
     seed: int = Field(0, description="seed of everything random")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"] = Field(
-        "auto", description="number format; fp16 is for GPUs without bf16"
-    )
+    precision: PrecisionName = Field("auto", description="number format; fp16 is for GPUs without bf16")
     fp8: bool = Field(False, description="multiply in 8 bits in the layers' products; method full")
     compile: bool = Field(False, description="torch.compile each layer")
     grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")

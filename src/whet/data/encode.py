@@ -115,17 +115,18 @@ class Encoder:
             size -= back  # the tokenizer's own EOS: whet writes one where a text has ended
             back = 0
         eos = self._eos if rendering.plain and rendering.ended else None
-        ended = eos is not None
-        tokens = np.empty(size + ended, dtype=np.uint32)
+        tokens = np.empty(size + 1, dtype=np.uint32)
         tokens[:size] = ids if size == len(ids) else ids[:size]
-        marks = np.zeros(size + ended, dtype=bool)
+        marks = np.zeros(size + 1, dtype=bool)
         if _whole(rendering):
             marks[front : size - back] = True
         else:
             marks[:size] = _inside(encoding.offsets[:size], rendering.spans)
-        if eos is not None:
+        has_eos = size > 0 and ids[size - 1] == eos and marks[size - 1]  # the text's own, and learned
+        if eos is not None and not has_eos:
             tokens[size], marks[size] = eos, True
-        return tokens, marks
+            size += 1
+        return tokens[:size], marks[:size]
 
 
 def _untrimmed(backend: Tokenizer) -> Tokenizer:

@@ -117,20 +117,21 @@ def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
     )
 
 
-def cut(store: TokenStore, *, max_length: int, too_long: TooLong) -> StoredExamples:
+def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool = False) -> StoredExamples:
     """The records of a store as examples of at most `max_length` tokens.
 
     A longer record is refused, dropped, cut at its end, or split into windows. A window starts with the last
     token of the one before, so that each token is predicted once. What has nothing left to learn is dropped.
     """
     starts, stops = store.bounds[:-1], store.bounds[1:]
+    max_length += judged  # the last token of a text that is judged is one too many
     long = np.flatnonzero(stops - starts > max_length)
     if too_long == "error" and len(long):
         first = int(long[0])
         raise DataError(
-            f"{store.origin(first)}: {stops[first] - starts[first]} tokens, and data.max_length is "
-            f"{max_length}",
-            hint="raise data.max_length, or set data.too_long to truncate, drop or split",
+            f"{store.origin(first)}: {stops[first] - starts[first] - judged} tokens, and data.max_length is "
+            f"{max_length - judged}",
+            hint=too_long_hint(judged=judged),
         )
     counts = dict.fromkeys(("truncated", "split", "dropped"), 0)
     fits = np.flatnonzero(stops - starts <= max_length)
@@ -200,6 +201,12 @@ class StoredPairs(Sequence[Pair]):
     def summary(self) -> str:
         """Counts and lengths, for a person."""
         return f"{len(self):,} pairs: {self.sides.summary()}"
+
+
+def too_long_hint(*, judged: bool) -> str:
+    """What to do where a record is longer than it may be."""
+    ways = "truncate or drop" if judged else "truncate, drop or split"
+    return f"raise data.max_length, or set data.too_long to {ways}"
 
 
 def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:

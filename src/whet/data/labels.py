@@ -6,6 +6,8 @@ from typing import Any
 
 from whet.errors import DataError
 
+_BOOLEANS = {"True", "False"}  # the names of classes that YAML took for truth values
+
 
 class Labels:
     """The classes of a task, by name and by number."""
@@ -36,15 +38,18 @@ class Labels:
         return tuple(float(place in chosen) for place in range(count))
 
     def _place(self, label: Any) -> int:  # Any: a JSON value
-        count = len(self.names)
+        """The class of this name; a number that is no name counts from 0."""
+        count, name = len(self.names), str(label)
+        for each in (name, name.lower()) if isinstance(label, bool) else (name,):
+            if each in self._places:
+                return self._places[each]
         if isinstance(label, str):
-            if label in self._places:
-                return self._places[label]
             near = get_close_matches(label, self.names, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             shown = ", ".join([*self.names[:20], *(["..."] if count > 20 else [])])
+            quotes = "" if _BOOLEANS.isdisjoint(self.names) else "; YAML reads yes and no so: quote them"
             raise DataError(
-                f"label {label[:50]!r} is none of objective.classes", hint=f"{meant}they are: {shown}"
+                f"label {label[:50]!r} is none of objective.classes", hint=f"{meant}they are: {shown}{quotes}"
             )
         if not 0 <= label < count:
             raise DataError(

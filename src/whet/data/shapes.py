@@ -117,7 +117,7 @@ def _labelled(fields: Fields) -> Fields:
     label = fields["label"]
     if not isinstance(label, str | int) or (isinstance(label, int) and not 0 <= label < 2**31):
         raise DataError(f"label must be a name or a whole number from 0, not {_short(label)}")
-    return {"input": _string(fields, "input"), "label": label if isinstance(label, str) else int(label)}
+    return {"input": _string(fields, "input"), "label": label}
 
 
 def _multi_labelled(fields: Fields) -> Fields:
@@ -129,7 +129,8 @@ def _multi_labelled(fields: Fields) -> Fields:
             "labels must be a list of names, of whole numbers from 0, or of a 0 or 1 for each class, not "
             + _short(labels)
         )
-    return {"input": _string(fields, "input"), "labels": labels if names else [int(n) for n in labels]}
+    whole = [int(label) if isinstance(label, float) else label for label in labels]
+    return {"input": _string(fields, "input"), "labels": whole}
 
 
 def _is_class_number(label: Any) -> bool:  # Any: a JSON value

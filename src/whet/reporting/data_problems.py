@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whet.data.endings import ENDLESS_HINT, endless_message
+from whet.data.examples import too_long_hint
 from whet.reporting.data_view import DataView, SplitFacts
 
 MOST_CUT = 0.10  # of the records, truncated or dropped
@@ -44,7 +45,7 @@ def _of_records(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
     if split.refused:
         yield Problem(
             f"{split.name}: {_records(split.refused)} longer than data.max_length",
-            "raise data.max_length, or set data.too_long to truncate, drop or split",
+            too_long_hint(judged=split.is_judged),
             _listed(split.too_long, split.refused),
             stops=True,
         )
@@ -93,7 +94,7 @@ def _of_amounts(split: SplitFacts) -> Iterator[Problem]:
         yield Problem(
             f"{split.name}: {cut / split.records:.0%} of the records are cut off or dropped "
             f"(more than {MOST_CUT:.0%})",
-            "raise data.max_length, or set data.too_long to split",
+            "raise data.max_length" + ("" if split.is_judged else ", or set data.too_long to split"),
         )
     if split.duplicates.count > MOST_DUPLICATES * split.records:
         share = split.duplicates.count / split.records

@@ -285,7 +285,8 @@ def _split_facts(
 ) -> SplitFacts:
     examples, source = data.examples[name].sides, data.sources[name]
     store, limit = examples.store, config.data.max_length
-    sizes = np.diff(store.bounds)
+    judged = data.needs.labels is not None
+    sizes = np.diff(store.bounds) - judged
     in_order = np.sort(sizes)
     low, middle, high, top = (int(in_order[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
     longest = int(examples.lengths.argmax())
@@ -316,8 +317,7 @@ def _split_facts(
             f"{store.origin(record)}: {sizes[record]:,} tokens" for record in refused[:REASONS_KEPT].tolist()
         ),
         samples=tuple(
-            _sample(examples, index, text, judged=data.needs.labels is not None)
-            for index in range(min(samples, len(examples)))
+            _sample(examples, index, text, judged=judged) for index in range(min(samples, len(examples)))
         ),
     )
 

@@ -92,27 +92,57 @@ class NumbersOnly(Callback):
         return False
 
 
-class MetricsLogger(NumbersOnly):
-    """Rows of metrics.jsonl, flushed one by one: training rows every `every` steps, all evaluation rows."""
+class Rows(NumbersOnly):
+    """Takes training rows every `every` steps, with every probe and of the last step, all evaluation rows."""
 
     main_only = True
 
-    def __init__(self, path: str | Path, every: int = 1) -> None:
-        self.path = Path(path)
+    def __init__(self, every: int) -> None:
+        check_positive(every=every)
         self.every = every
-        self._waiting: list[str] = []  # rows that a full disk did not take
+        self._last_step: int | None = None
+        self._left: tuple[int, Metrics] | None = None  # the newest training row, where it was not due
+
+    def on_train_begin(self, run: "Trainer") -> None:
+        """Know which step is the last."""
+        self._last_step = run.total_steps
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """Append a training row; one with the numbers of a probe is always due."""
-        if step % self.every == 0 or "probe_s" in metrics:
-            self._write({"step": step, **metrics})
+        """Take a training row that is due."""
+        due = step % self.every == 0 or "probe_s" in metrics or step == self._last_step
+        self._left = None if due else (step, metrics)
+        if due:
+            self.take(step, metrics)
 
     def on_eval_end(self, step: int, metrics: Metrics) -> None:
-        """Append an evaluation row."""
+        """Take an evaluation row."""
+        self.take(step, metrics)
+
+    def on_train_end(self, result: "RunResult") -> None:
+        """Take the row of the last step, where a run ends before its time."""
+        if self._left is not None and not result.unfinished:
+            self.take(*self._left)
+
+    def take(self, step: int, metrics: Metrics) -> None:
+        """What becomes of a row."""
+        raise NotImplementedError
+
+
+class MetricsLogger(Rows):
+    """Rows of metrics.jsonl, flushed one by one, and the summary."""
+
+    def __init__(self, path: str | Path, every: int = 1) -> None:
+        super().__init__(every)
+        self.path = Path(path)
+        self._waiting: list[str] = []  # rows that a full disk did not take
+
+    def take(self, step: int, metrics: Metrics) -> None:
+        """Append a row."""
         self._write({"step": step, **metrics})
 
     def on_train_end(self, result: "RunResult") -> None:
         """Append the summary; rows that are still not on disk are an error now."""
+        super().on_train_end(result)
         self._waiting.append(_line({"summary": result.summary}))
         self._append_waiting()
 
@@ -131,7 +161,23 @@ class MetricsLogger(NumbersOnly):
 
 
 def _line(row: Metrics) -> str:
-    return json.dumps(_jsonable(row)) + "\n"
+    return json.dumps(_jsonable(plain(row))) + "\n"
+
+
+def plain(value: Any) -> Any:  # Any: a metric; JSON values
+    """Numbers and arrays of numpy and torch as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def check_positive(**counts: int) -> None:
+    """Refuse a count below one, by its name."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
 
 
 def _jsonable(value: Any) -> Any:  # Any: JSON values
@@ -147,6 +193,7 @@ class EarlyStopping(NumbersOnly):
     """Stops when an evaluation metric has not improved for `patience` evaluations."""
 
     def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
+        check_positive(patience=patience)
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta

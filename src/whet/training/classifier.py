@@ -1,7 +1,9 @@
 """`whet.Classifier`: a classifier to use, and to train step by step in a loop of one's own."""
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,7 @@ class Classifier:
         """
         path = Path(name_or_path)
         if classes is not None:
+            _refuse_what_needs_a_run(objective)
             values = {
                 "model": str(name_or_path),
                 "method": dict(method or {}),
@@ -133,7 +136,7 @@ class Classifier:
         dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
         model, tokenizer = load_body(name_or_path, dtype=dtype, device=where)
         if checkpointed:
-            info = info_of(section, max_length=config.data.max_length)
+            info = info_of(config, max_length=config.data.max_length)
             stored = checkpoint_weights(path)
             own = {name.removeprefix(HEADS): t for name, t in stored.items() if name.startswith(HEADS)}
             head = head_from(own, info, path)
@@ -142,12 +145,11 @@ class Classifier:
         if precision is not None:
             update = {"run": config.run.model_copy(update={"precision": precision})}
             config = config.model_copy(update=update)
+            info = replace(info, precision=config.run.precision)
         return cls(model, tokenizer, head, info, config)
 
     @classmethod
     def _new(cls, config: RunConfig) -> "Classifier":
-        section = config.objective
-        assert isinstance(section, ClassifyObjective)
         assert isinstance(config.model, str)
         where = choose_device(config.run.device)
         numbers = choose_precision(config.run.precision, where)
@@ -158,7 +160,7 @@ class Classifier:
             dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
             model, _ = load_base(config.model, dtype=dtype, device=where)
         make_trainable(model, config.method, dtype=numbers.trained)
-        info = info_of(section, max_length=min(config.data.max_length, model.max_positions))
+        info = info_of(config, max_length=min(config.data.max_length, model.max_positions))
         size = model.head().weight.shape[1]
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
         return cls(model, tokenizer_of(config.model), head.initialise(config.run.seed), info, config)
@@ -230,6 +232,8 @@ class Classifier:
 
     def logits(self, texts: Sequence[Text]) -> np.ndarray:
         """[texts, classes]."""
+        if isinstance(texts, str):
+            raise ConfigError("one text where a list of texts belongs", hint="write [text]")
         if not len(texts):
             return np.zeros((0, len(self.info.classes)), dtype=np.float32)
         return self._logits([self._read(text) for text in texts])
@@ -246,7 +250,10 @@ class Classifier:
             return [[names[place] for place in np.flatnonzero(row > 0.5)] for row in chances]
         return [names[place] for place in chances.argmax(1)] if len(chances) else []
 
-    def evaluate(self, data: Spec | Sequence[Mapping[str, Any]]) -> Report:  # Any: records are JSON objects
+    def evaluate(
+        self,
+        data: Spec | Path | Sequence[Mapping[str, Any]],  # Any: records are JSON objects
+    ) -> Report:
         """The report on records: a source as in data.test, or a list of {input, label}."""
         examples = [self._judge(record) for record in _records(data)]
         labels = np.array([example.values for example in examples])
@@ -302,8 +309,9 @@ class Classifier:
         return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
 
     def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
-        several = isinstance(label, list | tuple | np.ndarray)
-        given = list(label) if several else label
+        given = label.tolist() if isinstance(label, np.generic | np.ndarray | torch.Tensor) else label
+        several = isinstance(given, list | tuple)
+        given = list(given) if several else given
         return self._judge(Record({"input": text, "labels" if several else "label": given}, "a sample"))
 
     def _judge(self, record: Record) -> Example:
@@ -325,15 +333,40 @@ class Classifier:
             whole = Rendering(text, [(0, len(text))], True, False, origin, judged=True)
             tokens = list(self._encoder.example(whole).tokens[:-1])
         else:
-            tokens = list(text)
+            tokens = self._ids(text, origin)
         if not tokens:
             raise DataError(f"{origin}: a text without a token cannot be classified")
         tokens = tokens[: min(self.info.max_length, self.model.max_positions)]
         ids = np.array([*tokens, tokens[-1]], dtype=np.int64)
         return Example(ids, np.ones(len(ids), dtype=bool), origin, values)
 
+    def _ids(self, given: Sequence[int], origin: str) -> list[int]:
+        try:
+            ids = [operator.index(each) for each in given]
+        except TypeError:
+            raise DataError(f"{origin}: {str(given)[:50]} is neither a text nor its token ids") from None
+        size = self.model.vocab_size
+        if outside := [each for each in ids if not 0 <= each < size]:
+            raise DataError(f"{origin}: the id {outside[0]} is outside the model's vocabulary of {size:,}")
+        return ids
 
-def _records(data: Spec | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
+
+def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
+    """Keys that would do nothing here, where they ask for something."""
+    if objective.get("class_weights") in ("inverse", "sqrt_inverse", "effective"):
+        raise ConfigError(
+            f"class_weights: {objective['class_weights']} needs the counts of a training set",
+            hint="give a list, a number for each class",
+        )
+    for key in ("oversample", "valid_share", "calibrate", "probe"):
+        if objective.get(key):
+            raise ConfigError(f"{key} is for runs", hint="whet.train with objective.kind: classify")
+
+
+def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
+    data = str(data) if isinstance(data, Path) else data
+    if not len(data):
+        raise DataError("there is no record to evaluate")
     if isinstance(data, str) or not (len(data) and isinstance(data[0], Mapping)):
         return list(open_source(data, split="test", form="classification"))
     return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]
@@ -358,6 +391,6 @@ def _config_of(run: Path, target: Path) -> RunConfig:
             "objective": {"kind": "classify", **shape},
             "data": {"train": "the caller's own", "max_length": max(2, info.max_length)},
             "optim": {"schedule": "constant"},
-            "run": {"steps": 1, "batch_size": 1},
+            "run": {"steps": 1, "batch_size": 1, "precision": info.precision},
         }
     )

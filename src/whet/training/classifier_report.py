@@ -38,14 +38,17 @@ PROBE = "probe.json"
 PROBE_EXAMPLES = 2_000  # the most it is fitted on
 
 
-def info_of(section: ClassifyObjective, *, max_length: int) -> ClassifierInfo:
+def info_of(config: RunConfig, *, max_length: int) -> ClassifierInfo:
     """What is stored with the head of a run."""
+    section = config.objective
+    assert isinstance(section, ClassifyObjective)
     return ClassifierInfo(
         section.names,
         multi_label=section.multi_label,
         pooling=section.pooling,
         bias=section.bias,
         max_length=max_length,
+        precision=config.run.precision,
     )
 
 
@@ -94,7 +97,7 @@ class ClassificationEnd(NumbersOnly, Injector):
         self.directory = directory
         self.precision = precision
         self.world = world
-        self.info = info_of(self.section, max_length=config.data.max_length)
+        self.info = info_of(config, max_length=config.data.max_length)
         self.calibration: dict[str, float] | None = None
         held = "test" if "test" in data.examples else "valid"
         self.split = held if held in data.examples else None

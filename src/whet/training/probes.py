@@ -19,7 +19,7 @@ from whet.errors import StorageError
 from whet.models.language_model import LanguageModel
 from whet.storage import new_file, write_safetensors
 from whet.training.ahead import Reading
-from whet.training.callbacks import Injector, Metrics
+from whet.training.callbacks import Injector, Metrics, check_positive
 from whet.training.evaluation import total_weights, weighted_loss
 from whet.training.layers import Layers, mean, spread
 from whet.training.probe_batches import texts_of, units
@@ -98,6 +98,7 @@ class GradientStats(Probe):
 
     def __init__(self, batches: Sequence[Batch], every: int = 200) -> None:
         self.batches = batches
+        check_positive(every=every)
         self.every = every
 
     def measure(self) -> Metrics:
@@ -120,6 +121,7 @@ class GradientNoise(Probe):
 
     def __init__(self, pieces: Sequence[Sequence[Batch]], every: int = 2000) -> None:
         self.pieces = pieces
+        check_positive(every=every)
         self.every = every
 
     def measure(self) -> Metrics:
@@ -147,6 +149,7 @@ class WeightStats(Probe):
     """
 
     def __init__(self, every: int = 200) -> None:
+        check_positive(every=every)
         self.every = every
         self.start: dict[str, torch.Tensor] | Path | None = None
 
@@ -205,6 +208,7 @@ class _OnTexts(Probe):
 
     def __init__(self, batches: Sequence[Batch], every: int = 500) -> None:
         self.texts = texts_of(batches)
+        check_positive(every=every)
         self.every = every
 
 
@@ -263,6 +267,7 @@ class EffectiveRank(Probe):
     """exp(entropy of the normalised singular values) of the trained matrices; each expert's is its own."""
 
     def __init__(self, every: int = 2000) -> None:
+        check_positive(every=every)
         self.every = every
 
     def measure(self) -> Metrics:

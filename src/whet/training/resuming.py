@@ -115,7 +115,7 @@ def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
 
 def steps_with_rows(path: Path) -> int:
     """How many steps have left a row."""
-    return len({row["step"] for row in map(_row, _text(path).splitlines()) if row.get("step")})
+    return len({row["step"] for row in map(_row, _lines(_text(path))) if row.get("step")})
 
 
 def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
@@ -126,7 +126,7 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
     kept: list[str] = []
     later: list[str] = []
     text = _text(path)
-    for line in text.splitlines():
+    for line in _lines(text):
         row = _row(line)
         number = row.get("step", step + 1)
         again = number == step and "eval_s" in row and evaluated_step != step
@@ -143,6 +143,11 @@ def _last_row(directory: Path) -> dict[str, Any]:  # Any: JSON values
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _lines(text: str) -> list[str]:
+    """Rows end with a newline alone: `str.splitlines` would tear those whose texts hold U+2028, say."""
+    return [line for line in text.split("\n") if line]
 
 
 def _row(line: str) -> dict[str, Any]:  # Any: JSON values

@@ -145,8 +145,10 @@ class RunData:
                 store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
             )
         else:
-            unread = self.needs.labels is not None  # the last token of a text that is judged is one too many
-            self.examples[name] = cut(store, max_length=data.max_length + unread, too_long=data.too_long)
+            judged = self.needs.labels is not None
+            self.examples[name] = cut(
+                store, max_length=data.max_length, too_long=data.too_long, judged=judged
+            )
         return self.examples[name]
 
     def prepare_prompts(self, name: str) -> None:
@@ -250,6 +252,8 @@ class RunData:
         if self.config.eval.generate:
             found = self.preparation.questions(self.sources[name])
             questions = [q for q in found if len(q.tokens) < model.max_positions]
+            if not found:
+                log.warning("eval.generate: no record of data.%s has an answer to compare with", name)
             if len(questions) < len(found):
                 left_out = len(found) - len(questions)
                 log.warning("%s: %d prompts fill the model's context and are not asked", name, left_out)

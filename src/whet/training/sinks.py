@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.config.load import to_dict
-from whet.training.callbacks import Metrics, NumbersOnly
+from whet.training.callbacks import Metrics, Rows
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -47,15 +47,13 @@ class Sink(Protocol):
         """Close; the run is over, or goes on another time."""
 
 
-class SinkCallback(NumbersOnly):
-    """Hands rows to a sink: training rows every `every` steps and with every probe, all evaluation rows."""
-
-    main_only = True
+class SinkCallback(Rows):
+    """Hands rows to a sink."""
 
     def __init__(self, name: str, sink: Sink, *, every: int = 1, last_s: float = _LAST_S) -> None:
+        super().__init__(every)
         self.name = name
         self.sink = sink
-        self.every = every
         self.last_s = last_s
         self.identity: str | None = None
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(_ROWS)
@@ -64,6 +62,7 @@ class SinkCallback(NumbersOnly):
 
     def on_train_begin(self, run: "Trainer") -> None:
         """Open it, in the background."""
+        super().on_train_begin(run)
         directory = run.directory or run.config.directory
         facts = RunFacts(
             name=run.config.run.name,
@@ -77,19 +76,11 @@ class SinkCallback(NumbersOnly):
         self._thread = threading.Thread(target=self._work, name=f"whet-{self.name}", daemon=True)
         self._thread.start()
 
-    def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """Queue a training row."""
-        if step % self.every == 0 or "probe_s" in metrics:
-            self._row(step, metrics)
-
-    def on_eval_end(self, step: int, metrics: Metrics) -> None:
-        """Queue an evaluation row."""
-        self._row(step, metrics)
-
     def on_train_end(self, result: "RunResult") -> None:
         """Queue the test numbers, close it, and wait a little."""
+        super().on_train_end(result)
         if (test := result.summary.get("test")) is not None:
-            self._row(result.steps, {f"test_{name}": value for name, value in test.items()})
+            self.take(result.steps, {f"test_{name}": value for name, value in test.items()})
         self.close()
 
     def close(self) -> None:
@@ -119,7 +110,8 @@ class SinkCallback(NumbersOnly):
     def _finish(self) -> None:
         self.sink.finish()
 
-    def _row(self, step: int, metrics: Metrics) -> None:
+    def take(self, step: int, metrics: Metrics) -> None:
+        """Queue a row."""
         row = dict(metrics)
         self._put(lambda: self.sink.write(step, dict(flat_numbers(row))))
 

@@ -18,11 +18,14 @@ from whet.parallel.group import SOLO, World
 from whet.training.callbacks import (
     Callback,
     EvaluationStoppedError,
+    Injector,
     Metrics,
     StopRun,
+    check_positive,
     in_order,
     is_better,
     named,
+    plain,
 )
 from whet.training.checkpoint import (
     checkpoint_path,
@@ -62,9 +65,10 @@ class Trainer(Stepper):
         precision: Precision | None = None,
         world: World = SOLO,
     ) -> None:
-        steps = total_steps or config.run.steps
+        steps = config.run.steps if total_steps is None else total_steps
         if steps is None:
             raise RunError("a trainer needs total_steps when the config counts epochs")
+        check_positive(total_steps=steps)
         super().__init__(
             model,
             objective,
@@ -97,7 +101,7 @@ class Trainer(Stepper):
         self._evaluate_if_due()
         while self.state.step < self.total_steps and self.stop is None:
             metrics = self._next_step()
-            self._tell("on_step_end", self.state.step, metrics)
+            self._tell_numbers("on_step_end", metrics)
             self._remember(metrics)
             self._agree_on_stop()
             self._evaluate_if_due()
@@ -124,7 +128,7 @@ class Trainer(Stepper):
         """Called often during an evaluation: break it off where a callback wants the run to stop."""
         self.world.watch.doing("evaluating")
         for callback in self.callbacks:
-            if (answer := callback.on_pause()) is not None:
+            if isinstance(answer := callback.on_pause(), StopRun):
                 self._obey(answer)
                 raise EvaluationStoppedError
 
@@ -212,7 +216,7 @@ class Trainer(Stepper):
             return
         metrics["eval_s"] = time.perf_counter() - started
         self.state.evaluated_step = self.state.step
-        self._tell("on_eval_end", self.state.step, metrics)
+        self._tell_numbers("on_eval_end", metrics)
         self._remember(metrics)
         self._agree_on_stop()
         early = self.config.eval.early_stop
@@ -233,8 +237,21 @@ class Trainer(Stepper):
         self.history.append(row)
         self.state.latest |= row
 
-    def _tell(self, hook: str, *arguments: Any) -> None:  # Any: what the hook takes
-        for callback in self.callbacks:
+    def _tell_numbers(self, hook: str, metrics: Metrics) -> None:
+        """Injectors first; what they write is plain for all who read it, checkpoints too."""
+        writers = [callback for callback in self.callbacks if isinstance(callback, Injector)]
+        readers = [callback for callback in self.callbacks if not isinstance(callback, Injector)]
+        self._tell(hook, self.state.step, metrics, to=writers)
+        metrics.update(plain(metrics))
+        self._tell(hook, self.state.step, metrics, to=readers)
+
+    def _tell(
+        self,
+        hook: str,
+        *arguments: Any,  # Any: what the hook takes
+        to: Sequence[Callback] | None = None,
+    ) -> None:
+        for callback in self.callbacks if to is None else to:
             answer = getattr(callback, hook)(*arguments)
             if isinstance(answer, StopRun):
                 self._obey(answer)
