@@ -317,11 +317,26 @@ def test_positions_are_positions_not_documents(phi3):
     assert distance(jumped[:, 7:], split[:, 7:]) > 0.01
 
 
-def test_dropout_is_the_models_own(tmp_path):
-    bridge = bridge_of(write(tmp_path, "phi3", resid_pdrop=0.5))
-    assert torch.equal(bridge.hidden(tokens()), bridge.hidden(tokens()))
-    bridge.train()
-    assert not torch.equal(bridge.hidden(tokens()), bridge.hidden(tokens()))
+DROPOUTS = {  # where classes read their rates: the config; modules, and layers that are left out; layers
+    "phi3": {"attention_dropout": 0.3, "resid_pdrop": 0.3},
+    "opt": {"dropout": 0.3, "attention_dropout": 0.3, "layerdrop": 0.3},
+    "gpt_neox": {"attention_dropout": 0.3, "hidden_dropout": 0.3},
+    "gptj": {"rotary_dim": 8, "attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_of_a_config_is_not_applied_and_stays_in_it(tmp_path, family):
+    config = AutoConfig.for_model(family, **{**COMMON, **DROPOUTS[family]})
+    alone = AutoModelForCausalLM.from_config(config)
+    alone.save_pretrained(tmp_path)
+    bridge = bridge_of(tmp_path)
+    evaluated = bridge.eval()(tokens())
+    assert torch.equal(bridge.train()(tokens()), evaluated)
+    torch.testing.assert_close(evaluated, alone.eval()(tokens()).logits)
+    assert distance(alone.train()(tokens()).logits, evaluated) > 0.01
+    assert bridge.hf_config().items() >= DROPOUTS[family].items()
 
 
 def test_names_and_description(pair):

@@ -1,6 +1,7 @@
 """Every architecture whet has no family for: a transformers causal language model behind whet's contract."""
 
 import contextlib
+import copy
 import hashlib
 import inspect
 import json
@@ -48,6 +49,8 @@ class Bridge(LanguageModel):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self._stored_config = copy.deepcopy(model.config)  # as it is saved, with the dropout it asks for
+        _switch_dropout_off(model)
         self.cache_problem: str | None = None  # why it cannot generate
         self._inputs = frozenset(inspect.signature(self._decoder.forward).parameters)
         self._cache_name = "cache_params" if "cache_params" in self._inputs else "past_key_values"
@@ -185,7 +188,7 @@ class Bridge(LanguageModel):
 
     def hf_config(self) -> dict[str, Any]:
         """The config.json that describes this model."""
-        config = json.loads(self.model.config.to_json_string(use_diff=False))
+        config = json.loads(self._stored_config.to_json_string(use_diff=False))
         return {**config, "architectures": [type(self.model).__name__]}
 
     @property
@@ -205,8 +208,19 @@ class Bridge(LanguageModel):
 
     def describe(self) -> dict[str, Any]:
         """The architecture as plain JSON: the config, at every level less where it came from."""
-        text = self.model.config.to_json_string(use_diff=True)
+        text = self._stored_config.to_json_string(use_diff=True)
         return dict(json.loads(text, object_hook=lambda d: {k: d[k] for k in d if k not in _ORIGIN}))
+
+
+def _switch_dropout_off(model: Any) -> None:
+    """Set every rate to zero, wherever classes read theirs: a layer, a number in a module, the config."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
