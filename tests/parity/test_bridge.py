@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.adapters.lora import adapted, adapters_off, attach_lora, merge
@@ -19,6 +20,7 @@ from whet.generation.engine import generate_tokens
 from whet.models.bridge import _groups, load_bridge
 from whet.ops.attention import Layout
 from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.planned import planned_for
 
 VOCAB = 97
 LOGIT_TOLERANCE = 2e-4
@@ -352,6 +354,13 @@ def test_longrope_turns_each_text_by_its_own_length(longrope, rows):
             expected = longrope.alone(torch.tensor([text])).logits[0]
             logits = longrope.bridge.logits(found[start : start + len(text)])
             torch.testing.assert_close(logits, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def test_longrope_can_be_planned(longrope):
+    """Where tensors have no numbers, positions do not say how long the texts are."""
+    with planned_for("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
+        places = torch.zeros(2, 30, dtype=torch.long)
+        assert longrope.bridge.hidden(places, places).shape == (2, 30, 32)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from whet.models.language_model import LanguageModel
 from whet.models.weights import TensorFiles
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.planned import is_plan
 
 _ORIGIN = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}  # not architecture
 
@@ -84,7 +85,7 @@ class Bridge(LanguageModel):
             return self._by_document(tokens, layout.documents)
         if positions is None:
             return self._run(tokens)
-        if self._short_length is not None and bool((positions[:, 1:] == 0).any()):
+        if self._short_length is not None and not is_plan() and bool((positions[:, 1:] == 0).any()):
             # padding, whose positions start again, must not make a short text a long one
             texts = ((positions[:, 1:] == 0).cumsum(1) == 0).sum(1) + 1
             return self._by_document(tokens, tuple((n, tokens.shape[1] - n) for n in texts.tolist()))
