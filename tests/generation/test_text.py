@@ -73,6 +73,19 @@ def test_no_messages_are_refused(tiny):
         whet.generate(*tiny, [])
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages[0]['content'] }}"])
+def test_a_prompt_that_is_not_text_is_refused(tiny, template):
+    model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match="the prompt is not UTF-8 text"):
+        whet.generate(model, tokenizer, "h\udcffi")
+
+
+def test_messages_that_are_no_objects_are_refused(tiny):
+    with pytest.raises(DataError, match="messages must be objects"):
+        whet.generate(*tiny, ["hi"])
+
+
 def test_what_a_template_refuses_is_an_error_that_says_so(tiny):
     model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
     tokenizer.chat_template = "{{ messages[0]['content'] / 2 }}"

@@ -360,19 +360,21 @@ def test_rope_divisors_of_another_scaling_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rope", "metadata"),
     [
-        ({"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}),
-        ({"rope_type": "linear", "factor": 2.0}, {"factor": 2.0}),
+        ({"rope_type": "linear", "factor": 2.0}, {"scaling.type": "linear", "scaling.factor": 2.0}),
+        ({"rope_type": "linear", "factor": 2.0}, {"scaling.factor": 2.0}),
+        ({"rope_type": "linear", "factor": 2.0}, {"scale_linear": 2.0}),
+        ({"rope_type": "linear", "factor": 2.0}, {"scaling.factor": 2.0, "scale_linear": 4.0}),
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-            {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32},
         ),
-        ({"rope_type": "default"}, {"type": "none"}),
+        ({"rope_type": "default"}, {"scaling.type": "none"}),
     ],
-    ids=["linear", "linear unsaid", "yarn", "none"],
+    ids=["linear", "linear unsaid", "linear of old", "linear of old and new", "yarn", "none"],
 )
 def test_rope_scaling_in_the_metadata_is_kept(tmp_path: Path, rope: Metadata, metadata: Metadata) -> None:
     model = tiny_model(rope_parameters={"rope_theta": 50000.0, **rope})
-    extra = {f"llama.rope.scaling.{key}": value for key, value in metadata.items()}
+    extra = {f"llama.rope.{key}": value for key, value in metadata.items()}
     again = LlamaForCausalLM.from_pretrained(converted(tmp_path, model, extra))
     assert torch.equal(logits(again), logits(model))
 

@@ -270,12 +270,23 @@ def test_a_sentencepiece_tokenizer_comes_back_from_its_merges(prefix: bool) -> N
         assert again.encode(text).ids == first.tokenizer.encode(text).ids
 
 
-def test_an_end_of_turn_token_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "kept", "said"),
+    [
+        ({256, 258}, [256, 258], []),
+        ({5, 256, 258}, [256, 5, 258], []),
+        ({5, 7, 9, 256, 258}, [256, 5, 7], ["GGUF has no place for more ends of an answer: 9, 258"]),
+    ],
+)
+def test_the_ends_of_a_turn_and_of_a_message_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: set[int], kept: list[int], said: list[str]
+) -> None:
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    metadata = tokenizer_metadata(tokenizer, vocab_size=260, end_tokens={256, 258})
+    metadata = tokenizer_metadata(tokenizer, vocab_size=260, end_tokens=ends)
     ids = build_tokenizer(metadata, where="x", vocab_size=260, max_length=8).ids
-    assert ids["eos_token_id"] == [256, 258]
+    assert ids["eos_token_id"] == kept
+    assert [record.message for record in caplog.records] == said
 
 
 def test_tokenizers_that_gguf_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -1,19 +1,26 @@
 """Behind the bridge a transformers model computes what it computes alone: logits, gradients, decoding."""
 
 import json
+from itertools import accumulate
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.adapters.lora import adapted, adapters_off, attach_lora, merge
+from whet.data.batches import make_batch
+from whet.data.examples import Example
 from whet.errors import ModelError
+from whet.generation.engine import generate_tokens
 from whet.models.bridge import _groups, load_bridge
 from whet.ops.attention import Layout
 from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.planned import planned_for
 
 VOCAB = 97
 LOGIT_TOLERANCE = 2e-4
@@ -214,7 +221,7 @@ def test_packed_documents_equal_documents_alone(pair):
 
 @pytest.mark.parametrize("lengths", [[5], [1] * 50, [2000, *[10] * 200], [17, 9, 5, 3], list(range(1, 200))])
 def test_packed_padding_is_bounded(lengths):
-    groups = list(_groups(lengths))
+    groups = list(_groups(lengths, range(len(lengths))))
     assert sorted(document for group in groups for document in group) == list(range(len(lengths)))
     assert sum(max(lengths[d] for d in group) * len(group) for group in groups) <= 2 * sum(lengths)
 
@@ -317,11 +324,88 @@ def test_positions_are_positions_not_documents(phi3):
     assert distance(jumped[:, 7:], split[:, 7:]) > 0.01
 
 
-def test_dropout_is_the_models_own(tmp_path):
-    bridge = bridge_of(write(tmp_path, "phi3", resid_pdrop=0.5))
-    assert torch.equal(bridge.hidden(tokens()), bridge.hidden(tokens()))
-    bridge.train()
-    assert not torch.equal(bridge.hidden(tokens()), bridge.hidden(tokens()))
+@pytest.fixture
+def longrope(tmp_path):
+    """A model that turns texts of more than 16 tokens by other factors."""
+    factors = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    }
+    write(tmp_path, "phi3", rope_parameters=factors, original_max_position_embeddings=16)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    return SimpleNamespace(directory=tmp_path, bridge=bridge_of(tmp_path), alone=alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [[(5, 19)], [(5,), (30,)], [(16,), (3, 2), (17,)]])
+def test_longrope_turns_each_text_by_its_own_length(longrope, rows):
+    """Whether texts are packed or padded: transformers alone takes the longest of a batch for all."""
+    texts = [[tokens(length=30)[0, :length].tolist() for length in row] for row in rows]
+    examples = [
+        [Example([*text, 3], np.ones(len(text) + 1, dtype=bool), origin="") for text in row] for row in texts
+    ]
+    batch = make_batch(examples)
+    hidden = longrope.bridge.hidden(batch.tokens, batch.positions, batch.layout())
+    for row, found in zip(texts, hidden, strict=True):
+        ends = list(accumulate(map(len, row), initial=0))
+        for text, start in zip(row, ends, strict=False):
+            expected = longrope.alone(torch.tensor([text])).logits[0]
+            logits = longrope.bridge.logits(found[start : start + len(text)])
+            torch.testing.assert_close(logits, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def test_longrope_can_be_planned(longrope):
+    """Where tensors have no numbers, positions do not say how long the texts are."""
+    with planned_for("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
+        places = torch.zeros(2, 30, dtype=torch.long)
+        assert longrope.bridge.hidden(places, places).shape == (2, 30, 32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [11, 15, 16, 17])
+def test_longrope_decodes_across_the_border(longrope, length):
+    prompt = tokens(length=30)[0, :length].tolist()
+    expected = list(prompt)
+    for _ in range(10):
+        expected.append(int(longrope.alone(torch.tensor([expected])).logits[0, -1].argmax()))
+    [found] = generate_tokens(longrope.bridge, [prompt], max_tokens=10, stop_tokens=())
+    assert prompt + found == expected
+
+
+def test_longrope_refuses_to_decode_short_rows_beside_long_ones(longrope):
+    prompts = [tokens(length=30)[0, :length].tolist() for length in (3, 20)]
+    with pytest.raises(ModelError, match="longrope cannot decode rows of up to 16 tokens beside longer ones"):
+        generate_tokens(longrope.bridge, prompts, max_tokens=2, stop_tokens=())
+
+
+def test_longrope_refuses_short_texts_beside_long_ones_where_weights_are_sharded(longrope):
+    next(longrope.bridge.parameters()).device_mesh = "as a DTensor has"
+    with pytest.raises(ModelError, match="longrope cannot train on texts of up to 16 tokens beside longer"):
+        longrope.bridge.hidden(tokens(1, 30), layout=Layout(documents=((5, 25),)))
+
+
+DROPOUTS = {  # where classes read their rates: the config; modules, and layers that are left out; layers
+    "phi3": {"attention_dropout": 0.3, "resid_pdrop": 0.3},
+    "opt": {"dropout": 0.3, "attention_dropout": 0.3, "layerdrop": 0.3},
+    "gpt_neox": {"attention_dropout": 0.3, "hidden_dropout": 0.3},
+    "gptj": {"rotary_dim": 8, "attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_of_a_config_is_not_applied_and_stays_in_it(tmp_path, family):
+    config = AutoConfig.for_model(family, **{**COMMON, **DROPOUTS[family]})
+    alone = AutoModelForCausalLM.from_config(config)
+    alone.save_pretrained(tmp_path)
+    bridge = bridge_of(tmp_path)
+    evaluated = bridge.eval()(tokens())
+    assert torch.equal(bridge.train()(tokens()), evaluated)
+    torch.testing.assert_close(evaluated, alone.eval()(tokens()).logits)
+    assert distance(alone.train()(tokens()).logits, evaluated) > 0.01
+    assert bridge.hf_config().items() >= DROPOUTS[family].items()
 
 
 def test_names_and_description(pair):

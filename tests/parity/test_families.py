@@ -17,6 +17,7 @@ from tiny_adapters import adapter_tensors
 from whet.data.batches import make_batch
 from whet.generation.engine import generate_tokens
 from whet.models.decoder import Decoder
+from whet.models.families import FAMILIES
 from whet.models.load import save_model
 from whet.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -107,7 +108,7 @@ CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
 def reference(directory, row):
-    """A random transformers model (biases and norms random too), saved where whet can load it."""
+    """A random transformers model, saved where whet can load it."""
     family, differences = ROWS[row]
     sizes = differences if family == "GPT2" else {**SIZES, **differences}
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -115,7 +116,13 @@ def reference(directory, row):
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # a loop: the grouped one cannot do every width
     torch.manual_seed(0)
-    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
+    randomise(model).save_pretrained(directory)
+    return model
+
+
+def randomise(model):
+    """Weights that say something, biases and norms too."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -124,8 +131,7 @@ def reference(directory, row):
                 parameter.normal_(std=0.5)
             else:
                 parameter.normal_(std=0.2)
-    model.save_pretrained(directory)
-    return model
+    return model.eval()
 
 
 def ours(directory):
@@ -270,6 +276,81 @@ def test_rows_exercise_the_switch_they_name(tmp_path):
     assert len({b.attention.rope for b in spec("gemma3").blocks}) == 2
     assert spec("gemma2").norm.offset
     assert spec("olmo2").blocks[0].placement == "post"
+
+
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+# row: (model_type, what its config.json says beside SIZES), with keys that save_pretrained would add or move
+RAW_ROWS = {
+    "mistral-some-windows": ("mistral", {"head_dim": 8, "sliding_window": 5, "layer_types": TYPES}),
+    "mistral-all-windows": ("mistral", {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention"] * 4}),
+    "mistral-no-windows": ("mistral", {"head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention"] * 4}),
+    "phi3-types": ("phi3", {"sliding_window": 5, "layer_types": ALTERNATING}),
+    "mixtral-types": ("mixtral", {**MIXTRAL, "sliding_window": 5, "layer_types": ALTERNATING}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 5}),
+    "smollm3-window-unused": ("smollm3", {"use_sliding_window": False, "sliding_window": 5}),
+    "smollm3-types": ("smollm3", {"sliding_window": 5, "layer_types": TYPES}),
+    "gemma2-all-full": ("gemma2", {**GEMMA2, "layer_types": ["full_attention"] * 4}),
+    "gemma3-all-full": ("gemma3_text", {"head_dim": 16, "sliding_window": 5, "layer_types": ["full_attention"] * 4}),
+    "gemma2-bare": ("gemma2", {"head_dim": 16}),
+    "gemma3-bare": ("gemma3_text", {"head_dim": 16}),
+    "gemma3-old-ropes": ("gemma3_text", {"head_dim": 16, "rope_theta": 5e5, "rope_local_base_freq": 700.0, "rope_scaling": LINEAR}),
+    "gemma3-both-spellings": ("gemma3_text", {
+        "head_dim": 16, "rope_scaling": LINEAR, "original_max_position_embeddings": 16,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 700.0}},
+    }),
+    "gemma3-one-rope": ("gemma3_text", {"head_dim": 16, "rope_parameters": {**LINEAR, "rope_theta": 5e5}}),
+    **{
+        f"{family}-both-spellings": (family, {
+            **(MIXTRAL if family == "mixtral" else QWEN3_MOE), "rope_theta": 7e4, "rope_scaling": LINEAR,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3e4},
+        })
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "smollm3", "granite", "mixtral", "qwen3_moe", "olmoe")
+    },
+    "llama-old-type": ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama-llama3-length": ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16}),
+    "llama-llama3-no-length": ("llama", {"rope_scaling": {k: LLAMA3[k] for k in LLAMA3 if k[:8] != "original"}}),
+    "qwen3-yarn-length": ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32}),
+    "llama-yarn-two-lengths": ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 16}),
+}  # fmt: skip
+
+
+def raw_reference(directory, row):
+    """A random transformers model of a config.json as it is written by hand, which stays as it is."""
+    family, differences = RAW_ROWS[row]
+    directory.mkdir()
+    raw = json.dumps({**SIZES, "model_type": family, **differences})
+    (directory / "config.json").write_text(raw)
+    config = transformers.AutoConfig.from_pretrained(directory, **EAGER)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    randomise(model).save_pretrained(directory)
+    (directory / "config.json").write_text(raw)
+    return model
+
+
+@pytest.mark.parametrize("row", RAW_ROWS)
+def test_a_config_as_it_is_written_by_hand_means_what_it_means_in_transformers(tmp_path, row):
+    expected = raw_reference(tmp_path / "theirs", row)
+    model, _ = whet.load(tmp_path / "theirs", dtype=torch.float32, device="cpu")
+    assert isinstance(model, Decoder) == (row != "phi3-partial")
+    save_model(model, None, tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, **EAGER)
+    reloaded, _ = whet.load(tmp_path / "ours", dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        logits = expected(tokens()).logits
+        for found in (model(tokens()), again(tokens()).logits, reloaded(tokens())):
+            torch.testing.assert_close(found, logits, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_that_is_not_given_is_transformers_one(family):
+    layers = {"num_hidden_layers": 2, "use_sliding_window": True, "max_window_layers": 0}
+    config = {**SIZES, **QWEN3_MOE, **layers, "model_type": family}
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert FAMILIES[family].from_config(config).blocks[0].grouped.window == theirs.sliding_window == 4096
 
 
 def test_a_tied_model_is_written_once_and_stays_tied(tmp_path):

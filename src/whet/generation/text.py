@@ -55,14 +55,25 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
     messages = prompt_or_messages
     if isinstance(messages, str):
         if not tokenizer.chat_template:
-            return list(tokenizer(messages)["input_ids"])
+            return _ids(tokenizer, messages, add_special_tokens=True)
         messages = [{"role": "user", "content": messages}]
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
     if not messages:
         raise DataError("there are no messages to answer")
-    text = render_chat(tokenizer, messages, prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not all(isinstance(message, dict) for message in messages):
+        raise DataError(
+            "messages must be objects, with a role and a content", hint="pass plain text as a string"
+        )
+    return _ids(tokenizer, render_chat(tokenizer, messages, prompt=True), add_special_tokens=False)
+
+
+def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()  # half characters, which stand for bytes of a terminal that are none
+    except UnicodeEncodeError as error:
+        raise DataError("the prompt is not UTF-8 text") from error
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:

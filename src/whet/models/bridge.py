@@ -1,6 +1,7 @@
 """Every architecture whet has no family for: a transformers causal language model behind whet's contract."""
 
 import contextlib
+import copy
 import hashlib
 import inspect
 import json
@@ -17,6 +18,7 @@ from whet.models.language_model import LanguageModel
 from whet.models.weights import TensorFiles
 from whet.ops.attention import Layout
 from whet.ops.head import Head
+from whet.ops.planned import is_plan
 
 _ORIGIN = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}  # not architecture
 
@@ -27,9 +29,12 @@ class BridgeCache:
     def __init__(self, past: Any) -> None:
         self.past = past
         self.length = 0
+        self.long = False  # with longrope: whether its keys are turned by the long factors
+        self.seen: list[torch.Tensor] = []  # with longrope: tokens and positions, to be read again
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop every row that is not listed."""
+        self.seen = [each[rows] for each in self.seen]
         self.past.reorder_cache(rows)  # recurrent layers do not have batch_select_indices
 
     def truncate(self, length: int) -> None:
@@ -40,6 +45,7 @@ class BridgeCache:
             raise ModelError("a cache of windows or of recurrent states cannot forget its last tokens")
         self.past.crop(length - self.length)  # a negative number: how many to remove
         self.length = length
+        self.seen = [each[:, :length] for each in self.seen]
 
 
 class Bridge(LanguageModel):
@@ -48,9 +54,12 @@ class Bridge(LanguageModel):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self._stored_config = copy.deepcopy(model.config)  # as it is saved, with the dropout it asks for
+        _switch_dropout_off(model)
         self.cache_problem: str | None = None  # why it cannot generate
         self._inputs = frozenset(inspect.signature(self._decoder.forward).parameters)
         self._cache_name = "cache_params" if "cache_params" in self._inputs else "past_key_values"
+        self._short_length = _longrope_length(model.config)
         self._recompute = self._recomputing = False  # what was asked for; what the layers are set to
 
     @property
@@ -76,6 +85,10 @@ class Bridge(LanguageModel):
             return self._by_document(tokens, layout.documents)
         if positions is None:
             return self._run(tokens)
+        if self._short_length is not None and not is_plan() and bool((positions[:, 1:] == 0).any()):
+            # padding, whose positions start again, must not make a short text a long one
+            texts = ((positions[:, 1:] == 0).cumsum(1) == 0).sum(1) + 1
+            return self._by_document(tokens, tuple((n, tokens.shape[1] - n) for n in texts.tolist()))
         # without a mask transformers reads a jump in the positions as the start of another document
         return self._run(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
 
@@ -89,6 +102,9 @@ class Bridge(LanguageModel):
     def _cached(self, tokens: torch.Tensor, cache: BridgeCache, positions: Any, visible: Any) -> torch.Tensor:
         if positions is None:  # bamba would start again from 0
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) + cache.length
+        asked = tokens.shape[1]
+        if self._short_length is not None:
+            tokens, positions = self._read_again(tokens, positions, cache, self._short_length)
         recurrent = any(hasattr(layer, "recurrent_states") for layer in cache.past.layers)
         # more than one token at once makes mamba and jamba forget the state they have
         step = 1 if recurrent and cache.length else tokens.shape[1]
@@ -99,7 +115,26 @@ class Bridge(LanguageModel):
             mask = None if visible is None else visible[:, oldest : cache.length]
             inputs = {"position_ids": places, "attention_mask": mask, self._cache_name: cache.past}
             outputs.append(self._run(new, use_cache=True, **inputs))
-        return torch.cat(outputs, 1)
+        return torch.cat(outputs, 1)[:, -asked:]
+
+    def _read_again(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: BridgeCache, short_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be read: all of it, from an empty cache, where longrope changes its factors."""
+        new = [tokens, positions]
+        cache.seen = [torch.cat(pair, 1) for pair in zip(cache.seen, new, strict=True)] if cache.seen else new
+        long = positions.amax(1) >= short_length
+        if long.any() and not long.all():
+            raise ModelError(
+                f"longrope cannot decode rows of up to {short_length} tokens beside longer ones",
+                hint="generate for one prompt at a time",
+            )
+        before, cache.long = cache.long, bool(long.all())
+        if cache.length and cache.long != before:
+            empty = self.new_cache()
+            cache.past, cache.length = empty.past, empty.length
+            tokens, positions = cache.seen
+        return tokens, positions
 
     def _by_document(self, tokens: torch.Tensor, documents: tuple[tuple[int, ...], ...]) -> torch.Tensor:
         """Each document in a row of its own: right for every architecture, recurrent ones too."""
@@ -108,8 +143,15 @@ class Bridge(LanguageModel):
         places = torch.split(torch.arange(tokens.numel()), lengths)
         # FSDP gathers parameters once a forward, so every rank has to make as many of them: one
         sharded = any(hasattr(parameter, "device_mesh") for parameter in self.parameters())
+        sides = _sides(lengths, self._short_length)
+        if sharded and len(sides) > 1:
+            raise ModelError(
+                f"longrope cannot train on texts of up to {self._short_length} tokens beside longer ones "
+                "where weights are sharded",
+                hint=f"set data.max_length to {self._short_length} at most",
+            )
         results, order = [], []
-        for group in [range(len(lengths))] if sharded else _groups(lengths):
+        for group in sides if sharded else (group for side in sides for group in _groups(lengths, side)):
             rows = nn.utils.rnn.pad_sequence([texts[document] for document in group], batch_first=True)
             ends = torch.tensor([lengths[document] for document in group])[:, None]
             real = (torch.arange(rows.shape[1]) < ends).flatten().nonzero()[:, 0].to(rows.device)
@@ -185,7 +227,7 @@ class Bridge(LanguageModel):
 
     def hf_config(self) -> dict[str, Any]:
         """The config.json that describes this model."""
-        config = json.loads(self.model.config.to_json_string(use_diff=False))
+        config = json.loads(self._stored_config.to_json_string(use_diff=False))
         return {**config, "architectures": [type(self.model).__name__]}
 
     @property
@@ -205,15 +247,41 @@ class Bridge(LanguageModel):
 
     def describe(self) -> dict[str, Any]:
         """The architecture as plain JSON: the config, at every level less where it came from."""
-        text = self.model.config.to_json_string(use_diff=True)
+        text = self._stored_config.to_json_string(use_diff=True)
         return dict(json.loads(text, object_hook=lambda d: {k: d[k] for k in d if k not in _ORIGIN}))
 
 
-def _groups(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+def _switch_dropout_off(model: Any) -> None:
+    """Set every rate to zero, wherever classes read theirs: a layer, a number in a module, the config."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
+
+
+def _longrope_length(config: Any) -> int | None:
+    """The length up to which longrope takes its short factors, or None where there is no longrope."""
+    given = _field(config, "rope_parameters", default={})
+    ropes = [rope for rope in (given, *given.values()) if isinstance(rope, dict)]  # one, or one for each kind
+    found = [rope for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min((int(rope["original_max_position_embeddings"]) for rope in found), default=None)
+
+
+def _sides(lengths: Sequence[int], short_length: int | None) -> list[list[int]]:
+    """Documents that may run together: all of them, or the short ones and the long ones."""
+    short = [n for n, length in enumerate(lengths) if short_length is None or length <= short_length]
+    long = [n for n, length in enumerate(lengths) if short_length is not None and length > short_length]
+    return [side for side in (short, long) if side]
+
+
+def _groups(lengths: Sequence[int], documents: Sequence[int]) -> Iterator[Sequence[int]]:
     """Documents to run together: padding is never more than the text, whatever their lengths."""
     group: list[int] = []
     real = 0
-    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for document in sorted(documents, key=lengths.__getitem__, reverse=True):
         real += lengths[document]
         if group and lengths[group[0]] * (len(group) + 1) > 2 * real:
             yield group

@@ -196,7 +196,9 @@ class Decoder(LanguageModel):
 
     def hf_config(self) -> dict[str, object]:
         """The config.json: what it was loaded with, under the fields that describe its tensors."""
-        return {**self._source_config, **config_of(self.spec)}
+        # beside a mistral's one window they would make transformers choose another class
+        kept = {key: value for key, value in self._source_config.items() if key != "layer_types"}
+        return {**kept, **config_of(self.spec)}
 
     @property
     def vocab_size(self) -> int:

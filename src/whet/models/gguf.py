@@ -269,11 +269,13 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, object]:
     """The rope settings as config.json has them, in today's layout and in the one before it."""
     prefix = "llama.rope.scaling."
     given = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)}
-    kind = file.metadata.get(prefix + "type", "linear" if "factor" in given else "none")
+    old = "llama.rope.scale_linear"
+    factor = old if old in file.metadata and "factor" not in given else prefix + "factor"
+    kind = file.metadata.get(prefix + "type", "linear" if factor in file.metadata else "none")
     theta = _number(file, "llama.rope.freq_base", 10000.0)
     scaling: dict[str, object] = {}
     if kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": _number(file, prefix + "factor")}
+        scaling = {"rope_type": kind, "factor": _number(file, factor)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = _integer(file, prefix + "original_context_length")
     unknown = given - {"type", "factor", "original_context_length", "finetuned"}

@@ -157,16 +157,20 @@ def _build(
     template = vocabulary.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
-    return GgufTokenizer(tokenizer, config, _config_ids(ids, end_of_turn=vocabulary.special_id("eot")))
+    others = [vocabulary.special_id(role) for role in ("eot", "eom")]
+    return GgufTokenizer(tokenizer, config, _config_ids(ids, other_ends=others))
 
 
-def _config_ids(ids: Mapping[str, int | None], *, end_of_turn: int | None) -> dict[str, int | list[int]]:
+def _config_ids(
+    ids: Mapping[str, int | None], *, other_ends: Sequence[int | None]
+) -> dict[str, int | list[int]]:
     named: dict[str, int | list[int]] = {
         f"{role}_token_id": index for role, index in ids.items() if index is not None and role != "unk"
     }
-    end = ids["eos"]
-    if end is not None and end_of_turn is not None and end_of_turn != end:
-        named["eos_token_id"] = [end, end_of_turn]  # chat models end a turn and a document differently
+    # chat models end a turn, a message and a document differently
+    ends = list(dict.fromkeys(index for index in (ids["eos"], *other_ends) if index is not None))
+    if ids["eos"] is not None and len(ends) > 1:
+        named["eos_token_id"] = ends
     return named
 
 

@@ -1,6 +1,7 @@
 """A Hugging Face tokenizer as the metadata of a GGUF file: the inverse of gguf_tokenizer."""
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any  # everywhere below: a transformers tokenizer, or the JSON that describes one
 
@@ -18,6 +19,8 @@ from whet.models.gguf_tokenizer import (
     build_tokenizer,
     splits,
 )
+
+log = logging.getLogger("whet")
 
 _PREFIX = "tokenizer.ggml."
 # Text that shows where two tokenizers differ: spaces, lines, digits, accents, emoji, bytes, contractions.
@@ -111,8 +114,11 @@ def _special_ids(tokenizer: Any, end_tokens: Collection[int]) -> dict[str, objec
         "padding": tokenizer.pad_token_id,
     }
     others = sorted(set(end_tokens) - {roles["eos"]})
-    if others:  # the end of a turn, where that is not the end of a document
-        roles["eos" if roles["eos"] is None else "eot"] = others[0]
+    # the ends of a turn and of a message, where they are not the end of a document
+    places = ["eot", "eom"] if roles["eos"] is not None else ["eos", "eot", "eom"]
+    roles |= dict(zip(places, others, strict=False))
+    if dropped := others[len(places) :]:
+        log.warning("GGUF has no place for more ends of an answer: %s", ", ".join(map(str, dropped)))
     return {f"{role}_token_id": index for role, index in roles.items() if index is not None}
 
 

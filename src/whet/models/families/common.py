@@ -66,14 +66,19 @@ def windows(config: Config, *, used: bool = True) -> list[int | None]:
 
 def rope_fields(config: Config, kind: str | None = None) -> dict[str, Any]:
     """Rope settings from either spelling: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
-    fields: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    scaling, given = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if not isinstance(scaling, dict) or not isinstance(given, dict):
-        raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
-    fields |= scaling
-    fields |= given.get(kind, {}) if kind is not None else given
+    given = rope_object(config, "rope_scaling") or rope_object(config, "rope_parameters")
+    fields = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    fields |= rope_object(given, kind) if kind is not None else given
     fields["rope_type"] = fields.get("rope_type", fields.get("type", "default"))
     return fields
+
+
+def rope_object(config: Config, key: str) -> dict[str, Any]:
+    """One of the objects in which rope settings are written, empty where it is missing."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise ModelError(f"config.json: {key} must be an object")
+    return found
 
 
 def rope_problem(config: Config, kind: str | None = None) -> str | None:
@@ -102,13 +107,12 @@ def _scaling(fields: Config, config: Config) -> RopeScaling | None:
                     factor=float(fields["factor"]),
                     low_freq_factor=float(fields["low_freq_factor"]),
                     high_freq_factor=float(fields["high_freq_factor"]),
-                    original_max_positions=int(fields["original_max_position_embeddings"]),
+                    original_max_positions=_original_positions(fields, config),
                 )
             case "yarn":
-                original = fields.get("original_max_position_embeddings") or config["max_position_embeddings"]
                 return YarnRopeScaling(
                     factor=float(fields["factor"]),
-                    original_max_positions=int(original),
+                    original_max_positions=_original_positions(fields, config),
                     attention_factor=_yarn_attention_factor(fields),
                     beta_fast=float(fields.get("beta_fast") or 32),
                     beta_slow=float(fields.get("beta_slow") or 1),
@@ -119,6 +123,12 @@ def _scaling(fields: Config, config: Config) -> RopeScaling | None:
             f"config.json: {fields['rope_type']} rope scaling has no {error.args[0]!r}"
         ) from error
     return None
+
+
+def _original_positions(fields: Config, config: Config) -> int:
+    """The length before the scaling: in transformers that of the config itself comes first."""
+    key = "original_max_position_embeddings"
+    return int(config.get(key) or fields.get(key) or config["max_position_embeddings"])
 
 
 def _yarn_attention_factor(fields: Config) -> float:

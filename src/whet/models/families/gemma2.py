@@ -39,7 +39,7 @@ def read(config: Config, *, family: str) -> ModelSpec:
     spec = llama.from_config(
         {**defaults, **{key: value for key, value in config.items() if key != "hidden_act"}}
     )
-    spec = with_windows(spec, common.windows(config), family=family)
+    spec = with_windows(spec, common.windows({"sliding_window": 4096, **config}), family=family)
     blocks = tuple(
         replace(
             block,
@@ -70,9 +70,11 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
 def write(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """What Gemma 2 and Gemma 3 share."""
     attention = spec.blocks[0].grouped
+    windows = common.window_config(spec)
     return {
         **common.common_config(spec, architecture=architecture),
-        **common.window_config(spec),
+        **windows,
+        "sliding_window": windows["sliding_window"] or 4096,  # the class wants one, where no layer has one
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
         "hidden_activation": common.activation_name(spec.blocks[0].dense.activation),

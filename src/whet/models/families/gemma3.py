@@ -25,12 +25,18 @@ def unsupported(config: Config) -> str | None:
 
 def _both_ropes(config: Config) -> dict[str, Any]:
     """Older configs spell the two ropes as rope_theta, rope_scaling and rope_local_base_freq."""
-    given = config.get("rope_parameters") or {}
-    if _GLOBAL in given or _LOCAL in given:
-        return {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
-    everywhere = common.rope_fields({"rope_theta": 1_000_000.0, **config})
-    local = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 10_000.0)}
-    plain = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    given = common.rope_object(config, "rope_parameters") or {_GLOBAL: {"rope_type": "default"}}
+    everywhere = {
+        "rope_theta": config.get("rope_theta", 1_000_000.0),
+        **common.rope_object(given, _GLOBAL),
+        **common.rope_object(config, "rope_scaling"),
+    }
+    local = {
+        "rope_theta": config.get("rope_local_base_freq", 10_000.0),
+        **common.rope_object(given, _LOCAL),
+    }
+    spent = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
+    plain = {key: value for key, value in config.items() if key not in spent}
     return {**plain, "rope_parameters": {_GLOBAL: everywhere, _LOCAL: local}}
 
 

@@ -1,4 +1,4 @@
-"""Mistral: llama with a sliding window in every layer."""
+"""Mistral: llama with a sliding window, in every layer or in some."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,8 @@ hf_name = llama.hf_name
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    return with_windows(llama.from_config(config), common.windows(config), family=MODEL_TYPE)
+    windows = common.windows({"sliding_window": 4096, **config})
+    return with_windows(llama.from_config(config), windows, family=MODEL_TYPE)
 
 
 def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> ModelSpec:
@@ -30,4 +31,7 @@ def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
-    return {**config, "sliding_window": spec.blocks[0].grouped.window}
+    windows = {block.grouped.window for block in spec.blocks}
+    if len(windows) > 1:
+        return {**config, **common.window_config(spec)}
+    return {**config, "sliding_window": windows.pop()}

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from whet.models.families import common, experts, llama, mistral
-from whet.models.families.common import Config
+from whet.models.families import experts, llama, mistral
+from whet.models.families.common import Config, integer
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "mixtral"
@@ -20,7 +20,8 @@ def unsupported(config: Config) -> str | None:
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
     config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, **config}
-    spec = mistral.with_windows(llama.from_config(config), common.windows(config), family=MODEL_TYPE)
+    windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
+    spec = mistral.with_windows(llama.from_config(config), windows, family=MODEL_TYPE)
     read = experts.read_experts(
         {"num_local_experts": 8, "num_experts_per_tok": 2, **config},
         width="intermediate_size",

@@ -3,21 +3,28 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import common, llama
-from whet.models.families.common import Config
+from whet.models.families import llama
+from whet.models.families.common import Config, integer
 from whet.models.families.mistral import with_windows
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "phi3"
 ARCHITECTURE = "Phi3ForCausalLM"
-unsupported = llama.unsupported
 hf_name = llama.hf_name
+
+
+def unsupported(config: Config) -> str | None:
+    """Why this config cannot be built natively, or None."""
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        return "a partial rotary embedding"
+    return llama.unsupported(config)
 
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
     spec = llama.from_config({"rms_norm_eps": 1e-5, **config})
-    spec = with_windows(spec, common.windows(config), family=MODEL_TYPE)
+    windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
+    spec = with_windows(spec, windows, family=MODEL_TYPE)
     blocks = tuple(
         replace(
             block,

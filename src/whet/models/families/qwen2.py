@@ -31,7 +31,7 @@ def windows(config: Config) -> list[int | None]:
         layers, full = common.integer(config, "num_hidden_layers"), int(config.get("max_window_layers", 28))
         kinds = ["full_attention" if layer < full else "sliding_attention" for layer in range(layers)]
         config = {**config, "layer_types": kinds}
-    return common.windows(config, used=used)
+    return common.windows({"sliding_window": 4096, **config}, used=used)
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
     config = {"intermediate_size": config.get("moe_intermediate_size"), **config}
     layers = integer(config, "num_hidden_layers")
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     spec = with_windows(llama.from_config(config), [window] * layers, family=MODEL_TYPE)
     blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="head")) for b in spec.blocks)
     read = experts.read_experts(

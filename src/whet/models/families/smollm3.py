@@ -24,8 +24,9 @@ def from_config(config: Config) -> ModelSpec:
         raise ModelError(f"config.json: no_rope_layers lists {len(has_rope)} of num_hidden_layers={layers}")
     defaults = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
     spec = llama.from_config({**defaults, **config})
-    used = bool(config.get("use_sliding_window", False))
-    spec = with_windows(spec, common.windows(config, used=used), family=MODEL_TYPE)
+    narrow = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
+    kinds = config.get("layer_types") or ["full_attention" if has else narrow for has in has_rope]
+    spec = with_windows(spec, common.windows({**config, "layer_types": kinds}), family=MODEL_TYPE)
     blocks = tuple(
         block if has else replace(block, attention=replace(block.grouped, rope=None))
         for block, has in zip(spec.blocks, has_rope, strict=True)
