@@ -112,6 +112,7 @@ def config_of(case: Case, *, device: str, compiled: bool = False) -> RunConfig:
                 "batch_tokens": tokens * case.micro_batches,
                 "micro_batch_tokens": tokens,
                 "device": device,
+                "precision": "fp32" if device == "cpu" else "auto",  # the same on every CPU
                 "compile": compiled,
                 **case.run,
             },
@@ -122,7 +123,7 @@ def config_of(case: Case, *, device: str, compiled: bool = False) -> RunConfig:
 def measure(case: Case, *, device: torch.device, compiled: bool = False) -> float:
     """MiB at the peak of two steps, above what was there before the model."""
     config = config_of(case, device=device.type, compiled=compiled)
-    precision = choose_precision("auto", device)
+    precision = choose_precision(config.run.precision, device)
     before = _taken(device)
     _reset_peak(device)
     model = from_scratch(preset_spec("nano", **case.shape), seed=0)
