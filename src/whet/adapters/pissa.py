@@ -29,14 +29,10 @@ class PiSSALinear(LoRALinear):
         self.lora_A.data.copy_(self.first_A)
         self.lora_B.data.copy_(self.first_B)
 
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of the plain LoRA that this is."""
-        return torch.cat([self.lora_A, self.first_A]), torch.cat([self.lora_B, -self.first_B], dim=1)
-
     def operands(self) -> Operands:
         """The same product, of what has changed: x (A - A0)' B' + x A0' (B - B0)'.
 
-        So little of it would be lost where A and B are rounded to 16 bits, as they are not small.
+        A and B are not small: rounded to 16 bits, they would lose most of it.
         """
         a = torch.cat([self.lora_A - self.first_A, self.first_A])
         b = torch.cat([self.lora_B, self.lora_B - self.first_B], dim=1)
@@ -44,6 +40,7 @@ class PiSSALinear(LoRALinear):
 
     def stored(self) -> Stored:
         """As that plain LoRA, at the same scale."""
-        a, b = self.pair()
+        a = torch.cat([self.lora_A, self.first_A])
+        b = torch.cat([self.lora_B, -self.first_B], dim=1)
         rank = 2 * self.settings.rank
         return Stored(replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank), a, b)

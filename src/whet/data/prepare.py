@@ -117,7 +117,7 @@ class Preparation:
             "pairs": self.pairs,
             "form": self.form,
         }
-        if "strftime_now" in str(tokenizer.chat_template):
+        if self.renderer.is_dated:
             parts["today"] = self.renderer.today.isoformat()
         if self.labels is not None:
             parts["labels"] = [self.labels.names, self.labels.multi_label]

@@ -53,7 +53,10 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.supervise = supervise
-        self.today = today or date.today()  # what a template writes that says the date
+        self.today = today or date.today()
+        self.is_dated = "strftime_now" in str(
+            tokenizer.chat_template
+        )  # then what it writes depends on the day
         self._skeletons = Skeletons()
 
     def render(self, record: Record) -> Rendering:
@@ -215,7 +218,7 @@ class Renderer:
 
     def _dated_template(self, tools: Any) -> str | None:  # Any: JSON values
         """Where a template asks for the date, the one to render these messages with, and the date in it."""
-        if "strftime_now" not in str(self.tokenizer.chat_template):
+        if not self.is_dated:
             return None
         template: str = self.tokenizer.get_chat_template(tools=tools)
         return _DATE.sub(lambda found: json.dumps(self.today.strftime(found[2])), template)

@@ -1,7 +1,7 @@
 """The data of a mix: that of each part, and streams whose steps have batches of all of them."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -29,18 +29,17 @@ class MixData:
 
     def digests(self) -> dict[str, str]:
         """A hash of each source's content."""
-        return {
-            f"{part}.{name}": digest
-            for part, data in self.parts.items()
-            for name, digest in data.digests().items()
-        }
+        return self._of_parts(RunData.digests)
 
     def token_digests(self) -> dict[str, str]:
         """A hash of what each source became."""
+        return self._of_parts(RunData.token_digests)
+
+    def _of_parts(self, digests: Callable[[RunData], dict[str, str]]) -> dict[str, str]:
         return {
             f"{part}.{name}": digest
             for part, data in self.parts.items()
-            for name, digest in data.token_digests().items()
+            for name, digest in digests(data).items()
         }
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
