@@ -1,5 +1,6 @@
 """Callbacks: injectors write into a step's metrics, all others read them; any may ask the run to stop."""
 
+import abc
 import json
 import logging
 import math
@@ -92,7 +93,7 @@ class NumbersOnly(Callback):
         return False
 
 
-class Rows(NumbersOnly):
+class Rows(NumbersOnly, abc.ABC):
     """Takes training rows every `every` steps, with every probe and of the last step, all evaluation rows."""
 
     main_only = True
@@ -123,9 +124,9 @@ class Rows(NumbersOnly):
         if self._left is not None and not result.unfinished:
             self.take(*self._left)
 
+    @abc.abstractmethod
     def take(self, step: int, metrics: Metrics) -> None:
         """What becomes of a row."""
-        raise NotImplementedError
 
 
 class MetricsLogger(Rows):
