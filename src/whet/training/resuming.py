@@ -43,11 +43,10 @@ MAY_CHANGE = (
 
 def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
     """Compare a config with the one its checkpoint was written under; every difference is named."""
-    before, now = dict(flat_keys(began)), dict(flat_keys(to_dict(config)))
     changed = [
-        f"  {key}: {json.dumps(before.get(key))} became {json.dumps(now.get(key))}"
-        for key in {**before, **now}
-        if before.get(key) != now.get(key) and not _may_change(key)
+        f"  {key}: {json.dumps(before)} became {json.dumps(now)}"
+        for key, (before, now) in differences(began, to_dict(config)).items()
+        if not _may_change(key)
     ]
     if changed:
         raise CheckpointError(
@@ -55,6 +54,15 @@ def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path)
             + "\n".join(changed),
             hint=f"restore {directory / 'config.yaml'}, or start a new run",
         )
+
+
+def differences(
+    began: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:  # Any: JSON values
+    """The keys in which two configs differ, with what each has there."""
+    before, now = dict(flat_keys(began)), dict(flat_keys(config))
+    both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
+    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
 
 
 def _may_change(key: str) -> bool:

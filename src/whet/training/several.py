@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from whet.config.load import flat_keys, load_config, to_dict
+from whet.config.load import load_config, to_dict
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError
 from whet.storage import clear_leftovers
 from whet.training.callbacks import Callback
-from whet.training.resuming import refuse_changes
+from whet.training.resuming import differences, refuse_changes
 from whet.training.run import resume, train
 
 # what a run may change on its way, and runs that are compared must have in common
@@ -28,11 +28,9 @@ def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
 def refuse_other_plan(plan: RunConfig) -> None:
     """What is there must be the run that is meant, as long as the others and judged as they are."""
     directory = plan.directory
-    there = load_config(directory / "config.yaml")
-    refuse_changes(to_dict(there), plan, directory)
-    before, now = dict(flat_keys(to_dict(there))), dict(flat_keys(to_dict(plan)))
-    other = [key for key in {**before, **now} if key.startswith(_SHARED) and before.get(key) != now.get(key)]
-    if other:
+    there = to_dict(load_config(directory / "config.yaml"))
+    refuse_changes(there, plan, directory)
+    if other := [key for key in differences(there, to_dict(plan)) if key.startswith(_SHARED)]:
         raise CheckpointError(
             f"{directory} has another {' and '.join(other)} than the runs it belongs to",
             hint="choose another name for all of them (run.name=...)",
