@@ -1,6 +1,6 @@
 """What 16 bits leave of an adapter's first small updates: whet and PEFT beside the same in float32.
 
-    python -m benchmarks.rounding      writes benchmarks/results/rounding.json
+    python -m benchmarks.rounding      writes benchmarks/results/rounding-DEVICE.json
 
 SmolLM2-135M, LoRA of rank 8 on all linear layers, the same A to begin with, the same chats in the same order, AdamW at a
 constant rate. PEFT adds the update to an output that has been rounded already, where what is smaller than its last
@@ -27,7 +27,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.objectives.sft import SFT
 from whet.training.trainer import Trainer
 
-RESULT = Path(__file__).parent / "results" / "rounding.json"
+RESULTS = Path(__file__).parent / "results"
 MODEL, RANK, ALPHA, LR, ROWS, SEED = "smollm2-135m-instruct", 8, 16.0, 2e-4, 4, 0
 
 
@@ -55,15 +55,15 @@ def main():
     }
     settings = {"lr": LR, "rank": RANK, "alpha": ALPHA, "chats_a_step": ROWS}
     result = {"machine": describe_machine(), **settings, "mean_distance_from_float32": apart, "losses": found}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"rounding-{device.type}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(apart, indent=1))
 
 
 def ours(stream, steps, name, device):
     precision = choose_precision(name, device)
-    model, _ = whet.load(MODEL, dtype=precision.frozen, device=device)
-    torch.manual_seed(SEED)
-    whet.attach_lora(model, rank=RANK, alpha=ALPHA)
+    model, _ = whet.load(MODEL, dtype=precision.frozen, device="cpu")
+    torch.manual_seed(SEED)  # on the CPU, since a GPU draws other numbers
+    model = whet.attach_lora(model, rank=RANK, alpha=ALPHA).to(device)
     config = make_config(
         {
             "model": MODEL,

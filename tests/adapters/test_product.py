@@ -8,15 +8,17 @@ from whet.adapters import product
 
 @pytest.mark.parametrize("rows", [1, 8, 30, 60])
 @pytest.mark.parametrize("biased", [False, True])
-def test_outputs_are_as_the_compiler_expects_them(rows, biased):
+@pytest.mark.parametrize("first", [0, 5, 16])
+def test_outputs_are_as_the_compiler_expects_them(rows, biased, first):
     torch.manual_seed(0)
     flat, weight, low, b = (torch.randn(shape) for shape in ((rows, 16), (12, 16), (rows, 4), (12, 4)))
     bias = torch.randn(12) if biased else None
-    arguments = (flat, weight, bias, low, b, 0.5, True)
+    begun, both = (torch.cat(pair, dim=1) for pair in ((flat[:, :first], low), (weight[:, :first], b)))
+    arguments = (flat, weight, bias, begun, both, first, True)
     torch.library.opcheck(
         torch.ops.whet.lora_output.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
-    expected = flat @ weight.T + 0.5 * low @ b.T + (0 if bias is None else bias)
+    expected = flat @ weight.T + low @ b.T + (0 if bias is None else bias)
     torch.testing.assert_close(product.lora_output(*arguments), expected)
 
 

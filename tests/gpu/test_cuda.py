@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import whet
 from tiny import random_examples, run_config
 from whet.adapters.adapter import adapted
+from whet.adapters.layer import LoRALinear, LoRASettings
 from whet.adapters.nf4 import dequantise, quantise
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, make_batch
@@ -162,6 +163,24 @@ def test_bf16_gradients_point_where_fp32_gradients_point(tiny_directory):
         run.step(next(run.batches))
         found.append(torch.cat(grads))
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "width", "out"), [(240, 64, 192), (240, 576, 1536), (4096, 2048, 2048)])
+def test_a_small_update_of_an_adapter_is_not_lost_in_16_bits(rows, width, out, bias):
+    """All of it arrives in the mean, and the output is not much rougher than one rounding makes it."""
+    torch.manual_seed(0)
+    base = torch.nn.Linear(width, out, bias=bias, device=CUDA, dtype=torch.bfloat16).requires_grad_(False)
+    layer = LoRALinear(base, LoRASettings(8, 16.0))
+    layer.lora_B.data = 3e-4 * torch.randn_like(layer.lora_B)
+    x = torch.randn(rows, width, device=CUDA).bfloat16()
+    exact = F.linear(x.double(), *(p.double() for p in base.parameters()))
+    change = x.double() @ layer.delta().double().T
+    found = layer(x).double()
+    share = ((found - exact) * change).sum() / change.square().sum()
+    once = (exact.bfloat16() - exact).square().mean().sqrt()
+    assert abs(float(share) - 1) < 0.02 + 4 * float(once / change.square().sum().sqrt())
+    assert (found - exact - change).square().mean().sqrt() < 1.8 * once
 
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from whet.ops.linear import linear
 from whet.ops.operation import operation
 
+# In 16 bits, what of an update is smaller than the last digit of x W' is lost where that is rounded before
+# the two are added, and cuBLAS rounds it even in a product that adds to what is there. So these first columns
+# of x are multiplied together with x A', and the others are added to that: a sum with finer digits.
+_FIRST = 64
+
 
 class Quantised(Protocol):
     """A base layer that makes its weight when it is needed."""
@@ -73,17 +78,21 @@ class _Products(torch.autograd.Function):
             outputs = []
             flat = read = low = None
             start = 0
-            for index, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
+            for index, (a, b_part) in enumerate(zip(a_parts, b_parts, strict=True)):
                 weight = _weight(tensors[4 * index], bases[index])
                 if flat is None or low is None:
                     flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
                     read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
-                    low = read @ _joined(a_parts, flat.dtype).T  # [tokens, all ranks]
-                own = low[:, start : start + a.shape[0]]
-                start += a.shape[0]
-                output = (flat, weight, biases[index], own, b.to(flat.dtype), scales[index], plain)
-                y = lora_output(*output)
+                    low = read @ _joined(a_parts, scales, flat.dtype).T  # [tokens, all ranks]
+                    first = min(_FIRST, flat.shape[1]) if flat.dtype.itemsize == 2 else 0
+                    begun = torch.cat((flat[:, :first], low), dim=1) if first else low
+                end, b = start + a.shape[0], b_part.to(flat.dtype)
+                if first:  # and zeros for the other layers' part of low
+                    b = torch.cat((weight[:, :first], F.pad(b, (start, low.shape[1] - end))), dim=1)
+                own = begun if first else low[:, start:end]
+                y = lora_output(flat, weight, biases[index], own, b, first, plain)
                 outputs.append(y.view(*x.shape[:-1], -1))
+                start = end
         ctx.save_for_backward(read, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
         ctx.drops = dropped is not None
@@ -97,12 +106,9 @@ class _Products(torch.autograd.Function):
         grad_x = grad_dropped = None
         with torch.autocast(read.device.type, enabled=False):
             grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
-            scaled = [
-                (grad @ b.to(grad.dtype)) * scale
-                for grad, b, scale in zip(grads, b_parts, ctx.scales, strict=True)
-            ]
-            grad_low = scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=1)
-            a = _joined(a_parts, read.dtype)
+            grads_low = [grad @ b.to(grad.dtype) for grad, b in zip(grads, b_parts, strict=True)]
+            grad_low = grads_low[0] if len(grads_low) == 1 else torch.cat(grads_low, dim=1)
+            a = _joined(a_parts, ctx.scales, read.dtype)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
                 found = (
@@ -111,10 +117,11 @@ class _Products(torch.autograd.Function):
                 grad_x = found.view(ctx.shape).to(ctx.dtype)
             if ctx.drops and ctx.needs_input_grad[1]:
                 grad_dropped = (grad_low @ a).view(ctx.shape).to(ctx.dtype)
-            grads_a = (grad_low.T @ read).to(a_parts[0].dtype).split(ranks)
+            joined = (grad_low.T @ read).to(a_parts[0].dtype).split(ranks)
+            grads_a = [grad * scale for grad, scale in zip(joined, ctx.scales, strict=True)]
             grads_b = [
-                _outer(grad, own * scale).to(b.dtype)
-                for grad, own, b, scale in zip(grads, low.split(ranks, 1), b_parts, ctx.scales, strict=True)
+                _outer(grad, own).to(b.dtype)
+                for grad, own, b in zip(grads, low.split(ranks, 1), b_parts, strict=True)
             ]
         own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
         return grad_x, grad_dropped, None, None, None, *own_grads
@@ -132,9 +139,10 @@ def _outer(grad: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return (low.T @ grad).T.contiguous() if grad.device.type == "cpu" else grad.T @ low
 
 
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A of all the layers, so that they read their input once."""
-    return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts))).to(dtype)
+def _joined(parts: Sequence[torch.Tensor], scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """scale * A of all the layers, so that they read their input once."""
+    scaled = [part * scale for part, scale in zip(parts, scales, strict=True)]
+    return (scaled[0] if len(scaled) == 1 else torch.cat(scaled)).to(dtype)
 
 
 # Compiled, an in-place product would become one that copies its sum first, which costs a twentieth of a step
@@ -146,20 +154,18 @@ def lora_output(
     bias: torch.Tensor | None,
     low: torch.Tensor,
     b: torch.Tensor,
-    scale: float,
+    first: int,
     plain: bool,
 ) -> torch.Tensor:
-    """x W' + bias + scale * low B', one product added to the other in place.
+    """x W' + bias + low B', one product added to the other in place.
 
-    In 16 bits the small product comes first: added to the large one after that was rounded, what is smaller
-    than its last digit would be lost. (On a GPU also because it would read and write all of the output.)
+    `low` and B contain the first columns of x and W already. On a GPU the small product comes first in any
+    case: the other way round it would read and write all of the output.
     """
-    if flat.dtype.itemsize == 2 or (flat.is_cuda and bias is None):
-        y = flat.new_empty(flat.shape[0], weight.shape[0])
-        y.addmm_(low, b.T, beta=0, alpha=scale).addmm_(flat, weight.T)
-        return y if bias is None else y.add_(bias)
-    multiply = F.linear if plain else linear
-    return multiply(flat, weight, bias).addmm_(low, b.T, alpha=scale)
+    if not first and not flat.is_cuda:
+        return (F.linear if plain else linear)(flat, weight, bias).addmm_(low, b.T)
+    y = F.linear(low, b, bias)
+    return y if first == flat.shape[1] else y.addmm_(flat[:, first:], weight[:, first:].T)
 
 
 @operation(lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1]))

@@ -156,7 +156,8 @@ class Stepper(abc.ABC):
 
     def _gradients(self, micro_batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """Forward and backward of a step: gradients in the parameters; the loss and the metrics."""
-        self.learner.train()
+        if not all(module.training for module in self.learner.modules()):  # asking is quicker than setting
+            self.learner.train()
         weights = total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
         mine = list(taken(self.world, micro_batches, matched=self.matched))
