@@ -329,10 +329,14 @@ def test_what_cannot_be_recorded_is_decoded_step_by_step(tiny_directory, monkeyp
         found.sum().item()  # the host waits: not allowed while a graph is recorded
         return found
 
+    torch.manual_seed(0)
+    drawn = torch.rand(2, 3, device=CUDA)
+    torch.manual_seed(0)
     monkeypatch.setattr(model, "hidden", hidden)
     with caplog.at_level("INFO", logger="whet"):
         assert generate_tokens(model, prompts, **settings) == expected
     assert "without CUDA graphs" in caplog.text
+    assert torch.equal(torch.rand(2, 3, device=CUDA), drawn)  # dropout, say, goes on as if nothing had been
 
 
 def test_generation_under_autocast_equals_itself_and_leaves_training_alone(tiny_directory):

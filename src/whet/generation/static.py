@@ -126,6 +126,8 @@ class StaticRows:
             self.graph = False
             torch.cuda.set_stream(stream)  # a recording that failed leaves its own behind
             torch.cuda.synchronize()
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # or it would wait for the recording's end
             log.info("generation: without CUDA graphs (%s)", str(error).splitlines()[0])
             return self.step
         return graph.replay
