@@ -76,23 +76,20 @@ class _Products(torch.autograd.Function):
         )  # None is never there
         with torch.autocast(x.device.type, enabled=False):
             outputs = []
-            flat = read = low = None
-            start = 0
-            for index, (a, b_part) in enumerate(zip(a_parts, b_parts, strict=True)):
+            ranks = [a.shape[0] for a in a_parts]
+            for index, b_part in enumerate(b_parts):
                 weight = _weight(tensors[4 * index], bases[index])
-                if flat is None or low is None:
+                if index == 0:
                     flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
                     read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
                     low = read @ _joined(a_parts, scales, flat.dtype).T  # [tokens, all ranks]
                     first = min(_FIRST, flat.shape[1]) if flat.dtype.itemsize == 2 else 0
-                    begun = torch.cat((flat[:, :first], low), dim=1) if first else low
-                end, b = start + a.shape[0], b_part.to(flat.dtype)
-                if first:  # and zeros for the other layers' part of low
-                    b = torch.cat((weight[:, :first], F.pad(b, (start, low.shape[1] - end))), dim=1)
-                own = begun if first else low[:, start:end]
-                y = lora_output(flat, weight, biases[index], own, b, first, plain)
+                    lows = _begun(flat[:, :first], low.split(ranks, dim=1))
+                b = b_part.to(flat.dtype)
+                if first:
+                    b = torch.cat((weight[:, :first], b), dim=1)
+                y = lora_output(flat, weight, biases[index], lows[index], b, first, plain)
                 outputs.append(y.view(*x.shape[:-1], -1))
-                start = end
         ctx.save_for_backward(read, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
         ctx.drops = dropped is not None
@@ -132,6 +129,14 @@ def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor
         return weight
     assert base is not None
     return base.weight
+
+
+def _begun(columns: torch.Tensor, lows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same columns before each of these, by one copy."""
+    if not columns.shape[1]:
+        return lows
+    pieces = [piece for low in lows for piece in (columns, low)]
+    return torch.cat(pieces, dim=1).split([columns.shape[1] + low.shape[1] for low in lows], dim=1)
 
 
 def _outer(grad: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
