@@ -56,3 +56,35 @@ def test_what_dropout_left_is_read_by_the_update_alone(biased):
     gradients = (torch.autograd.grad(y, leaves, upstream) for y in (found, wanted))
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("scales", [(2.0, 2.0), (0.5, 3.0)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
+def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales):
+    torch.manual_seed(0)
+    wide = torch.float64
+
+    def numbers(*shape):
+        return torch.randn(shape, dtype=wide).to(dtype)
+
+    x = numbers(2, 5, 96).requires_grad_()
+    layers = []
+    for out, rank, scale in zip((12, 7), (4, 3), scales, strict=True):
+        a, b = numbers(rank, 96).requires_grad_(), numbers(out, rank).requires_grad_()
+        layers.append(product.Operands(numbers(out, 96), numbers(out), a, b, scale))
+    found = product.low_rank_products(x, layers)
+    leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]
+    exact = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
+    pairs = zip(exact[1::2], exact[2::2], layers, strict=True)
+    wanted = [
+        torch.nn.functional.linear(exact[0], layer.weight.to(wide), layer.bias.to(wide))
+        + layer.scale * exact[0] @ a.T @ b.T
+        for a, b, layer in pairs
+    ]
+    upstream = [numbers(*y.shape) for y in wanted]
+    gradients = (
+        torch.autograd.grad(outputs, inputs, [u.to(outputs[0].dtype) for u in upstream])
+        for outputs, inputs in ((found, leaves), (wanted, exact))
+    )
+    for ours, theirs in [*zip(found, wanted, strict=True), *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(ours.to(wide), theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))

@@ -114,8 +114,8 @@ class _Products(torch.autograd.Function):
                 grad_x = found.view(ctx.shape).to(ctx.dtype)
             if ctx.drops and ctx.needs_input_grad[1]:
                 grad_dropped = (grad_low @ a).view(ctx.shape).to(ctx.dtype)
-            joined = (grad_low.T @ read).to(a_parts[0].dtype).split(ranks)
-            grads_a = [grad * scale for grad, scale in zip(joined, ctx.scales, strict=True)]
+            joined = (grad_low.T @ read).to(a_parts[0].dtype)
+            grads_a = _scaled(joined, ranks, ctx.scales).split(ranks)
             grads_b = [
                 _outer(grad, own).to(b.dtype)
                 for grad, own, b in zip(grads, low.split(ranks, 1), b_parts, strict=True)
@@ -146,8 +146,15 @@ def _outer(grad: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 def _joined(parts: Sequence[torch.Tensor], scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
     """scale * A of all the layers, so that they read their input once."""
-    scaled = [part * scale for part, scale in zip(parts, scales, strict=True)]
-    return (scaled[0] if len(scaled) == 1 else torch.cat(scaled)).to(dtype)
+    whole = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+    return _scaled(whole, [part.shape[0] for part in parts], scales).to(dtype)
+
+
+def _scaled(whole: torch.Tensor, ranks: Sequence[int], scales: Sequence[float]) -> torch.Tensor:
+    """Each layer's rows times its scale; most often all are the same."""
+    if len(set(scales)) == 1:
+        return whole * scales[0]
+    return torch.cat([part * scale for part, scale in zip(whole.split(ranks), scales, strict=True)])
 
 
 # Compiled, an in-place product would become one that copies its sum first, which costs a twentieth of a step
