@@ -60,7 +60,10 @@ def test_what_dropout_left_is_read_by_the_update_alone(biased):
 
 @pytest.mark.parametrize("scales", [(2.0, 2.0), (0.5, 3.0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
-def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales):
+@pytest.mark.parametrize("first", [None, 64, 96])
+def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first, monkeypatch):
+    if first is not None:  # as on a GPU
+        monkeypatch.setattr(product, "_first_columns", lambda flat: first)
     torch.manual_seed(0)
     wide = torch.float64
 

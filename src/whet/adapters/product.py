@@ -9,11 +9,6 @@ import torch.nn.functional as F
 from whet.ops.linear import linear
 from whet.ops.operation import operation
 
-# In 16 bits, what of an update is smaller than the last digit of x W' is lost where that is rounded before
-# the two are added, and cuBLAS rounds it even in a product that adds to what is there. So these first columns
-# of x are multiplied together with x A', and the others are added to that: a sum with finer digits.
-_FIRST = 64
-
 
 class Quantised(Protocol):
     """A base layer that makes its weight when it is needed."""
@@ -83,7 +78,7 @@ class _Products(torch.autograd.Function):
                     flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
                     read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
                     low = read @ _joined(a_parts, scales, flat.dtype).T  # [tokens, all ranks]
-                    first = min(_FIRST, flat.shape[1]) if flat.dtype.itemsize == 2 else 0
+                    first = _first_columns(flat)
                     lows = _begun(flat[:, :first], low.split(ranks, dim=1))
                 b = b_part.to(flat.dtype)
                 if first:
@@ -131,6 +126,16 @@ def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor
     return base.weight
 
 
+def _first_columns(flat: torch.Tensor) -> int:
+    """How many columns of x are multiplied together with x A'; the others are added to that.
+
+    In 16 bits, what of an update is smaller than the last digit of x W' is lost where that is rounded before
+    the two are added. Of a product that adds to what is there a CPU rounds the sum, but cuBLAS both; a sum with
+    few columns of x has finer digits.
+    """
+    return 0 if flat.is_cpu or flat.dtype.itemsize > 2 else min(64, flat.shape[1])
+
+
 def _begun(columns: torch.Tensor, lows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The same columns before each of these, by one copy."""
     if not columns.shape[1]:
@@ -171,10 +176,10 @@ def lora_output(
 ) -> torch.Tensor:
     """x W' + bias + low B', one product added to the other in place.
 
-    `low` and B contain the first columns of x and W already. On a GPU the small product comes first in any
-    case: the other way round it would read and write all of the output.
+    `low` and B contain the first columns of x and W already. The small product comes first in 16 bits, and on
+    a GPU in any case: the other way round it would read and write all of the output.
     """
-    if not first and not flat.is_cuda:
+    if not first and flat.is_cpu and flat.dtype.itemsize > 2:
         return (F.linear if plain else linear)(flat, weight, bias).addmm_(low, b.T)
     y = F.linear(low, b, bias)
     return y if first == flat.shape[1] else y.addmm_(flat[:, first:], weight[:, first:].T)
