@@ -130,8 +130,8 @@ def _first_columns(flat: torch.Tensor) -> int:
     """How many columns of x are multiplied together with x A'; the others are added to that.
 
     In 16 bits, what of an update is smaller than the last digit of x W' is lost where that is rounded before
-    the two are added. Of a product that adds to what is there a CPU rounds the sum, but cuBLAS both; a sum with
-    few columns of x has finer digits.
+    the two are added. Of a product that adds to what is there a CPU rounds the sum, but cuBLAS both; a sum
+    with few columns of x has finer digits.
     """
     return 0 if flat.is_cpu or flat.dtype.itemsize > 2 else min(64, flat.shape[1])
 
