@@ -77,9 +77,10 @@ class _Products(torch.autograd.Function):
                 if index == 0:
                     flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
                     read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
-                    low = read @ _joined(a_parts, scales, flat.dtype).T  # [tokens, all ranks]
-                    first = _first_columns(flat)
-                    lows = _begun(flat[:, :first], low.split(ranks, dim=1))
+                    low = read @ _joined(a_parts, ranks, scales, flat.dtype).T  # [tokens, all ranks]
+                    lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
+                    if first := _first_columns(flat):
+                        lows = _begun(flat[:, :first], lows)
                 b = b_part.to(flat.dtype)
                 if first:
                     b = torch.cat((weight[:, :first], b), dim=1)
@@ -100,7 +101,7 @@ class _Products(torch.autograd.Function):
             grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
             grads_low = [grad @ b.to(grad.dtype) for grad, b in zip(grads, b_parts, strict=True)]
             grad_low = grads_low[0] if len(grads_low) == 1 else torch.cat(grads_low, dim=1)
-            a = _joined(a_parts, ctx.scales, read.dtype)
+            a = _joined(a_parts, ranks, ctx.scales, read.dtype)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
                 found = (
@@ -136,10 +137,8 @@ def _first_columns(flat: torch.Tensor) -> int:
     return 0 if flat.is_cpu or flat.dtype.itemsize > 2 else min(64, flat.shape[1])
 
 
-def _begun(columns: torch.Tensor, lows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _begun(columns: torch.Tensor, lows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The same columns before each of these, by one copy."""
-    if not columns.shape[1]:
-        return lows
     pieces = [piece for low in lows for piece in (columns, low)]
     return torch.cat(pieces, dim=1).split([columns.shape[1] + low.shape[1] for low in lows], dim=1)
 
@@ -149,10 +148,12 @@ def _outer(grad: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return (low.T @ grad).T.contiguous() if grad.device.type == "cpu" else grad.T @ low
 
 
-def _joined(parts: Sequence[torch.Tensor], scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+def _joined(
+    parts: Sequence[torch.Tensor], ranks: Sequence[int], scales: Sequence[float], dtype: torch.dtype
+) -> torch.Tensor:
     """scale * A of all the layers, so that they read their input once."""
     whole = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
-    return _scaled(whole, [part.shape[0] for part in parts], scales).to(dtype)
+    return _scaled(whole, ranks, scales).to(dtype)
 
 
 def _scaled(whole: torch.Tensor, ranks: Sequence[int], scales: Sequence[float]) -> torch.Tensor:
