@@ -4,7 +4,7 @@
 
 SmolLM2-135M, LoRA of rank 8 on all linear layers, the same A to begin with, the same chats in the same order, AdamW at a
 constant rate. PEFT adds the update to an output that has been rounded already, where what is smaller than its last
-digit is lost; whet rounds once. Adapters are in float32 everywhere.
+digit is lost; whet adds the two, or parts of them, before they are rounded. Adapters are in float32 everywhere.
 """
 
 import argparse

@@ -54,9 +54,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.supervise = supervise
         self.today = today or date.today()
-        self.is_dated = "strftime_now" in str(
-            tokenizer.chat_template
-        )  # then what it writes depends on the day
+        # where a template asks for the date, what it writes depends on the day
+        self.is_dated = "strftime_now" in str(tokenizer.chat_template)
         self._skeletons = Skeletons()
 
     def render(self, record: Record) -> Rendering:

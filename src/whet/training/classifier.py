@@ -42,6 +42,7 @@ from whet.models.heads import HEADS, ClassificationHead
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify
 from whet.storage import MANIFEST
+from whet.training.callbacks import plain
 from whet.training.classification import rows_of
 from whet.training.classifier_report import info_of, report_on
 from whet.training.trainer import Trainer
@@ -309,10 +310,9 @@ class Classifier:
         return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
 
     def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
-        given = label.tolist() if isinstance(label, np.generic | np.ndarray | torch.Tensor) else label
-        several = isinstance(given, list | tuple)
-        given = list(given) if several else given
-        return self._judge(Record({"input": text, "labels" if several else "label": given}, "a sample"))
+        given = plain(label)
+        key = "labels" if isinstance(given, list) else "label"
+        return self._judge(Record({"input": text, key: given}, "a sample"))
 
     def _judge(self, record: Record) -> Example:
         text = record.fields.get("input")
@@ -367,7 +367,7 @@ def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records
     data = str(data) if isinstance(data, Path) else data
     if not len(data):
         raise DataError("there is no record to evaluate")
-    if isinstance(data, str) or not (len(data) and isinstance(data[0], Mapping)):
+    if isinstance(data, str) or not isinstance(data[0], Mapping):
         return list(open_source(data, split="test", form="classification"))
     return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]
 

@@ -43,8 +43,11 @@ class Probe(Injector, abc.ABC):
     """
 
     main_only = True  # ranks with whole weights have the same ones
-    every = 200
     failed = False
+
+    def __init__(self, every: int) -> None:
+        check_positive(every=every)
+        self.every = every
 
     def on_train_begin(self, run: "Trainer") -> None:
         """Remember what to look at."""
@@ -97,9 +100,8 @@ class GradientStats(Probe):
     """The norm of each layer's gradient on some micro-batches: mean, spread, and where it is largest."""
 
     def __init__(self, batches: Sequence[Batch], every: int = 200) -> None:
+        super().__init__(every)
         self.batches = batches
-        check_positive(every=every)
-        self.every = every
 
     def measure(self) -> Metrics:
         """exp_grad_norm_mean, _std, _max_layer (its number), _layer (each) and _rest (outside the layers)."""
@@ -120,9 +122,8 @@ class GradientNoise(Probe):
     """
 
     def __init__(self, pieces: Sequence[Sequence[Batch]], every: int = 2000) -> None:
+        super().__init__(every)
         self.pieces = pieces
-        check_positive(every=every)
-        self.every = every
 
     def measure(self) -> Metrics:
         """exp_grad_noise_scale, in tokens (or pairs, or texts), and what it is the quotient of."""
@@ -149,8 +150,7 @@ class WeightStats(Probe):
     """
 
     def __init__(self, every: int = 200) -> None:
-        check_positive(every=every)
-        self.every = every
+        super().__init__(every)
         self.start: dict[str, torch.Tensor] | Path | None = None
 
     def on_train_begin(self, run: "Trainer") -> None:
@@ -207,9 +207,8 @@ class _OnTexts(Probe):
     """One that runs a language model on the texts of some batches."""
 
     def __init__(self, batches: Sequence[Batch], every: int = 500) -> None:
+        super().__init__(every)
         self.texts = texts_of(batches)
-        check_positive(every=every)
-        self.every = every
 
 
 class ActivationStats(_OnTexts):
@@ -267,8 +266,7 @@ class EffectiveRank(Probe):
     """exp(entropy of the normalised singular values) of the trained matrices; each expert's is its own."""
 
     def __init__(self, every: int = 2000) -> None:
-        check_positive(every=every)
-        self.every = every
+        super().__init__(every)
 
     def measure(self) -> Metrics:
         """exp_effective_rank_mean over matrices, and _layer: the mean of each layer's."""
