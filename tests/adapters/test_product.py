@@ -91,3 +91,36 @@ def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first
     )
     for ours, theirs in [*zip(found, wanted, strict=True), *zip(*gradients, strict=True)]:
         torch.testing.assert_close(ours.to(wide), theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("first", [None, 64, 96])
+def test_settled_layers_are_what_the_formula_says(dtype, tolerance, first, quantised, monkeypatch):
+    if first is not None:  # as on a GPU
+        monkeypatch.setattr(product, "_first_columns", lambda weight: first)
+    torch.manual_seed(0)
+    wide = torch.float64
+
+    class Base:
+        def __init__(self, weight):
+            self.weight = weight
+
+    def numbers(*shape):
+        return torch.randn(shape, dtype=wide).to(dtype)
+
+    x, layers = numbers(2, 5, 96), []
+    for out, rank, scale, bias in ((12, 4, 0.5, True), (7, 3, 4.0, False)):
+        weight = Base(numbers(out, 96)) if quantised else numbers(out, 96)
+        a, b = (torch.randn(shape) for shape in ((rank, 96), (out, rank)))  # float32, as they are trained
+        layers.append(product.Operands(weight, numbers(out) if bias else None, a, b, scale))
+    settled = product.Settled(layers)
+    with torch.no_grad():
+        found = settled(x)
+    for ours, layer in zip(found, layers, strict=True):
+        assert ours.dtype == dtype
+        bias = None if layer.bias is None else layer.bias.to(wide)
+        a, b = (factor.to(wide) for factor in (layer.a, layer.b))
+        exact = torch.nn.functional.linear(x.to(wide), layer.made().to(wide), bias)
+        exact += layer.scale * x.to(wide) @ a.T @ b.T
+        torch.testing.assert_close(ours.to(wide), exact, rtol=0, atol=tolerance * float(exact.abs().max()))

@@ -2,10 +2,13 @@
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+Made = TypeVar("Made")
 
 
 class Adapter(nn.Module, abc.ABC):
@@ -15,6 +18,16 @@ class Adapter(nn.Module, abc.ABC):
         super().__init__()
         self.base = base
         self.enabled = True
+        self.lasting: dict[object, Any] | None = None  # within `unchanging`: what was made of weights alone
+
+    def once(self, key: object, make: Callable[[], Made]) -> Made:
+        """What `make` gives, made the first time only within `unchanging`."""
+        if self.lasting is None:
+            return make()
+        if key not in self.lasting:
+            self.lasting[key] = make()
+        made: Made = self.lasting[key]
+        return made
 
     @abc.abstractmethod
     def merged(self) -> dict[str, torch.Tensor]:
@@ -42,6 +55,21 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, enabled in zip(modules, before, strict=True):
             module.enabled = enabled
+
+
+@contextlib.contextmanager
+def unchanging(model: nn.Module) -> Iterator[None]:
+    """No weight changes in a `with` block: what depends on weights alone is made once."""
+    # what ranks hold in parts is gathered anew for each pass
+    modules = [] if hasattr(model, "unshard") else [module for _, module in adapted(model)]
+    before = [module.lasting for module in modules]
+    for module in modules:
+        module.lasting = {} if module.lasting is None else module.lasting
+    try:
+        yield
+    finally:
+        for module, lasting in zip(modules, before, strict=True):
+            module.lasting = lasting
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

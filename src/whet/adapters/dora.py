@@ -40,13 +40,15 @@ class DoRALinear(LoRALinear):
 
     def _gain(self) -> torch.Tensor:
         """m / |W + s B A|, from products that are as small as A and B: no second matrix of W's size."""
+        return self.lora_magnitude_vector / self.once("norm", self._norm)
+
+    def _norm(self) -> torch.Tensor:
         with torch.no_grad():
             a, b = self.scale * self.lora_A.float(), self.lora_B.float()
             weight = self.base.weight
             across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
             square = self.base_square.float() + ((2 * across + b @ (a @ a.T)) * b).sum(1)
-            norm = square.clamp(min=1e-30).sqrt()
-        return self.lora_magnitude_vector / norm
+            return square.clamp(min=1e-30).sqrt()
 
     def merged_weight(self) -> torch.Tensor:
         """The rows of W + s B A at their trained lengths, computed in float32."""

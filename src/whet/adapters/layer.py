@@ -12,7 +12,7 @@ from torch import nn
 
 from whet.adapters.adapter import Adapter
 from whet.adapters.nf4 import NF4Linear
-from whet.adapters.product import Operands, low_rank_products
+from whet.adapters.product import Operands, Settled, low_rank_products
 from whet.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ class LoRALinear(Adapter):
             return self.base(x)
         if self.drops:
             return self.with_dropout(x, F.dropout(x, self.settings.dropout))
-        return self.finished(low_rank_products(x, [self.operands()])[0])
+        return self.finished(self._products(x, [self])[0])
 
     def together(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor] | None:
         """The outputs of several layers on one input, if all of them are like this one."""
@@ -80,8 +80,13 @@ class LoRALinear(Adapter):
         ]
         if len(alike) != len(layers):
             return None
-        products = low_rank_products(x, [layer.operands() for layer in alike])
+        products = self._products(x, alike)
         return [layer.finished(product) for layer, product in zip(alike, products, strict=True)]
+
+    def _products(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
+        if self.lasting is None or torch.is_grad_enabled():
+            return low_rank_products(x, [layer.operands() for layer in layers])
+        return self.once(tuple(layers), lambda: Settled([layer.operands() for layer in layers]))(x)
 
     @property
     def drops(self) -> bool:

@@ -27,6 +27,10 @@ class Operands(NamedTuple):
     b: torch.Tensor  # [out, rank]
     scale: float
 
+    def made(self) -> torch.Tensor:
+        """The weight, from its codes where it is quantised."""
+        return self.weight if isinstance(self.weight, torch.Tensor) else self.weight.weight
+
 
 def low_rank_products(
     x: torch.Tensor, layers: Sequence[Operands], dropped: torch.Tensor | None = None
@@ -47,6 +51,37 @@ def low_rank_products(
     outputs: tuple[torch.Tensor, ...] = _Products.apply(x, dropped, scales, bases, plain, *tensors)
     # classes of transformers take views that a product transposed in memory does not allow
     return tuple(output.contiguous() for output in outputs)
+
+
+class Settled:
+    """Layers that read one input, while their weights stay as they are, without gradients.
+
+    What does not depend on the input is made once; in the steps of decoding it would take most of the time.
+    """
+
+    def __init__(self, layers: Sequence[Operands]) -> None:
+        self.layers = layers
+        weights = [layer.made() for layer in layers]
+        self.first = _first_columns(weights[0])
+        # the first columns of x are read by a unit matrix, exactly
+        unit = torch.eye(self.first, layers[0].a.shape[1], dtype=weights[0].dtype, device=weights[0].device)
+        rows = [part for layer in layers for part in (unit, (layer.a * layer.scale).to(unit.dtype))]
+        self.a = torch.cat(rows)
+        self.widths = [self.first + layer.a.shape[0] for layer in layers]
+        self.b = [
+            _with_columns(weight, layer.b, self.first) for weight, layer in zip(weights, layers, strict=True)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Their outputs."""
+        with torch.autocast(x.device.type, enabled=False):
+            flat = x.reshape(-1, x.shape[-1]).to(self.a.dtype)
+            lows = (flat @ self.a.T).split(self.widths, dim=1)
+            found = []
+            for layer, low, b in zip(self.layers, lows, self.b, strict=True):
+                y = lora_output(flat, layer.made(), layer.bias, low, b, self.first, plain=False)
+                found.append(y.view(*x.shape[:-1], -1).contiguous())
+        return found
 
 
 class _Products(torch.autograd.Function):
@@ -79,11 +114,9 @@ class _Products(torch.autograd.Function):
                     read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
                     low = read @ _joined(a_parts, ranks, scales, flat.dtype).T  # [tokens, all ranks]
                     lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
-                    if first := _first_columns(flat):
+                    if first := _first_columns(weight):
                         lows = _begun(flat[:, :first], lows)
-                b = b_part.to(flat.dtype)
-                if first:
-                    b = torch.cat((weight[:, :first], b), dim=1)
+                b = _with_columns(weight, b_part, first)
                 y = lora_output(flat, weight, biases[index], lows[index], b, first, plain)
                 outputs.append(y.view(*x.shape[:-1], -1))
         ctx.save_for_backward(read, low, *tensors)
@@ -127,14 +160,20 @@ def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor
     return base.weight
 
 
-def _first_columns(flat: torch.Tensor) -> int:
+def _first_columns(weight: torch.Tensor) -> int:
     """How many columns of x are multiplied together with x A'; the others are added to that.
 
     In 16 bits, what of an update is smaller than the last digit of x W' is lost where that is rounded before
     the two are added. Of a product that adds to what is there a CPU rounds the sum, but cuBLAS both; a sum
     with few columns of x has finer digits.
     """
-    return 0 if flat.is_cpu or flat.dtype.itemsize > 2 else min(64, flat.shape[1])
+    return 0 if weight.is_cpu or weight.dtype.itemsize > 2 else min(64, weight.shape[1])
+
+
+def _with_columns(weight: torch.Tensor, b: torch.Tensor, first: int) -> torch.Tensor:
+    """B after the first columns of W."""
+    b = b.to(weight.dtype)
+    return torch.cat((weight[:, :first], b), dim=1) if first else b
 
 
 def _begun(columns: torch.Tensor, lows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from whet.adapters.adapter import unchanging
 from whet.errors import ConfigError
 from whet.generation.engine import check_prompts
 from whet.generation.rows import Rows
@@ -44,7 +45,7 @@ def beam_search(
     max_tokens = min(max_tokens, model.max_positions - len(prompt))
     if max_tokens < 1:
         return []
-    with evaluating(model), uncompiled(model):
+    with evaluating(model), uncompiled(model), unchanging(model):
         return _Search(model, prompt, beams, max_tokens, stop_tokens, length_penalty).run()
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from whet.adapters.adapter import unchanging
 from whet.errors import DataError
 from whet.generation.rows import Rows
 from whet.generation.sampling import Picker, Sampling, row_seeds
@@ -52,7 +53,7 @@ def complete(
     limits = [min(max_tokens, model.max_positions - len(prompt)) for prompt in prompts]
     rows = [_Row(index, limit) for index, limit in enumerate(limits)]
     if prompts and max_tokens > 0:
-        with evaluating(model), uncompiled(model):
+        with evaluating(model), uncompiled(model), unchanging(model):
             _decode(model, prompts, rows, stop_tokens, sampling or Sampling(), seeds, watch)
     return [Completion(row.tokens, row.logprobs, row.finished) for row in rows]
 

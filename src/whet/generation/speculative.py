@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from whet.adapters.adapter import unchanging
 from whet.adapters.load import load, put_trained, read_trained, run_of
 from whet.config.load import load_config
 from whet.config.mtp import MTPObjective
@@ -72,7 +73,7 @@ def speculate(
     end = min(len(prompt) + max_tokens, model.max_positions)
     known, new, guesses = list(prompt), list(prompt), list[int]()
     passes = guessed = accepted = 0
-    with evaluating(model):
+    with evaluating(model), unchanging(model):
         cache, guesser = model.new_cache(), _Guesser(model, heads)
         while len(known) < end:
             hidden = _read(model, new + guesses, cache)
