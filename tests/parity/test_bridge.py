@@ -358,9 +358,22 @@ def test_longrope_turns_each_text_by_its_own_length(longrope, rows):
 
 def test_longrope_can_be_planned(longrope):
     """Where tensors have no numbers, positions do not say how long the texts are."""
+    assert_planned(longrope.bridge)
+
+
+def test_rotations_that_grow_with_the_text_can_be_planned(tmp_path):
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    write(tmp_path, "phi", rope_parameters={**dynamic, "partial_rotary_factor": 0.5})
+    assert_planned(bridge_of(tmp_path))
+
+
+def assert_planned(bridge):
+    kinds = [module.rope_type for module in bridge.modules() if hasattr(module, "rope_type")]
+    assert kinds
     with planned_for("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         places = torch.zeros(2, 30, dtype=torch.long)
-        assert longrope.bridge.hidden(places, places).shape == (2, 30, 32)
+        assert bridge.hidden(places, places).shape == (2, 30, 32)
+    assert [module.rope_type for module in bridge.modules() if hasattr(module, "rope_type")] == kinds
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -13,6 +14,7 @@ def test_the_loss_of_every_step_is_that_of_transformers(tmp_path, monkeypatch):
     """Model, masks, loss, clipping, decay, schedule, optimizer: any of them wrong would show within 30 steps."""
     from benchmarks import curves
 
+    monkeypatch.setattr(curves, "choose_device", lambda: torch.device("cpu"))  # in float32
     monkeypatch.setattr(sys, "argv", ["curves", "--small", "--out", str(tmp_path / "curves.json")])
     curves.main()
     found = json.loads((tmp_path / "curves.json").read_text())

@@ -323,7 +323,12 @@ def raw_reference(directory, row):
     directory.mkdir()
     raw = json.dumps({**SIZES, "model_type": family, **differences})
     (directory / "config.json").write_text(raw)
-    config = transformers.AutoConfig.from_pretrained(directory, **EAGER)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, **EAGER)
+    except AttributeError:
+        if row != "gemma3-one-rope":
+            raise
+        pytest.skip("transformers 5.17 cannot read it; later ones do")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     randomise(model).save_pretrained(directory)

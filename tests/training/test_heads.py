@@ -78,6 +78,6 @@ def test_a_saved_model_has_no_heads(tiny_directory, tmp_path):
     run = trainer(tiny_directory, tmp_path / "run")
     run.fit()
     whet.save(run.model, None, tmp_path / "saved")
-    again, _ = whet.load(tmp_path / "saved", dtype=torch.float32)
+    again, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
     for (name, one), (_, other) in zip(run.model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(one, other), name

@@ -96,7 +96,8 @@ class Bridge(LanguageModel):
         """The decoder on rows of tokens, with those of the inputs that this architecture knows."""
         inputs = {"use_cache": False} | inputs
         known = {name: inputs[name] for name in inputs.keys() & self._inputs}
-        hidden: torch.Tensor = self._decoder(input_ids=tokens, **known).last_hidden_state
+        with _fixed_rotations(self._decoder) if is_plan() else contextlib.nullcontext():
+            hidden: torch.Tensor = self._decoder(input_ids=tokens, **known).last_hidden_state
         return hidden.to(self.head().weight.dtype)  # mamba's are float32, whatever the weights are
 
     def _cached(self, tokens: torch.Tensor, cache: BridgeCache, positions: Any, visible: Any) -> torch.Tensor:
@@ -260,6 +261,19 @@ def _switch_dropout_off(model: Any) -> None:
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if "drop" in name and isinstance(value, float):
                     setattr(owner, name, 0.0)
+
+
+@contextlib.contextmanager
+def _fixed_rotations(decoder: nn.Module) -> Iterator[None]:
+    """Rotations that do not ask how long the texts are, where no tensor has numbers; shapes are the same."""
+    before: dict[Any, Any] = {m: m.rope_type for m in decoder.modules() if hasattr(m, "rope_type")}
+    for module, kind in before.items():
+        module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+    try:
+        yield
+    finally:
+        for module, kind in before.items():
+            module.rope_type = kind
 
 
 def _longrope_length(config: Any) -> int | None:
