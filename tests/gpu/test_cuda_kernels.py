@@ -3,6 +3,13 @@
 import pytest
 import torch
 
+import whet
+from whet.generation.engine import complete
+from whet.models.feedforward import FeedForward
+from whet.models.norms import LayerNorm, OffsetRMSNorm, RMSNorm
+from whet.models.rope import rotate, rotation
+from whet.models.spec import FeedForwardSpec
+from whet.ops import fused
 from whet.training import adamw
 from whet.training.adamw import AdamW
 
@@ -46,3 +53,99 @@ def test_the_update_of_large_tensors_is_as_exact_as_that_of_torch(dtype, divisor
             )
             assert (mine - true).norm() <= 1.05 * (torchs - true).norm() + 1e-7 * true.norm()
     optimizer.load_state_dict(other.state_dict())
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ULP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # twice half a last digit
+
+
+def assert_one_digit_apart(found, plain):
+    """What two orders of a sum may do: now and then the last digit is another."""
+    assert found.dtype == plain.dtype
+    assert found.shape == plain.shape
+    digit = ULP[found.dtype]
+    torch.testing.assert_close(found, plain, rtol=digit, atol=digit * 2.0**-8)
+    if found.dtype != torch.float32:
+        assert (found != plain).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [RMSNorm, OffsetRMSNorm])
+@pytest.mark.parametrize("size", [8, 64, 576, 2048, 5000])
+def test_a_norm_in_one_kernel_is_the_plain_one(size, kind, dtype):
+    torch.manual_seed(0)
+    norm = kind(size, eps=1e-5).to("cuda", dtype)
+    torch.nn.init.normal_(norm.weight)
+    wide = torch.randn(2, 3, 7, 2 * size, device="cuda").to(dtype) * 3
+    for x in (wide[..., :size].contiguous(), wide[..., size:], wide[..., :size].transpose(1, 2)):
+        with torch.no_grad():
+            found = norm(x)
+        assert found.grad_fn is None
+        assert_one_digit_apart(found, norm(x).detach())
+    if dtype != torch.float32:  # a float32 master under 16-bit states
+        norm.float()
+        with torch.no_grad():
+            found = norm(wide[..., :size])
+        assert_one_digit_apart(found, norm(wide[..., :size]).detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 24, 64, 128])
+def test_a_rotation_in_one_kernel_is_the_plain_one(size, dtype):
+    torch.manual_seed(0)
+    x = (
+        torch.randn(3, 5, 2, size + 8, device="cuda").to(dtype).transpose(1, 2)[..., 8:]
+    )  # a part of each head
+    positions = torch.stack([torch.arange(5), torch.arange(5) + 100, torch.arange(5) * 7]).cuda()
+    frequencies = torch.rand(size // 2, device="cuda")
+    for places in (positions, positions[:1]):
+        for kind in (dtype, torch.float32):
+            cos, sin = (each.to(kind) for each in rotation(places, frequencies))
+            plain = rotate(x, cos, sin)
+            with torch.no_grad():
+                found = rotate(x, cos, sin)
+            assert found.dtype == plain.dtype
+            # in 16 bits each product is rounded by itself; in 32 one of them may not be
+            exact = plain.dtype != torch.float32
+            torch.testing.assert_close(found, plain, rtol=0, atol=0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fused_weights", [False, True])
+@pytest.mark.parametrize("width", [24, 1536, 1100])
+def test_a_gate_in_one_kernel_is_the_plain_one(width, fused_weights, dtype, monkeypatch):
+    torch.manual_seed(0)
+    layer = FeedForward(FeedForwardSpec(width=width, fused=fused_weights), d_model=32).to("cuda", dtype)
+    layer.down_proj = torch.nn.Identity()
+    x = 8 * torch.randn(3, 7, 32, device="cuda").to(dtype)
+    with torch.no_grad():
+        found = layer(x)
+    assert_one_digit_apart(found, layer(x).detach())
+
+
+def test_only_where_nothing_asks_for_gradients():
+    x = torch.ones(2, 8, device="cuda")
+    assert not fused.suits(x)
+    with torch.no_grad():
+        assert fused.suits(x, x.bfloat16())
+        assert not fused.suits(x, x.cpu())
+        assert not fused.suits(x.double())
+    norm = LayerNorm(8, eps=1e-5).cuda()
+    assert norm(x).requires_grad
+
+
+def test_decoding_by_fused_kernels_is_like_decoding_by_plain_ones(tiny_directory, monkeypatch):
+    model, _ = whet.load(tiny_directory, dtype=torch.bfloat16, device="cuda")
+    prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    settings = {"max_tokens": 24, "stop_tokens": set(), "seeds": [0, 1, 2]}
+    found = complete(model, prompts, **settings)
+    monkeypatch.setattr(fused, "suits", lambda *tensors: False)
+    plain = complete(model, prompts, **settings)
+    compared = 0
+    for ours, theirs in zip(found, plain, strict=True):
+        same = next((n for n in range(24) if ours.tokens[n] != theirs.tokens[n]), 24)
+        compared += same
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs[:same]), torch.tensor(theirs.logprobs[:same]), rtol=0, atol=0.05
+        )
+    assert compared > 24

@@ -179,3 +179,19 @@ def test_under_autocast_wide_queries_are_narrowed_once(documents):
         found = attend(q, k, v.bfloat16(), layout)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_mask_that_is_added_is_the_mask_of_bools(window, monkeypatch):
+    """As on a GPU where no gradient is asked for; it is made once for all layers with the same mask."""
+    torch.manual_seed(0)
+    visible = torch.tensor([[True] * 8, [False] * 3 + [True] * 5])
+    layout = Layout.cached(visible, new_tokens=4, padded=True)
+    queries, keys, values = (torch.randn(2, heads, n, 8) for heads, n in ((4, 4), (2, 8), (2, 8)))
+    plain = attend(queries, keys, values, layout, window=window)
+    monkeypatch.setattr("whet.ops.fused.suits", lambda *tensors: True)
+    for _ in range(2):
+        torch.testing.assert_close(attend(queries, keys, values, layout, window=window), plain)
+    [added] = layout._added.values()
+    assert added.dtype == queries.dtype
+    assert set(added.unique().tolist()) == {0.0, -torch.inf}

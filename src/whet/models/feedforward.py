@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import FeedForwardSpec
-from whet.ops import by_hand
+from whet.ops import by_hand, fused
 from whet.ops.linear import Linear
 from whet.ops.together import project
 
@@ -44,4 +44,6 @@ class FeedForward(nn.Module):
             gate, up = project(x, self.gate_proj, self.up_proj)
         if self.spec.activation == "silu" and by_hand.suits(gate, up):
             return self.down_proj(by_hand.silu_gate(gate, up))
+        if self.spec.activation == "silu" and fused.suits(gate, up):
+            return self.down_proj(fused.silu_gate(gate, up))
         return self.down_proj(self.activation(gate) * up)

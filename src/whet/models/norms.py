@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import NormSpec
-from whet.ops import by_hand
+from whet.ops import by_hand, fused
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +20,8 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         if by_hand.suits(x, self.weight):
             return by_hand.rms_norm(x, self.weight, self.eps)
+        if fused.suits(x, self.weight):
+            return fused.rms_norm(x, self.weight, self.eps)
         return (self._normalised(x)).to(x.dtype) * self.weight.to(x.dtype)
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,6 +36,8 @@ class OffsetRMSNorm(RMSNorm):
         """Normalise the last dimension."""
         if by_hand.suits(x, self.weight):
             return by_hand.rms_norm(x, 1 + self.weight, self.eps)
+        if fused.suits(x, self.weight):
+            return fused.rms_norm(x, self.weight, self.eps, offset=True)
         normalised = self._normalised(x)
         return (normalised * (1 + self.weight.to(normalised.dtype))).to(x.dtype)
 

@@ -14,7 +14,7 @@ from whet.models.spec import (
     RopeSpec,
     YarnRopeScaling,
 )
-from whet.ops import by_hand
+from whet.ops import by_hand, fused
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosine and sine
 Frequencies = dict[tuple[torch.device, RopeSpec, int], torch.Tensor]
@@ -103,6 +103,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Turn channel i with channel i + head_dim/2 (the layout of Hugging Face checkpoints)."""
     if by_hand.suits(x, cos, sin):
         return by_hand.rotate(x, cos, sin)
+    if fused.suits(x, cos, sin):
+        return fused.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from whet.ops import fused
 from whet.ops.planned import device_type, is_plan
 
 
@@ -31,6 +32,7 @@ class Layout:
     above: tuple[tuple[int, ...], ...] | None = None  # of a tree: the pieces that each piece continues
     # masks of whole documents (under 0) and of sliding windows, made when a layer first asks
     _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _added: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def packed(documents: Sequence[Sequence[int]], *, device: torch.device) -> "Layout":
@@ -75,6 +77,13 @@ class Layout:
             same = segments[:, None, :, None] == segments[:, None, None, :]
             self._windows[0] = same & (positions[:, None] >= positions)
         return self._windows[0]
+
+    def added(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """One of this layout's masks as what is added to scores: of bools SDPA makes that in every layer."""
+        if id(mask) not in self._added:
+            nothing = torch.zeros((), dtype=dtype, device=mask.device)
+            self._added[id(mask)] = torch.where(mask, nothing, -torch.inf)
+        return self._added[id(mask)]
 
     def distances(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
         """How far back [B or 1, 1, queries, keys] each key stands from each query."""
@@ -130,12 +139,10 @@ def attend(
             slopes=slopes,
         )
     count, total = queries.shape[2], keys.shape[2]
-    mask, causal = layout.mask, layout.causal
-    if layout.offsets is not None:
-        mask, causal = layout.document_mask(), False
-    if window is not None and window < total:
-        mask, causal = layout.windowed(window, count, total, queries.device), False
+    mask, causal = _mask(layout, window, queries, total)
     if slopes is None and softcap is None:
+        if mask is not None and fused.suits(queries):
+            mask = layout.added(mask, queries.dtype)
         if count == 1 and queries.shape[1] != keys.shape[1]:
             return _attend_grouped(queries, keys, values, mask=mask, scale=scale)
         width = values.shape[-1]
@@ -156,6 +163,17 @@ def attend(
         mask = distance >= 0
     bias = None if slopes is None else -slopes[:, None, None] * distance
     return _spelled_out(queries, keys, values, mask=mask, scale=scale, softcap=softcap, bias=bias)
+
+
+def _mask(
+    layout: Layout, window: int | None, queries: torch.Tensor, keys: int
+) -> tuple[torch.Tensor | None, bool]:
+    """Which keys these queries see: a mask, or whether it is all of them up to their own."""
+    if window is not None and window < keys:
+        return layout.windowed(window, queries.shape[2], keys, queries.device), False
+    if layout.offsets is not None:
+        return layout.document_mask(), False
+    return layout.mask, layout.causal
 
 
 def _varlen_fits(
