@@ -49,6 +49,7 @@ def rotate_on_gpu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
         HALF=size // 2,
         BLOCK=triton.next_power_of_2(size // 2),
         num_warps=1,
+        enable_fp_fusion=False,  # each product is rounded
     )
     return y
 
