@@ -4,12 +4,16 @@ import pytest
 import torch
 
 import whet
-from whet.generation.engine import complete
+from tiny import run_config
+from whet.generation.engine import complete, generate_tokens
 from whet.models.feedforward import FeedForward
-from whet.models.norms import LayerNorm, OffsetRMSNorm, RMSNorm
+from whet.models.norms import OffsetRMSNorm, RMSNorm
 from whet.models.rope import rotate, rotation
 from whet.models.spec import FeedForwardSpec
 from whet.ops import fused
+from whet.ops.head import Head
+from whet.ops.kernels import kernels_work
+from whet.ops.softmax_rows import row_losses
 from whet.training import adamw
 from whet.training.adamw import AdamW
 
@@ -79,13 +83,13 @@ def test_a_norm_in_one_kernel_is_the_plain_one(size, kind, dtype):
     torch.nn.init.normal_(norm.weight)
     wide = torch.randn(2, 3, 7, 2 * size, device="cuda").to(dtype) * 3
     for x in (wide[..., :size].contiguous(), wide[..., size:], wide[..., :size].transpose(1, 2)):
-        with torch.no_grad():
+        with torch.no_grad(), fused.decoding():
             found = norm(x)
         assert found.grad_fn is None
         assert_a_digit_apart(found, norm(x).detach())
     if dtype != torch.float32:  # a float32 master under 16-bit states
         norm.float()
-        with torch.no_grad():
+        with torch.no_grad(), fused.decoding():
             found = norm(wide[..., :size])
         assert_a_digit_apart(found, norm(wide[..., :size]).detach())
 
@@ -103,7 +107,7 @@ def test_a_rotation_in_one_kernel_is_the_plain_one(size, dtype):
         for kind in (dtype, torch.float32):
             cos, sin = (each.to(kind) for each in rotation(places, frequencies))
             plain = rotate(x, cos, sin)
-            with torch.no_grad():
+            with torch.no_grad(), fused.decoding():
                 found = rotate(x, cos, sin)
             assert found.dtype == plain.dtype
             # in 16 bits each product is rounded by itself; in 32 one of them may not be
@@ -114,25 +118,28 @@ def test_a_rotation_in_one_kernel_is_the_plain_one(size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fused_weights", [False, True])
 @pytest.mark.parametrize("width", [24, 1536, 1100])
-def test_a_gate_in_one_kernel_is_the_plain_one(width, fused_weights, dtype, monkeypatch):
+def test_a_gate_in_one_kernel_is_the_plain_one(width, fused_weights, dtype):
     torch.manual_seed(0)
     layer = FeedForward(FeedForwardSpec(width=width, fused=fused_weights), d_model=32).to("cuda", dtype)
     layer.down_proj = torch.nn.Identity()
     x = 8 * torch.randn(3, 7, 32, device="cuda").to(dtype)
-    with torch.no_grad():
+    with torch.no_grad(), fused.decoding():
         found = layer(x)
     assert_a_digit_apart(found, layer(x).detach())
 
 
-def test_only_where_nothing_asks_for_gradients():
+def test_only_decoding_and_only_where_nothing_asks_for_gradients():
     x = torch.ones(2, 8, device="cuda")
     assert not fused.suits(x)
     with torch.no_grad():
+        assert not fused.suits(x)
+    with torch.no_grad(), fused.decoding():
         assert fused.suits(x, x.bfloat16())
         assert not fused.suits(x, x.cpu())
         assert not fused.suits(x.double())
-    norm = LayerNorm(8, eps=1e-5).cuda()
-    assert norm(x).requires_grad
+    with fused.decoding():
+        assert not fused.suits(x)
+    assert RMSNorm(8, eps=1e-5).cuda()(x).requires_grad
 
 
 def test_decoding_by_fused_kernels_is_like_decoding_by_plain_ones(tiny_directory, monkeypatch):
@@ -150,3 +157,33 @@ def test_decoding_by_fused_kernels_is_like_decoding_by_plain_ones(tiny_directory
             torch.tensor(ours.logprobs[:same]), torch.tensor(theirs.logprobs[:same]), rtol=0, atol=0.05
         )
     assert compared > 24
+
+
+def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, monkeypatch, caplog):
+    """What people see in an image that has no C compiler: one line, and everything works."""
+    from whet.ops import fused_triton
+
+    def broken(*tensors):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify it")
+
+    settings = {"max_tokens": 8, "stop_tokens": set()}
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cuda")
+    expected = generate_tokens(model, [[5, 6, 7]], **settings)
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 50, device="cuda"), torch.arange(6, device="cuda")
+    head = Head(torch.zeros(50, 4, device="cuda"))
+    losses = row_losses(logits.clone(), targets, head)
+    assert kernels_work()
+    monkeypatch.setattr(fused_triton, "silu_gate_on_gpu", broken)
+    kernels_work.cache_clear()
+    try:
+        assert generate_tokens(model, [[5, 6, 7]], **settings) == expected
+        for ours, theirs in zip(row_losses(logits.clone(), targets, head), losses, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        whet.train(run_config(tiny_directory, tmp_path, run={"device": "cuda"}))
+        assert not kernels_work()
+    finally:
+        kernels_work.cache_clear()
+    assert [line for line in caplog.messages if "Triton" in line] == [
+        "slower than it could be: Triton cannot build kernels on this machine (Failed to find C compiler.)"
+    ]

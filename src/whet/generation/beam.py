@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.adapters.adapter import unchanging
 from whet.errors import ConfigError
-from whet.generation.engine import check_prompts
+from whet.generation.engine import check_prompts, generating
 from whet.generation.rows import Rows
 from whet.models.language_model import LanguageModel
-from whet.models.modes import evaluating, uncompiled
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def beam_search(
     max_tokens = min(max_tokens, model.max_positions - len(prompt))
     if max_tokens < 1:
         return []
-    with evaluating(model), uncompiled(model), unchanging(model):
+    with generating(model):
         return _Search(model, prompt, beams, max_tokens, stop_tokens, length_penalty).run()
 
 

@@ -1,6 +1,7 @@
 """Batched decoding with a key/value cache over prompts of any lengths."""
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from whet.generation.sampling import Picker, Sampling, row_seeds
 from whet.generation.static import StaticRows, graphs_problem
 from whet.models.language_model import LanguageModel
 from whet.models.modes import evaluating, uncompiled
+from whet.ops import fused
 
 # called with a row and its tokens so far, a stop token left out; False ends the row
 Watch = Callable[[int, list[int]], bool]
@@ -53,9 +55,16 @@ def complete(
     limits = [min(max_tokens, model.max_positions - len(prompt)) for prompt in prompts]
     rows = [_Row(index, limit) for index, limit in enumerate(limits)]
     if prompts and max_tokens > 0:
-        with evaluating(model), uncompiled(model), unchanging(model):
+        with generating(model):
             _decode(model, prompts, rows, stop_tokens, sampling or Sampling(), seeds, watch)
     return [Completion(row.tokens, row.logprobs, row.finished) for row in rows]
+
+
+@contextlib.contextmanager
+def generating(model: LanguageModel) -> Iterator[None]:
+    """The model as it is read token by token, for the time of a `with` block."""
+    with evaluating(model), uncompiled(model), unchanging(model), fused.decoding():
+        yield
 
 
 def generate_tokens(

@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import unchanging
 from whet.adapters.load import load, put_trained, read_trained, run_of
 from whet.config.load import load_config
 from whet.config.mtp import MTPObjective
 from whet.errors import ModelError
-from whet.generation.engine import check_prompts
+from whet.generation.engine import check_prompts, generating
 from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
-from whet.models.modes import evaluating
 from whet.models.mtp import PredictionHeads, block_of, new_heads
 from whet.ops.attention import Layout
 
@@ -73,7 +71,7 @@ def speculate(
     end = min(len(prompt) + max_tokens, model.max_positions)
     known, new, guesses = list(prompt), list(prompt), list[int]()
     passes = guessed = accepted = 0
-    with evaluating(model), unchanging(model):
+    with generating(model):
         cache, guesser = model.new_cache(), _Guesser(model, heads)
         while len(known) < end:
             hidden = _read(model, new + guesses, cache)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from whet.ops.kernels import kernels_work
 from whet.ops.operation import operation
 
 MULTIPLE = 16  # of every side of a product: what the kernels take
@@ -78,7 +79,7 @@ def both_ways(
     NaN and infinity stay what they are, or become NaN.
     """
     rows, width = matrix.shape
-    if matrix.is_cuda:
+    if matrix.is_cuda and kernels_work():
         from whet.ops.fp8_triton import turned_on_gpu
 
         same = matrix.new_empty(_padded(rows), width, dtype=dtype)
@@ -92,7 +93,7 @@ def both_ways(
 @operation(lambda matrix, _, dtype: matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype))
 def turned_only(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The second of those, for a matrix that needs no more rows."""
-    if matrix.is_cuda:
+    if matrix.is_cuda and kernels_work():
         from whet.ops.fp8_triton import turned_on_gpu
 
         turned = matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype)

@@ -1,20 +1,39 @@
-"""Norm, rotation and gate as one kernel each, on a GPU and without gradients: for the steps of decoding.
+"""Norm, rotation and gate as one kernel each, for decoding on a GPU.
 
-There a kernel takes about as long as its start, and the plain forms are eight, five and two of them. Numbers
-are rounded where the plain forms round them. Compiled code needs none of this.
+A kernel takes about as long as its start there, and the plain forms are eight, five and two of them. Numbers
+are rounded where the plain forms round them, but sums have another order: a last digit may differ. So other
+passes without gradients (a reference's, say) keep the plain forms, whose bits are those of training.
 """
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
+from whet.ops.kernels import kernels_work
+
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # no shards, and nothing that only looks like a tensor
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_decodes: ContextVar[bool] = ContextVar("decoding", default=False)
+
+
+@contextlib.contextmanager
+def decoding() -> Iterator[None]:
+    """The functions of this file may be used, for the time of a `with` block."""
+    token = _decodes.set(True)
+    try:
+        yield
+    finally:
+        _decodes.reset(token)
 
 
 def suits(*tensors: torch.Tensor) -> bool:
     """Whether these tensors are for the functions of this file."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not _decodes.get() or torch.is_grad_enabled():
         return False
-    return all(type(each) in _KINDS and each.is_cuda and each.dtype in _DTYPES for each in tensors)
+    fit = all(type(each) in _KINDS and each.is_cuda and each.dtype in _DTYPES for each in tensors)
+    return fit and kernels_work()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:

@@ -29,7 +29,7 @@ def rms_norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset
 
 
 def rotate_on_gpu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """One program a head of a position; the sines lie in memory as the cosines do."""
+    """One program a head of a position."""
     batch, heads, length, size = x.shape
     x, cos, sin = (each if each.stride(3) == 1 else each.contiguous() for each in (x, cos, sin))
     cos, sin = (each.expand(batch, 1, length, size) for each in (cos, sin))

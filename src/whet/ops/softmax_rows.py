@@ -3,6 +3,7 @@
 import torch
 
 from whet.ops.head import Head
+from whet.ops.kernels import kernels_work
 from whet.ops.planned import device_type, is_plan
 
 
@@ -21,7 +22,7 @@ def row_losses(
     """
     if is_plan() and device_type(projected) == "cuda":
         return projected.new_empty(len(targets), dtype=torch.float32), projected if want_gradient else None
-    if projected.is_cuda and projected.dtype != torch.float64:
+    if projected.is_cuda and projected.dtype != torch.float64 and kernels_work():
         from whet.ops.softmax_rows_triton import row_losses_on_gpu
 
         return row_losses_on_gpu(projected, targets, head, row_weight=row_weight, want_gradient=want_gradient)

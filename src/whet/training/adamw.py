@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from whet.ops.kernels import kernels_work
+
 _LARGE = 2**20  # a launch for each such tensor costs less than the time it saves
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,6 +46,7 @@ class AdamW(torch.optim.AdamW):
             and not isinstance(p, DTensor)
             and p.is_contiguous()
             and p.grad.is_contiguous()
+            and kernels_work()
             and bool(self.state[p])  # else this is its first step, in which torch makes its state
         )
 
