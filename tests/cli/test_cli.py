@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import whet
@@ -298,6 +299,16 @@ def test_doctor_tells_device_precision_versions_and_cache(cli):
     assert code == 0
     for said in ("device", "precision", "torch", "transformers", "cache", "cores"):
         assert said in out
+
+
+@pytest.mark.parametrize("problem", [None, "Failed to find C compiler."])
+def test_doctor_tells_of_a_gpu_whether_kernels_can_be_built(cli, monkeypatch, problem):
+    from whet.cli import doctor
+
+    monkeypatch.setattr("whet.ops.kernels.kernels_problem", lambda: problem)
+    expected = "whet's own, by Triton" if problem is None else f"plain torch's, since {problem}"
+    assert doctor._kernels(torch.device("cuda")) == {"kernels": expected}
+    assert doctor._kernels(torch.device("cpu")) == {}
 
 
 def test_doctor_lists_models_below_the_cache_they_are_in(cli, monkeypatch, tmp_path):

@@ -24,6 +24,7 @@ def command() -> None:
         f"{peak.bandwidth_gb_s:.4g} GB/s of memory ({peak.source})",
         "precision": choose_precision("auto", device).reason,
         "attention": describe_backend(device),
+        **_kernels(device),
         "threads": str(torch.get_num_threads()),
         **versions(),
         "tokens": str(tokens_dir()),
@@ -34,6 +35,15 @@ def command() -> None:
         print(f"{name:<{width}}  {value}")
     for name, size in cached_models():
         print(f"{'':<{width}}  {name}  {size / GIB:.2f} GiB")
+
+
+def _kernels(device: object) -> dict[str, str]:
+    from whet.ops.kernels import kernels_problem
+
+    if getattr(device, "type", "") != "cuda":
+        return {}
+    problem = kernels_problem()
+    return {"kernels": "whet's own, by Triton" if problem is None else f"plain torch's, since {problem}"}
 
 
 def _describe(device: object) -> str:

@@ -10,17 +10,20 @@ log = logging.getLogger("whet")
 
 @functools.cache
 def kernels_work() -> bool:
-    """Whether Triton, which comes with torch for CUDA, can build kernels: it needs a C compiler for that.
+    """Whether they can; else plain torch does the same, more slowly, and a line says so."""
+    problem = kernels_problem()
+    if problem is not None:
+        log.warning("slower than it could be: Triton cannot build kernels on this machine (%s)", problem)
+    return problem is None
 
-    Found out by the first one that is asked for; without them plain torch does the same, more slowly.
-    """
+
+def kernels_problem() -> str | None:
+    """Why Triton, which comes with torch for CUDA, cannot build kernels; often a C compiler is missing."""
     try:
         from whet.ops.fused_triton import silu_gate_on_gpu
 
         one = torch.ones(1, 1, device="cuda")
         silu_gate_on_gpu(one, one)
     except Exception as error:  # whatever a machine may lack
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.warning("slower than it could be: Triton cannot build kernels on this machine (%s)", reason)
-        return False
-    return True
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
