@@ -48,6 +48,7 @@ def adamw_on_gpu(
         DIVIDED=divisor is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
+        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
     )
 
 

@@ -29,6 +29,7 @@ def turned_on_gpu(
         TALL=_TALL,
         WIDE=_WIDE,
         num_warps=_WARPS,
+        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
     )
 
 

@@ -24,6 +24,7 @@ def rms_norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset
         OFFSET=offset,
         BLOCK=block,
         num_warps=4 if block <= 1024 else 8,
+        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
     )
     return y
 
@@ -61,7 +62,17 @@ def silu_gate_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     one, other = (each if each.stride(1) == 1 else each.contiguous() for each in (one, other))
     y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     grid = (len(one), triton.cdiv(size, _BLOCK))
-    _silu_gate[grid](one, other, y, one.stride(0), other.stride(0), size, BLOCK=_BLOCK, num_warps=4)
+    _silu_gate[grid](
+        one,
+        other,
+        y,
+        one.stride(0),
+        other.stride(0),
+        size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     return y
 
 

@@ -38,6 +38,7 @@ def row_losses_on_gpu(
         CAPPED=head.softcap is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
+        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
     )
     return losses, projected if want_gradient else None
 
