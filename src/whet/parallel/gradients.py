@@ -121,11 +121,18 @@ def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         alike.setdefault(gradient.dtype, []).append(gradient)
-    return [
-        norm
-        for dtype, found in alike.items()
-        for norm in torch._foreach_norm(found, 2.0, dtype=torch.promote_types(dtype, torch.float32))
-    ]
+    norms: list[torch.Tensor] = []
+    for dtype, found in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        if wide == dtype:
+            norms += torch._foreach_norm(found, 2.0)
+        elif isinstance(
+            found[0], DTensor
+        ):  # for many of them at once torch 2.15 takes a dtype for a dimension
+            norms += [torch.linalg.vector_norm(each, dtype=wide) for each in found]
+        else:
+            norms += torch._foreach_norm(found, 2.0, dtype=wide)
+    return norms
 
 
 def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
