@@ -9,9 +9,7 @@ _BLOCK = 1024
 
 def rms_norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool) -> torch.Tensor:
     """One program a row."""
-    size = x.shape[-1]
-    rows = x.reshape(-1, size)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    size, rows = x.shape[-1], _rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), 4096)
     _rms_norm[(len(rows),)](
@@ -57,9 +55,7 @@ def rotate_on_gpu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 def silu_gate_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Both as rows, which may be halves of wider ones."""
-    size = gate.shape[-1]
-    one, other = (each.reshape(-1, size) for each in (gate, up))
-    one, other = (each if each.stride(1) == 1 else each.contiguous() for each in (one, other))
+    size, one, other = gate.shape[-1], _rows(gate), _rows(up)
     y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     grid = (len(one), triton.cdiv(size, _BLOCK))
     _silu_gate[grid](
@@ -74,6 +70,12 @@ def silu_gate_on_gpu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         enable_fp_fusion=True,
     )
     return y
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Two dimensions, the second without gaps."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
