@@ -63,7 +63,7 @@ def test_what_dropout_left_is_read_by_the_update_alone(biased):
 @pytest.mark.parametrize("first", [None, 64, 96])
 def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first, monkeypatch):
     if first is not None:  # as on a GPU
-        monkeypatch.setattr(product, "_first_columns", lambda flat: first)
+        monkeypatch.setattr(product, "_first_columns", lambda weight: first)
     torch.manual_seed(0)
     wide = torch.float64
 
