@@ -201,8 +201,7 @@ def whet_run(name, method, rows, who, found):
     with torch.device("meta"):
         model = Decoder(families.FAMILIES["llama"].from_config(config), source_config=config).to(dtype)
     model.to_empty(device=device)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.02)
+    draw_weights(model)
     if method == "lora":
         whet.attach_lora(model, rank=16, alpha=32)
         for parameter in model.parameters():
@@ -233,6 +232,15 @@ def whet_run(name, method, rows, who, found):
             found.done(metrics["loss"], metrics["tokens"])
 
     Trainer(model, SFT(), stream, config, [Clock()], total_steps=found.total, precision=precision).fit()
+
+
+def draw_weights(model):
+    """As transformers does, so that losses can be compared: N(0, 0.02), and norms that change nothing."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(std=0.02)
 
 
 def peer_run(name, method, rows, who, found):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import whet
-from benchmarks.gpu import COMMON, SHAPES
+from benchmarks.gpu import COMMON, SHAPES, draw_weights
 from benchmarks.machine import describe_machine
 from whet.config.load import make_config
 from whet.data.batches import BatchStream
@@ -100,8 +100,7 @@ def build(vocabulary, rank):
     with torch.device("meta"):
         model = Decoder(families.FAMILIES["llama"].from_config(config), source_config=config).bfloat16()
     model.to_empty(device="cuda")
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.02)
+    draw_weights(model)
     return whet.attach_lora(model, rank=rank, alpha=2 * rank)
 
 
