@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+import whet
 from tiny import TEMPLATE, read_records, write_tokenizer
-from whet.data.encode import Encoder
+from whet.data.encode import Encoder, token_bytes
 from whet.data.render import Renderer
 from whet.data.sources import Record
 from whet.errors import DataError
@@ -349,3 +350,12 @@ def test_a_template_writes_the_day_it_is_told(tiny):
         assert text.startswith(day.strftime("%d %b %Y") + "<|system|>")
     today = Renderer(tokenizer).render(record(messages=CHAT)).text
     assert today.startswith(date.today().strftime("%d %b %Y"))
+
+
+def test_special_tokens_stand_for_no_bytes(tiny_directory):
+    _, tokenizer = whet.load(tiny_directory, device="cpu")
+    sizes = token_bytes(tokenizer, vocab_size=260)
+    names = ("<|end|>", "<|user|>", "<|assistant|>")
+    assert [sizes[tokenizer.convert_tokens_to_ids(name)] for name in names] == [0, 0, 0]
+    tokens = tokenizer("Größe<|user|>", add_special_tokens=False)["input_ids"]
+    assert sizes[tokens].sum() == len("Größe".encode())

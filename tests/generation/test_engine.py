@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
 
 import whet
 from tiny import random_examples
@@ -197,3 +197,37 @@ def test_equal_prompts_with_different_seeds_differ_and_are_read_once(tiny, monke
 def test_wrong_numbers_of_seeds_are_refused(tiny):
     with pytest.raises(DataError, match="2 seeds for 3 prompts"):
         complete(tiny[0], [[1]] * 3, max_tokens=2, stop_tokens=set(), seeds=[1, 2])
+
+
+SMALL = {
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+# a window, slopes, a state and a convolution: none of them may count padding after a common start
+COUNTING = {
+    "olmo3": {**SMALL, "sliding_window": 6},
+    "mpt": {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+    "mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
+    "lfm2": {**SMALL, "layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_rows_with_a_common_start_decode_as_alone_in_classes_of_transformers(kind, tmp_path):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COUNTING[kind]))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+    theirs.save_pretrained(tmp_path)
+    model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Bridge)
+    start = list(range(3, 15))
+    rows = [[*start, 40, 41], [*start, 50, 51, 52, 53, 54, 55, 56]]
+    together = complete(model, rows, max_tokens=6, stop_tokens=set())
+    for row, found in zip(rows, together, strict=True):
+        [alone] = complete(model, [row], max_tokens=6, stop_tokens=set())
+        assert found.tokens == alone.tokens
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)

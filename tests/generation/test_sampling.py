@@ -6,6 +6,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from whet.errors import ConfigError
+from whet.generation import sampling as of_sampling
 from whet.generation.sampling import Picker, Sampling, row_seeds
 
 
@@ -101,3 +102,11 @@ def test_the_repetition_penalty_is_that_of_transformers():
 def test_bad_sampling_settings_are_refused(bad):
     with pytest.raises(ConfigError):
         Sampling(**bad)
+
+
+def test_the_smallest_numbers_are_as_likely_as_they_should_be(monkeypatch):
+    monkeypatch.setattr(of_sampling, "_scramble", lambda bits: bits)
+    bits = np.array([0, 1, 2, 40, 63, 64, 65, 1000, 2**31 - 1, 2**31], dtype=np.uint32)
+    found = of_sampling._noise(torch.from_numpy(bits.view(np.int32)), torch.zeros(1, 1, dtype=torch.int32))[0]
+    wanted = -np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32)
+    np.testing.assert_allclose(found.double().numpy(), wanted, rtol=2e-6)

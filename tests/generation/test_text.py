@@ -132,3 +132,14 @@ def test_a_majority_vote_counts_what_the_key_reads(tiny):
 def test_senseless_numbers_of_answers_are_refused(tiny, n, settings, message):
     with pytest.raises(ConfigError, match=message):
         best_of_n(*tiny, "hello", n, **settings)
+
+
+def test_a_stop_string_may_be_a_special_token(tiny_directory):
+    _, tokenizer = whet.load(tiny_directory, device="cpu")
+    tokens = tokenizer("Sure.<|user|>and now", add_special_tokens=False)["input_ids"]
+    place = tokens.index(tokenizer.convert_tokens_to_ids("<|user|>"))
+    shown = []
+    stream = TextStream(tokenizer, ["<|user|>"], shown.append)
+    for watch in (stop_watch(tokenizer, ["<|user|>"]), stream.watch):
+        assert [watch(0, tokens[: n + 1]) for n in range(place + 1)] == [True] * place + [False]
+    assert stream.finish(tokens[: place + 1]) == "".join(shown) == "Sure."

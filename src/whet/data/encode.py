@@ -164,10 +164,15 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return marks & (start < end)
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:  # Any: a transformers tokenizer
+    """The tokens that are no text, those without a role of their own too, and their ids."""
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def token_bytes(tokenizer: Any, *, vocab_size: int) -> np.ndarray:  # Any: a transformers tokenizer
     """[vocab_size] how many bytes of text each token stands for; special ones for none."""
     sizes = np.zeros(vocab_size, dtype=np.int64)
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *special_tokens(tokenizer).values()}
     byte_level = "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__ or "ByteLevel" in str(
         tokenizer.backend_tokenizer.decoder
     )

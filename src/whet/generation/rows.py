@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.ops.attention import Layout
 
@@ -25,7 +26,9 @@ class Rows:
         distinct = {tuple(prompt): None for prompt in prompts}
         order = {prompt: place for place, prompt in enumerate(distinct)}
         unique = [list(prompt) for prompt in distinct]
-        shared = _common_prefix(unique)
+        ragged = len({*map(len, unique)}) > 1
+        # padding would come after the common start: transformers' windows, slopes and states would count it
+        shared = _common_prefix(unique) if isinstance(model, Decoder) or not ragged else 0
         width = max(map(len, unique))
         self.cache: Any = model.new_cache(slots_for(width, new_tokens))  # Any: opaque, but for keep(rows)
         if shared >= _SHARED_PREFIX:

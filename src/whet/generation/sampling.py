@@ -144,8 +144,10 @@ def _noise(scrambled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     Made from a hash, on the device, so that they are the same on every device and need no stream of numbers.
     """
-    uniform = _scramble(scrambled ^ keys).float().add_(2.0**31).mul_(2.0**-32)
-    return uniform.clamp_(2.0**-33, 1 - 2.0**-24).neg_().log1p_().neg_()
+    bits = _scramble(scrambled ^ keys)
+    # by halves, so that small numbers keep all their digits: by them unlikely tokens are drawn
+    uniform = ((bits >> 16) & 0xFFFF).float().mul_(65536.0).add_((bits & 0xFFFF).float()).add_(0.5)
+    return uniform.mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _scramble(bits: torch.Tensor) -> torch.Tensor:

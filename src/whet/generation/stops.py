@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from whet.data.encode import special_tokens
 from whet.errors import ConfigError
 from whet.generation.engine import Watch
 
@@ -24,10 +25,11 @@ def cut(text: str, stops: Sequence[str]) -> str:
 def stop_watch(tokenizer: Any, stops: Sequence[str]) -> Watch:  # Any: a transformers tokenizer
     """For `complete`: ends a row when its text has a stop string in it; `cut` then removes that."""
     stops = check_stops(stops)
+    special = _special(tokenizer, stops)
 
     def watch(_: int, tokens: list[int]) -> bool:
         text = decoded(tokenizer, tokens)
-        return not any(stop in text for stop in stops)
+        return tokens[-1] not in special and not any(stop in text for stop in stops)
 
     return watch
 
@@ -40,6 +42,7 @@ class TextStream:
     ) -> None:  # Any: a transformers tokenizer
         self.tokenizer, self.stops = tokenizer, check_stops(stops)
         self.on_text = on_text
+        self._special = _special(tokenizer, self.stops)
         self._shown = 0
 
     def watch(self, _: int, tokens: list[int]) -> bool:
@@ -49,7 +52,7 @@ class TextStream:
         # an unfinished character decodes to U+FFFD: wait for its other bytes
         certain = before.rstrip("\ufffd")
         self._show(certain[: len(certain) - self._possible_start(certain)] if before == text else before)
-        return before == text
+        return before == text and tokens[-1] not in self._special
 
     def finish(self, tokens: list[int]) -> str:
         """Show the rest; returns the whole answer."""
@@ -67,6 +70,12 @@ class TextStream:
         if self.on_text is not None and len(text) > self._shown:
             self.on_text(text[self._shown :])
             self._shown = len(text)
+
+
+def _special(tokenizer: Any, stops: Sequence[str]) -> set[int]:  # Any: a transformers tokenizer
+    """The special tokens among stop strings: no text has them."""
+    known = special_tokens(tokenizer)
+    return {known[stop] for stop in stops if stop in known}
 
 
 def decoded(tokenizer: Any, tokens: list[int]) -> str:  # Any: a transformers tokenizer
