@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny_adapters import adapter_tensors
@@ -131,3 +132,28 @@ def test_comparing_logits_counts_positions_with_the_same_choice():
     found = compare_logits(first, second)
     assert (found.largest, found.same_choice) == (3.5, 0.5)
     assert str(found) == "largest logit difference 3.5, the same likeliest token at 50.0% of the positions"
+
+
+def test_a_weight_with_two_names_is_changed_once(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GraniteConfig(
+        vocab_size=260, **sizes, residual_multiplier=0.5, pad_token_id=None, tie_word_embeddings=True
+    )
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "base")
+
+    def base():
+        return whet.load(tmp_path / "base", dtype=torch.float32, device="cpu")[0]
+
+    model = whet.attach_lora(base(), rank=2, targets="qv", modules_to_save=["embed_tokens"])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    whet.save_adapter(model, tmp_path / "adapter")
+    several = AdapterSet(plain := base())
+    several.add("one", tmp_path / "adapter")
+    with torch.no_grad():
+        several.merge({"one": 1.0})
+        torch.testing.assert_close(plain(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+        several.unmerge()
+        assert torch.equal(plain(TOKENS), base()(TOKENS))

@@ -222,3 +222,17 @@ def test_a_merged_model_no_longer_names_the_base_it_came_from(tiny, tmp_path):
     whet.save_adapter(whet.attach_lora(model, rank=2), tmp_path / "adapter")
     with pytest.raises(ModelError, match="does not name its base model"):
         load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("variant", ["lora", "pissa", "dora"])
+def test_a_checkpoint_opens_on_the_quantised_base(tiny_directory, tmp_path, variant):
+    method = {"kind": "qlora", "rank": 4, "variant": variant}
+    run = whet.train(run_config(tiny_directory, tmp_path, method=method, run={"steps": 2}))
+    [checkpoint] = (run.directory / "checkpoints").glob("step-000002")
+    final, stored = (
+        whet.load(at, dtype=torch.float32, device="cpu")[0] for at in (run.directory, checkpoint)
+    )
+    assert quantised_weights(stored) == quantised_weights(final)
+    assert quantised_weights(stored)[0] > 0
+    with torch.no_grad():
+        torch.testing.assert_close(stored(tokens()), final(tokens()), rtol=1e-4, atol=1e-4)

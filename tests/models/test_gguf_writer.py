@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import whet
-from tiny import write_tokenizer
+from tiny import write_tiny_model, write_tokenizer
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.models.encoders import make_tokenizer
 from whet.models.gguf import convert_gguf
@@ -308,3 +308,15 @@ def test_tokenizers_that_gguf_cannot_hold_are_refused(tmp_path: Path) -> None:
     odd.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(ModelError, match="no name for the way"):
         tokenizer_metadata(PreTrainedTokenizerFast(tokenizer_object=odd), vocab_size=261)
+
+
+@pytest.mark.parametrize("length", [32, 64, 100, 3000, 8192])
+def test_llama3_scaling_for_any_length_is_read_back(length, tmp_path):
+    scaling = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": length}
+    write_tiny_model(tmp_path / "base", rope_parameters=scaling)
+    model, tokenizer = whet.load(tmp_path / "base", dtype=torch.float32, device="cpu")
+    write_gguf(tmp_path / "x.gguf", model, tokenizer, kind="f32", end_tokens={256})
+    again, _ = whet.load(tmp_path / "x.gguf", dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)

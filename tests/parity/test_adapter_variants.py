@@ -456,3 +456,32 @@ def test_ranks_and_alphas_of_experts_and_routers_by_pattern_are_pefts(tmp_path):
     with torch.no_grad():
         close(loaded(input_ids=tokens()).logits, model(tokens()))
         assert torch.equal(load(tmp_path / "ours")(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("kind", ["xglm", "gemma3_text"])
+def test_embeddings_that_scale_their_rows_scale_the_update(kind, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "max_position_embeddings": 128, "tie_word_embeddings": False}
+    if kind == "xglm":
+        sizes |= {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+    else:  # with an activation that whet's own decoder has not
+        sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_activation": "relu"}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / "base")
+    ours = whet.attach_lora(load(tmp_path / "base"), rank=2, targets=["embed_tokens"])
+    shake(ours)
+    whet.save_adapter(ours, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(load_theirs(tmp_path / "base"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        adapted_logits = ours(tokens())
+        torch.testing.assert_close(adapted_logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(whet.merge(ours)(tokens()), adapted_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_zeros_stay_zeros_when_dora_is_merged(tmp_path):
+    model = load(write_base(tmp_path / "base", "llama"))
+    model.layers[0].self_attn.o_proj.weight.data[3:] = 0
+    whet.attach_lora(model, rank=2, variant="dora")
+    with torch.no_grad():
+        before = model(tokens())
+        torch.testing.assert_close(whet.merge(model)(tokens()), before, rtol=1e-4, atol=1e-4)

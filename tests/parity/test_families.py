@@ -296,6 +296,8 @@ RAW_ROWS = {
     "gemma3-all-full": ("gemma3_text", {"head_dim": 16, "sliding_window": 5, "layer_types": ["full_attention"] * 4}),
     "gemma2-bare": ("gemma2", {"head_dim": 16}),
     "gemma3-bare": ("gemma3_text", {"head_dim": 16}),
+    "gemma2-null-types": ("gemma2", {"head_dim": 16, "sliding_window": 5, "layer_types": None}),
+    "gemma3-null-types": ("gemma3_text", {"head_dim": 16, "sliding_window": 5, "layer_types": None}),
     "gemma3-old-ropes": ("gemma3_text", {"head_dim": 16, "rope_theta": 5e5, "rope_local_base_freq": 700.0, "rope_scaling": LINEAR}),
     "gemma3-both-spellings": ("gemma3_text", {
         "head_dim": 16, "rope_scaling": LINEAR, "original_max_position_embeddings": 16,

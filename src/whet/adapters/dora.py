@@ -53,7 +53,7 @@ class DoRALinear(LoRALinear):
     def merged_weight(self) -> torch.Tensor:
         """The rows of W + s B A at their trained lengths, computed in float32."""
         whole = self.base.weight.float() + self.delta()
-        norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).detach()
+        norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).detach().clamp(min=1e-15)
         return (whole * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
 
     def stored(self) -> Stored:

@@ -26,8 +26,12 @@ class LoRAEmbedding(Adapter):
         rows = self.base(tokens)
         if not self.enabled:
             return rows
-        low = F.embedding(tokens, self.lora_embedding_A.T)
-        return rows + (F.linear(low, self.lora_embedding_B) * self.scale).to(rows.dtype)
+        update = F.linear(F.embedding(tokens, self.lora_embedding_A.T), self.lora_embedding_B) * self.scale
+        if (
+            factor := getattr(self.base, "embed_scale", None)
+        ) is not None:  # of rows, in transformers' classes
+            update = update * factor
+        return rows + update.to(rows.dtype)
 
     @property
     def weight(self) -> torch.Tensor:

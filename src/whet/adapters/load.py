@@ -74,10 +74,16 @@ def load_body(
     else:
         if (kind := read_json(target / QUANTISED)) != NF4_BASE:
             raise ModelError(f"{target / QUANTISED}: whet does not know a base of {kind}")
-        where = choose_device(str(device or "auto"))
-        model = load_quantised(base, dtype=dtype or choose_precision("auto", where).frozen, device=where)
+        model = _load_quantised(base, dtype=dtype, device=device)
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
+
+
+def _load_quantised(
+    name: str, *, dtype: torch.dtype | None, device: str | torch.device | None
+) -> LanguageModel:
+    where = choose_device(str(device or "auto"))
+    return load_quantised(name, dtype=dtype or choose_precision("auto", where).frozen, device=where)
 
 
 def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LanguageModel:
@@ -129,6 +135,8 @@ def _load_checkpointed(
         model = new_model(name, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         where = choose_device(str(device or "auto"))
         model.to(where, dtype or choose_precision("auto", where).frozen)
+    elif config.method.kind == "qlora":
+        model, tokenizer = _load_quantised(name, dtype=dtype, device=device), tokenizer_of(name)
     else:
         model, tokenizer = load_base(name, dtype=dtype, device=device)
     if config.method.kind == "full":

@@ -70,8 +70,12 @@ class AdapterSet:
             for path, layer in layers.items():
                 for key, update in updates_of(layer).items():
                     sums[f"{path}.{key}"] = sums.get(f"{path}.{key}", 0.0) + update * weights[name]
+        tied = set()
         for path, update in sums.items():
             parameter = self.model.get_parameter(path)
+            if id(parameter) in tied:  # changed already, by its other name
+                continue
+            tied.add(id(parameter))
             self._before[path] = parameter.data
             parameter.data = (parameter.data.float() + update).to(parameter.dtype)
 

@@ -4,6 +4,7 @@ The header is read here, not with the gguf package's reader: that one trusts the
 array longer than the file makes it loop without end) and needs seconds for the token list of a small model.
 """
 
+import itertools
 import math
 import mmap
 import struct
@@ -298,10 +299,16 @@ def _llama3_scaling(file: GgufFile, theta: float, *, head_dim: int) -> dict[str,
     divisors = file.array("rope_freqs.weight")
     if bool((divisors == 1).all()):
         return {}
-    low, high, original = 1.0, 4.0, 8192
+    low, high = 1.0, 4.0
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    kept = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # the share that is not slowed down
-    for factor in (8.0, 32.0, float(divisors.max())):
+    # the length that it was made for is 8192, or what a divisor between 1 and the factor says, or any at all
+    # that gives these divisors where there is none between
+    most = float(divisors.max())
+    shares = (1 / divisors - 1 / most) / (1 - 1 / most)
+    said = (wavelengths * (low + shares * (high - low)))[(divisors > 1) & (divisors < most)]
+    lengths = (8192, *(round(length) for length in said.tolist()), *(2**power for power in range(24)))
+    for original, factor in itertools.product(lengths, (8.0, 32.0, most)):
+        kept = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # the share not slowed down
         # The tolerance is for the float32 arithmetic of the program that wrote the file.
         if np.allclose(divisors, 1 / ((1 - kept) / factor + kept), rtol=1e-4, atol=0):
             return {

@@ -25,11 +25,11 @@ def from_config(config: Config) -> ModelSpec:
     layers = integer(config, "num_hidden_layers")
     alternating = ["sliding_attention", "full_attention"] * layers
     defaults = {
-        "layer_types": alternating[:layers],
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
-    return read({**defaults, **config}, family=MODEL_TYPE)
+    kinds = config.get("layer_types") or alternating[:layers]
+    return read({**defaults, **config, "layer_types": kinds}, family=MODEL_TYPE)
 
 
 def read(config: Config, *, family: str) -> ModelSpec:

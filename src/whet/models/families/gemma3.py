@@ -45,7 +45,7 @@ def from_config(config: Config) -> ModelSpec:
     layers = integer(config, "num_hidden_layers")
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     kinds = [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
-    config = _both_ropes({"layer_types": kinds, **config})
+    config = _both_ropes({**config, "layer_types": config.get("layer_types") or kinds})
     ropes = {kind: common.rope(config, kind) for kind in (_LOCAL, _GLOBAL)}
     # the class reads no attn_logit_softcapping: its head norms bound the scores
     spec = gemma2.read({**config, "rope_parameters": {}, "attn_logit_softcapping": None}, family=MODEL_TYPE)
