@@ -13,6 +13,7 @@ from whet.config.quality import Quality
 from whet.data.batches import make_batch
 from whet.data.rows import read_rows
 from whet.data.sources import open_source
+from whet.errors import DataError
 from whet.models.initialise import from_scratch
 from whet.models.presets import preset_spec
 from whet.models.tabular import QualitySpec, new_quality_model
@@ -304,3 +305,13 @@ def test_a_model_without_fp64_is_compared_with_fp32():
     ).diagnose()
     assert found.reference == "fp32"
     assert [result.path.name for result in found.results] == ["bf16", "fp16", "sim-bf16", "sim-fp16"]
+
+
+def test_a_batch_without_a_gradient_is_refused(tiny):
+    class Nothing(SFT):
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            return Loss({term: 0 * value for term, value in found.sums.items()})
+
+    with pytest.raises(DataError, match="every gradient of this batch is zero"):
+        examine(tiny[0], Nothing(), text_batch())

@@ -175,3 +175,11 @@ def test_a_wrong_source_gets_only_the_message_that_fits(tmp_path, override, mess
     found = problem(tmp_path, override)
     assert message in found
     assert "data.train: Input should be a valid string" not in found
+
+
+@pytest.mark.parametrize("objective", [{"kind": "grpo", "rewards": ["exact_match"]}, {"kind": "regression"}])
+def test_what_reads_other_data_is_no_part_of_a_mix(objective):
+    sft = {"objective": {"kind": "sft"}, "data": {"train": "a.jsonl"}}
+    mix = {"kind": "mix", "parts": [sft, {"objective": objective, "data": {"train": "b.jsonl"}}]}
+    with pytest.raises(ConfigError, match=f"{objective['kind']} is not one of several objectives"):
+        make_config({"model": "m", "objective": mix, "run": {"steps": 3, "batch_size": 4}})

@@ -32,3 +32,14 @@ def test_losses_divergences_and_costs_fall(metric):
 )
 def test_scores_and_rates_rise(metric):
     assert not falls(metric)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        *("eval_m.mtp_loss_1", "mtp_loss_2", "eval_truncated_fraction", "no_signal_fraction"),
+        *("reward_errors", "eval_reward_errors", "brier", "ece", "hamming", "log_loss"),
+    ],
+)
+def test_losses_of_heads_failures_and_errors_fall(metric):
+    assert falls(metric)

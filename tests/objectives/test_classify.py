@@ -164,3 +164,24 @@ def test_the_head_starts_the_same_for_a_seed_and_stays_float32():
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ClassificationHead(8, 2)(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("focal", [0.25, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("logit", [3.0, 30.0, 200.0])
+def test_a_sure_text_has_a_finite_focal_gradient(logit, marks, focal):
+    objective = Classify(ClassificationHead(4, 3), multi_label=marks, focal=focal)
+    logits = torch.tensor([[logit, -logit, -logit]], requires_grad=True)
+    targets = torch.tensor([[1.0, 0, 0]]) if marks else torch.tensor([0])
+    found = (objective._marked_losses if marks else objective._losses)(logits, targets).sum()
+    found.backward()
+    assert logits.grad.isfinite().all()
+    wide = logits.detach().double().requires_grad_()
+    if marks:
+        right = wide.sigmoid() * targets + (-wide).sigmoid() * (1 - targets)
+        other = (-wide).sigmoid() * targets + wide.sigmoid() * (1 - targets)
+        wanted = -(right.log() * other**focal).mean()
+    else:
+        logp = wide.log_softmax(1)
+        wanted = -logp[0, 0] * logp[0, 1:].exp().sum() ** focal
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-9)

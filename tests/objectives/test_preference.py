@@ -335,3 +335,17 @@ def test_a_missing_reference_is_an_error(tiny, tmp_path):
     found = pairs(tiny, tmp_path, 2)
     with pytest.raises(ConfigError, match="dpo needs a reference for synth:house-pairs:2#1"):
         Preference("dpo", beta=0.1).loss(tiny[0], make_batch([[*found[0], *found[1]]]))
+
+
+def test_references_of_another_config_with_the_same_weights_are_not_taken(
+    tiny_directory, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))
+    shutil.copytree(tiny_directory, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    config |= {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    for place, model in enumerate((tiny_directory, tmp_path / "other")):
+        objective = {"kind": "dpo", "reference": "precompute"}
+        run = whet.train(preference_config(model, tmp_path, objective, run={"name": f"{place}", "steps": 1}))
+        assert run.history[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)

@@ -334,3 +334,11 @@ def test_a_head_that_transformers_cannot_have_is_kept_by_whet_alone(tiny_directo
     assert "score" not in (tmp_path / "saved" / "adapter_config.json").read_text()
     with pytest.raises(ModelError, match="is a classifier"):
         whet.load(tmp_path / "saved")
+
+
+def test_the_head_of_a_classifier_is_none_of_muons_matrices(tiny_directory):
+    model = new(tiny_directory, method={"kind": "full"}, optim={"name": "muon", "lr": 1e-3})
+    names = {id(p): name for name, p in model.trainer.learner.named_parameters()}
+    groups = model.trainer.optimizer.param_groups
+    [rule] = [g["rule"] for g in groups for p in g["params"] if "score" in names[id(p)]]
+    assert rule == "adamw"

@@ -358,3 +358,21 @@ def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
 def test_yaml_lists_of_numbers_are_weights(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path, objective={"class_weights": [1, 2, 3]})
     assert make_config(yaml.safe_load(yaml.safe_dump(settings))).objective.class_weights == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.02, 1.0, 100.0])
+def test_a_temperature_may_be_far_from_one(scale):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4000, 3))
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    labels = np.array([rng.choice(3, p=row) for row in chances])
+    found = fitted_temperature((scale * logits).astype(np.float32), labels, multi_label=False)
+    assert found == pytest.approx(scale, rel=0.1)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_where_all_is_right_no_temperature_is_fitted(multi_label, caplog):
+    logits = np.array([[2.0, -1.0], [-1.0, 3.0]], dtype=np.float32)
+    labels = (logits > 0).astype(np.float64) if multi_label else np.array([0, 1])
+    assert fitted_temperature(logits, labels, multi_label=multi_label) == 1.0
+    assert "every label is the likeliest already" in caplog.text

@@ -352,3 +352,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_completion(tiny_directory, tm
     sections = {"objective": {**sections["objective"], "on_error": -1.0}, "run": {"name": "counted"}}
     row = whet.train(grpo_config(tiny_directory, tmp_path, **sections)).history[0]
     assert (row["reward_mean"], row["reward_errors"], row["no_signal_fraction"]) == (-1.0, 6, 1.0)
+    sections |= {"data": {"valid": "synth:house-valid:5"}, "eval": {"every": 1}, "run": {"name": "evaluated"}}
+    history = whet.train(grpo_config(tiny_directory, tmp_path, **sections)).history
+    assert {row["reward_errors"] for row in history if "reward_errors" in row} == {6}
+    assert {row["eval_reward_errors"] for row in history if "eval_reward_errors" in row} == {5}

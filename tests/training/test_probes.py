@@ -21,7 +21,8 @@ from whet.data.plan import StepSettings
 from whet.errors import ConfigError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, StopRun
-from whet.training.probe_batches import probe_batches, texts_of
+from whet.training.probe_batches import probe_batches, texts_of, units
+from whet.training.run import assembled
 from whet.training.trainer import Trainer
 from whet.training.undisturbed import undisturbed
 
@@ -555,3 +556,23 @@ def test_only_steps_with_a_measurement_are_not_computed_ahead(tiny_directory, tm
     name = "checkpoints/step-000006/weights.safetensors"
     expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
     assert all(torch.equal(expected[key], weights[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("objective", "wanted"),
+    [
+        ({"kind": "dpo"}, "pairs"),
+        ({"kind": "mtp"}, "tokens"),
+        ({"kind": "classify", "classes": ["even", "odd"], "probe": False}, "texts"),
+    ],
+)
+def test_a_batch_is_counted_in_units_of_its_first_term(objective, wanted, tiny_directory, tmp_path):
+    kinds = {"dpo": "synth:house-pairs:16", "mtp": "synth:house:16", "classify": f"{tmp_path}/marked.jsonl"}
+    lines = [{"input": f"text {i}", "label": ["even", "odd"][i % 2]} for i in range(16)]
+    (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"train": kinds[objective["kind"]], "valid": None, "max_length": 256}
+    config = make_config(run_config(tiny_directory, tmp_path, objective=objective, data=data))
+    with assembled(config) as work:
+        batch = next(work.stream)[0]
+        counts = {"pairs": len(batch.origins) / 2, "tokens": batch.supervised, "texts": len(batch.origins)}
+        assert units(work.objective, [batch]) == pytest.approx(counts[wanted])

@@ -234,3 +234,10 @@ pool.score([Judged("", "slow", {{}})] * 2)
     assert len(workers) == 2
     assert not alive
     run.stdout.close()
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize("text", ["1e999", "-1e999"])
+def test_what_is_too_large_for_a_number_is_no_json(text, kind):
+    assert json_schema("", text, {}, schema={"type": kind}) == 0
+    assert json_schema("", f'{{"a": {text}}}', {}, schema={"properties": {"a": {"type": kind}}}) == 0

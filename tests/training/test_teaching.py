@@ -1,5 +1,6 @@
 """Offline teachers: what `whet teach` wrote trains as the teacher itself would, and is never silently wrong."""
 
+import json
 import shutil
 
 import numpy as np
@@ -158,3 +159,12 @@ def test_teachers_with_other_tokens_are_refused_before_they_are_asked(tiny_direc
         make_config(
             config(tiny_directory, tmp_path, teacher, offline=None, objective={"offline": {"top_k": 0}})
         )
+
+
+def test_another_config_of_the_same_weights_is_another_teacher(tiny_directory, tmp_path, teacher):
+    settings = config(tiny_directory, tmp_path, teacher, offline=8)
+    teach(make_config(settings))
+    changed = json.loads((teacher / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (teacher / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(DataError, match="has other config than when it was asked"):
+        whet.train(settings)

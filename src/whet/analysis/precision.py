@@ -18,6 +18,7 @@ from torch import nn
 
 from whet.analysis.rounding import in_format, mapped, rounded, tensors_of
 from whet.data.batches import Batch
+from whet.errors import DataError
 
 Loss = Callable[[Any, Batch], torch.Tensor]  # Any: the kind of model it is for; it may have `heads` to train
 Readout = Callable[[Any, Any], torch.Tensor]  # Any: a model and what came out of it at the cut
@@ -207,6 +208,11 @@ class Examination:
     def diagnose(self, paths: Sequence[Path] | None = None) -> Diagnosis:
         """Every path against fp64 on a CPU (fp32 where a layer has no fp64), against fp32 elsewhere."""
         reference, dtype = self._reference()
+        if not any(bool(gradient.any()) for gradient in reference.gradients.values()):
+            raise DataError(
+                "every gradient of this batch is zero: there is nothing to compare",
+                hint="take a larger batch, or one whose answers differ in their rewards",
+            )
         chosen = paths_on(self.device) if paths is None else paths
         results = [self._compare(path, reference) for path in chosen if path.tf32 or path.dtype != dtype]
         return Diagnosis(

@@ -9,9 +9,10 @@ from pydantic import Discriminator, Field, Tag, WrapValidator, field_validator, 
 from whet.config.budget import Budget
 from whet.config.classify import ClassifyObjective
 from whet.config.experts import Experts
+from whet.config.grpo import GRPOObjective
 from whet.config.log import Log
 from whet.config.method import Method
-from whet.config.objectives import AnyObjective, SFTObjective
+from whet.config.objectives import AnyObjective, RegressionObjective, SFTObjective
 from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup, unfit_for_mup
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
@@ -147,10 +148,15 @@ class MixObjective(Section):
     @field_validator("parts")
     @classmethod
     def _can_be_mixed(cls, parts: list[Part]) -> list[Part]:
-        if any(isinstance(part.objective, ClassifyObjective) for part in parts):
-            raise ValueError(
-                "a classifier is not one of several objectives: its head is saved with the model"
-            )
+        for part in parts:
+            if isinstance(part.objective, ClassifyObjective):
+                raise ValueError(
+                    "a classifier is not one of several objectives: its head is saved with the model"
+                )
+            if isinstance(part.objective, GRPOObjective | RegressionObjective):
+                raise ValueError(
+                    f"{part.objective.kind} is not one of several objectives: it reads other data"
+                )
         return parts
 
 

@@ -97,15 +97,16 @@ class Classify:
         wanted = F.one_hot(targets, self.classes) * (1 - smooth) + smooth / self.classes
         terms = wanted * self.class_weights.to(logits.device) * -logp
         if self.focal:
-            terms = terms * (1 - logp.exp()).clamp(min=0) ** self.focal
+            # at p = 1 a power below 1 has an infinite slope; what is smaller than this adds nothing
+            terms = terms * (1 - logp.exp()).clamp(min=torch.finfo(logp.dtype).tiny) ** self.focal
         return terms.sum(1)
 
     def _marked_losses(self, logits: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
         marks = marks * (1 - self.label_smoothing) + self.label_smoothing / 2
         has, has_not = -F.logsigmoid(logits), -F.logsigmoid(-logits)
         if self.focal:
-            chance = logits.sigmoid()
-            has, has_not = has * (1 - chance) ** self.focal, has_not * chance**self.focal
+            # powers of the other chance, by its logarithm: at 0 a power below 1 has an infinite slope
+            has, has_not = has * (-self.focal * has_not).exp(), has_not * (-self.focal * has).exp()
         return (marks * self.class_weights.to(logits.device) * has + (1 - marks) * has_not).mean(1)
 
     def summarise(self, outputs: Sequence[torch.Tensor], batches: Sequence[Batch]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from whet.parallel.group import SOLO, World
 
 log = logging.getLogger("whet")
 
+_FURTHEST = 30.0  # logarithm of a temperature
 CALIBRATION_STEPS = 80  # of a golden-section search: far below rounding
 UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
 
@@ -132,7 +133,13 @@ def rows_of(
 
 
 def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: bool) -> float:
-    """What logits are divided by for the likeliest labels: a golden-section search over its logarithm."""
+    """What logits are divided by for the likeliest labels: a golden-section search over its logarithm.
+
+    Where every label is the likeliest already, nothing is too sure: that is 1.
+    """
+    if (((logits > 0) == (labels > 0.5)) if multi_label else logits.argmax(1) == labels).all():
+        log.warning("calibrate: every label is the likeliest already, which says nothing of a temperature")
+        return 1.0
     wide = torch.from_numpy(logits).double()
     targets = torch.from_numpy(labels).double() if multi_label else torch.from_numpy(labels).long()
 
@@ -143,6 +150,10 @@ def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: b
         return F.cross_entropy(scaled, targets).item()
 
     low, high, part = -3.0, 3.0, (math.sqrt(5) - 1) / 2
+    while low > -_FURTHEST and loss(low) < loss(low + 1):  # the least is further down
+        low -= 3
+    while high < _FURTHEST and loss(high) < loss(high - 1):
+        high += 3
     for _ in range(CALIBRATION_STEPS):
         left, right = high - part * (high - low), low + part * (high - low)
         low, high = (low, right) if loss(left) < loss(right) else (left, high)

@@ -9,6 +9,7 @@ from torch import nn
 from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
+from whet.models.heads import ClassificationHead
 from whet.models.mup import POWERS, role_of, width_ratio
 
 
@@ -110,6 +111,7 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     outside = _embeddings(model)
     if callable(head := getattr(model, "head", None)):
         outside.add(id(head().weight))
+    outside |= {id(m.score.weight) for m in model.modules() if isinstance(m, ClassificationHead)}
     return {id(p) for p in model.parameters() if p.dim() == 2 and id(p) not in outside}
 
 

@@ -35,11 +35,12 @@ def _first_of_each_part(step: Iterable[Batch], objective: Objective) -> list[Bat
 
 
 def units(objective: Objective, batches: Iterable[Batch]) -> float:
-    """What a mean over these batches is taken over: tokens, pairs or texts."""
+    """What the loss of these batches is a mean over: tokens, pairs or texts, those of its first term."""
     auxiliary = getattr(objective, "auxiliary", ())
     total = 0.0
     for batch in batches:
-        total += sum(w for term, w in objective.weights(batch).items() if term not in auxiliary)
+        weights = objective.weights(batch).items()
+        total += next((w for term, w in weights if objective.coefficients[term] and term not in auxiliary), 0)
     return total
 
 

@@ -89,6 +89,8 @@ def evaluate_rewards(
     found: Metrics = {"eval_reward": float((scores @ sampler.reward_weights).mean())}
     for place, reward in enumerate(sampler.settings.rewards):
         found[f"eval_reward_{reward.label}"] = float(scores[:, place].mean())
+    if sampler.settings.on_error is not None:
+        found["eval_reward_errors"] = sampler.take_failures()
     found["eval_truncated_fraction"] = sum(not c.finished for c in completions) / len(completions)
     answered = [
         (text.strip() == prompt.question.answer.strip(), prompt.question.group)

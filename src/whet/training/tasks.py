@@ -151,7 +151,9 @@ class ObjectiveBuilder:
     def _references(self, name: str, pairs: StoredPairs) -> np.ndarray:
         """What the untrained model makes of each answer: computed once, kept beside the tokens."""
         sides = pairs.sides
-        key = hashlib.sha256(f"{self.base_digest} {self.precision.compute}".encode())
+        # a model is its weights and what is done with them
+        model = f"{self.base_digest} {self.model.fingerprint}"
+        key = hashlib.sha256(f"{model} {self.precision.compute}".encode())
         key.update(np.stack((sides.starts, sides.stops)).tobytes())
         path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
         if self.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):

@@ -80,12 +80,13 @@ def _teaching(
             hint="write it with: whet teach CONFIG",
         )
     _same_size(name, found.facts["vocab_size"], student, vocab_size)
-    now = weights_mark(name)
-    if now is not None and now != found.facts["weights"]:
-        raise DataError(
-            f"{name} has other weights than when it was asked about the {split} records",
-            hint="ask it again with: whet teach CONFIG",
-        )
+    now = {"weights": weights_mark(name), "config": config_mark(name)}
+    for what, mark in now.items():
+        if mark is not None and mark != found.facts.get(what, mark):
+            raise DataError(
+                f"{name} has other {what} than when it was asked about the {split} records",
+                hint="ask it again with: whet teach CONFIG",
+            )
     log.info("%s: what %s says, from the store", split, name)
     return found
 
@@ -113,6 +114,19 @@ def weights_mark(name: str) -> str | None:
     files = sorted(path.glob("*.safetensors"))
     marks = [*(sha256_of(file) for file in files), *([str(weights_mark(base))] if base else [])]
     return hashlib.sha256(" ".join(marks).encode()).hexdigest()
+
+
+def config_mark(name: str) -> str | None:
+    """What tells the config of a teacher's weights from others, where they are in a directory."""
+    try:
+        path = Path(usable_directory(name))
+    except ModelError:
+        return None
+    config = path / "config.json"
+    if config.is_file():
+        return sha256_of(config)
+    base = base_of(path) if path.is_dir() else None
+    return config_mark(base) if base else None
 
 
 def plain(examples: StoredExamples | StoredPairs) -> StoredExamples:

@@ -23,7 +23,7 @@ from whet.ops.linear_kl import top_logprobs
 from whet.training.mix_data import data_of
 from whet.training.model_facts import model_facts
 from whet.training.run_data import RunData
-from whet.training.teachers import load_teacher, plain, teaching_path, weights_mark
+from whet.training.teachers import config_mark, load_teacher, plain, teaching_path, weights_mark
 
 log = logging.getLogger("whet")
 
@@ -86,6 +86,7 @@ def _ask(
     facts = {
         "teacher": name,
         "weights": weights_mark(name),
+        "config": config_mark(name),
         "vocab_size": teacher.vocab_size,
         "top_k": top_k,
     }

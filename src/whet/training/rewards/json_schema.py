@@ -6,6 +6,7 @@ keyword is refused: a rule that is passed over in silence would reward what it f
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -34,11 +35,17 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 def parse(text: str) -> Any:  # Any: a JSON value
     """A JSON text, strictly: NaN and infinities are none."""
-    return json.loads(text, parse_constant=_no_number)
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits} is too large for a number")
+    return number
 
 
 def refuse_unknown_keywords(schema: Schema) -> None:
