@@ -242,3 +242,21 @@ def test_advice_on_rewards_is_what_needs_no_examples(tiny_directory, tmp_path):
         keys = {advice.key for advice in advise(make_config(values))}
         assert {"optim.lr", "method.alpha", "optim.clip"} <= keys
         assert keys.isdisjoint({"run.batch_size", "data.max_length"})
+
+
+@pytest.mark.parametrize("oversample", [False, True])
+def test_the_steps_that_are_planned_are_those_of_the_run(cli, tiny_directory, tmp_path, oversample):
+    lines = [{"input": f"text {i}", "label": "cat" if i % 4 else "dog"} for i in range(40)]
+    (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = settings(tiny_directory, tmp_path)
+    found["objective"] |= {"classes": ["cat", "dog"], "oversample": oversample, "probe": False}
+    found["data"] = {"train": f"{tmp_path}/marked.jsonl", "max_length": 64}
+    found["run"] |= {"epochs": 1, "steps": None, "batch_size": 4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(found))
+    code, out, err = cli("train", tmp_path / "config.yaml", "--dry-run")
+    assert code == 0, out + err
+    assert "held out" in out
+    result = whet.train(found)
+    assert re.search(rf"steps +{result.steps} of at most 4 examples: 1 epoch", out), out
+    code, out, _ = cli("plan", tmp_path / "config.yaml", "--json")
+    assert json.loads(out)["steps"] == result.steps

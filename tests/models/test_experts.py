@@ -1,5 +1,6 @@
 """A mixture of experts against a plain float64 formula and transformers' DeepSeek-V3, and what a record of it holds."""
 
+import copy
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 import whet
 from whet.errors import ModelError
-from whet.models.experts import MixtureOfExperts, mixtures, recording, route
+from whet.models.experts import MixtureOfExperts, balance_biases, mixtures, recording, route
 from whet.models.feedforward import ACTIVATIONS
 from whet.models.initialise import from_scratch
 from whet.models.presets import preset_spec
@@ -206,3 +207,17 @@ def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
 def test_a_mixture_that_cannot_be_built_is_explained(settings, message):
     with pytest.raises(ModelError, match=message):
         ExpertsSpec(**{"experts": 4, "top_k": 2, "width": 8, **settings})
+
+
+def test_the_bias_of_experts_stays_in_float32():
+    spec = preset_spec("nano-moe", balance_bias=True)
+    model = from_scratch(spec, seed=0)
+    for bias in balance_biases(model).values():
+        bias.fill_(0.501)
+    for moved in (model.to(torch.bfloat16), copy.deepcopy(model).to("cpu", torch.bfloat16)):
+        found = balance_biases(moved)
+        assert len(found) > 0
+        for bias in found.values():
+            assert bias.dtype == torch.float32
+            assert torch.equal(bias, torch.full_like(bias, 0.501))
+        assert moved(torch.arange(8)[None]).dtype == torch.bfloat16

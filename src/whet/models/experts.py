@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -91,6 +91,14 @@ class MixtureOfExperts(nn.Module):
         if spec.balance_bias:
             self.register_buffer(BALANCE_BIAS, torch.zeros(spec.experts))
         self.record: list[Routing] | None = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """The bias stays in float32, whatever the weights are: its steps are small."""
+        bias = self._buffers.get(BALANCE_BIAS)
+        super()._apply(fn, recurse)
+        if bias is not None and (moved := self._buffers[BALANCE_BIAS]) is not None:
+            self._buffers[BALANCE_BIAS] = moved.float() if bias.is_meta else bias.to(moved.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Transform each position on its own."""

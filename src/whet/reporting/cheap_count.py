@@ -26,6 +26,8 @@ def count_cheaply(config: RunConfig) -> Counted | None:
         )
         data.use(_tokenizer(config, data))
         data.prepare_source("train")
+        if config.data.valid is None:
+            data.hold_out()
         facts = plan_steps(config, data)
     except (WhetError, OSError):
         return None

@@ -124,6 +124,7 @@ class DataView:
     overlaps: tuple[Overlap, ...]
     steps: StepFacts | None
     errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
+    held_out: int = 0  # of the training examples, for validation
     prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
 
 
@@ -188,9 +189,13 @@ def _view_examples(
         if name in data.examples:
             scans[name] = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
             splits.append(_split_facts(name, data, scans[name], config, model, samples))
-    steps = None
+    steps, held_out = None, 0
     if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
         try:
+            if config.data.valid is None:
+                before = len(data.examples["train"])
+                data.hold_out()
+                held_out = before - len(data.examples["train"])
             steps = plan_steps(data.config, data)
         except (ConfigError, DataError) as error:
             errors.append(error)
@@ -203,6 +208,7 @@ def _view_examples(
         overlaps=tuple(_overlaps(data, scans)),
         steps=steps,
         errors=tuple(errors),
+        held_out=held_out,
     )
 
 
@@ -240,7 +246,7 @@ def _view_prompts(
     text = TokenText(tokenizer)
     ends = tuple(text.name(token) for token in sorted(_ends(tokenizer, model)))
     facts = _tokenizer_facts(tokenizer, ends)
-    return DataView(config, model, facts, (), (), None, tuple(errors), tuple(found))
+    return DataView(config, model, facts, (), (), None, tuple(errors), prompts=tuple(found))
 
 
 def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:

@@ -112,6 +112,8 @@ def step_rows(view: DataView) -> Rows:
         ("packing", f"micro-batches {plan.filled:.1%} full" if view.config.data.pack else "off"),
         ("padding", padding),
     ]
+    if view.held_out:
+        rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation"))
     if plan.measured < plan.in_epoch:
         rows.append(("", f"the last two were measured on the first {plan.measured:,} steps"))
     if plan.staged:

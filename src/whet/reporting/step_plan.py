@@ -1,13 +1,15 @@
 """The steps of a run as numbers: how many, how large, how well filled; and one micro-batch to look at."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from whet.config.sections import RunConfig
 from whet.data.batches import BatchStream, members
-from whet.data.examples import Example, StoredExamples, StoredPairs
+from whet.data.examples import Example
 from whet.data.plan import StepSettings, plan_epoch, split_step
 from whet.training.run_data import RunData
 
@@ -62,8 +64,10 @@ class StepFacts:
 
 def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
     """Measure the first epoch. Raises what `whet train` would: an example that fits no step, say."""
-    run, settings, examples = config.run, data.steps, data.examples["train"]
-    stream = data.stream()
+    run, settings, stream = config.run, data.steps, data.stream()
+    examples: Any = data.examples["train"]  # Any: sequences of examples, or of pairs of them
+    if isinstance(stream, BatchStream):
+        examples = stream.examples  # with those that are repeated
     lengths = examples.lengths
     plan = plan_epoch(lengths, settings, seed=run.seed, epoch=0)
     steps = run.steps or len(plan)
@@ -99,8 +103,8 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
 
 
 def _drawn(
-    rows: list[list[int]], examples: StoredExamples | StoredPairs, settings: StepSettings
-) -> tuple[DrawnRow, ...]:
+    rows: list[list[int]], examples: Sequence[Any], settings: StepSettings
+) -> tuple[DrawnRow, ...]:  # Any: as above
     drawn = [[example for index in row for example in members(examples[index])] for row in rows]
     if not settings.pack:  # a row each
         drawn = [[example] for row in drawn for example in row]

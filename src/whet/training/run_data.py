@@ -99,12 +99,12 @@ class RunData:
             log.info("%s: %s: %s", name, source.name, examples.summary())
             for line in complaints(examples.store.notes):
                 log.warning("%s: %s", name, line)
-        self._hold_out()
+        self.hold_out()
         data = self.config.data
         if data.valid is None and holds_split(data.train, "valid"):
             log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
 
-    def _hold_out(self) -> None:
+    def hold_out(self) -> None:
         """Where classes are learned and no validation records are given, hold some out of the training."""
         section = self.config.objective
         if "valid" in self.examples or not isinstance(section, ClassifyObjective) or not section.valid_share:
