@@ -39,6 +39,17 @@ def test_a_directory_gives_the_split_asked_for(tmp_path):
     assert open_source(str(tmp_path)).digest() == open_source(str(tmp_path / "train.jsonl")).digest()
 
 
+def test_the_digest_of_a_directory_tells_how_its_bytes_are_read(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write(path, "a")
+    digests = []
+    for name in ("train.txt", "train.json", "train-0-of-1.txt", "train-0-of-1.csv", "train.jsonl"):
+        path = path.rename(tmp_path / name)
+        digests.append(open_source(str(tmp_path)).digest())
+    assert digests[0] == digests[2]
+    assert len(set(digests)) == 4
+
+
 @pytest.mark.parametrize("name", ["valid", "validation", "val", "dev", "eval"])
 def test_a_validation_split_has_many_names(tmp_path, name):
     write(tmp_path / f"{name}.jsonl", "a")

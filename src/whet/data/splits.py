@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from whet.data.readers import READERS, Content, files_content, split_name
+from whet.data.readers import READERS, Content, digest_text, files_content, split_name
 from whet.errors import DataError
 
 Split = Literal["train", "valid", "test"]
@@ -32,7 +33,13 @@ def pick(split: Split, names: Iterable[str], place: str) -> str:
 
 def directory_content(directory: Path, split: Split) -> Content:
     """The file of a split in a directory, or its numbered parts (`train-00000-of-00002.parquet`)."""
-    return files_content(_files_of(directory, split))
+    paths = _files_of(directory, split)
+    content = files_content(paths)
+    _, suffix = split_name(paths[0])
+    if suffix == ".jsonl":
+        return content
+    # the directory's name does not tell how the same bytes are read
+    return replace(content, digest=lambda: digest_text(f"{suffix} {content.digest()}"))
 
 
 def has_split(directory: Path, split: Split) -> bool:
