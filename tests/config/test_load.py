@@ -146,6 +146,14 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
+def test_a_run_may_land_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = {**GOOD["run"], "name": "~"}
+    assert make_config({**GOOD, "run": {**run, "dir": "~/myruns"}}).directory == tmp_path / "myruns" / "~"
+    with pytest.raises(ConfigError, match=r"run\.dir: ~nobody-here/x is in no known home directory"):
+        _ = make_config({**GOOD, "run": {**run, "dir": "~nobody-here/x"}}).directory
+
+
 def test_sources_are_names_lists_or_weighted_lists(tmp_path):
     path = write(tmp_path, yaml.safe_dump(GOOD))
     assert load_config(path, ["data.train=[a.jsonl, b]"]).data.train == ["a.jsonl", "b"]

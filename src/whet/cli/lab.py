@@ -34,7 +34,7 @@ def coord_check(
 
     settings = load_config(config, overrides or ())
     numbers = _numbers("--widths", widths, int)
-    directory = Path(out or f"{settings.run.dir}/{settings.run.name}-coord-check")
+    directory = Path(out or f"{settings.directory}-coord-check")
     directory.mkdir(parents=True, exist_ok=True)
     check = coordinate_check(settings, widths=numbers, steps=steps, seeds=seeds, tell=notes().print)
     say(describe_check(check))
@@ -66,7 +66,7 @@ def lr_sweep(
     rates = (
         [settings.optim.lr * 2.0**n for n in range(-3, 4)] if lrs is None else _numbers("--lrs", lrs, float)
     )
-    directory = Path(out or f"{settings.run.dir}/{settings.run.name}-lr-sweep")
+    directory = Path(out or f"{settings.directory}-lr-sweep")
     directory.mkdir(parents=True, exist_ok=True)
     shared = to_dict(settings)
     del shared["optim"]["lr"]

@@ -293,7 +293,10 @@ class RunConfig(Section):
     @property
     def directory(self) -> Path:
         """Where the run lands."""
-        return Path(self.run.dir) / self.run.name
+        try:
+            return Path(self.run.dir).expanduser() / self.run.name
+        except RuntimeError as error:
+            raise ConfigError(f"run.dir: {self.run.dir} is in no known home directory") from error
 
     @property
     def language_model(self) -> str | Preset:

@@ -196,7 +196,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
     """
     assert isinstance(config.model, Quality)
     spec = QualitySpec.from_config(config.model)
-    directory = Path(config.run.dir) / f"{config.run.name}-dry-run"
+    directory = config.directory.with_name(f"{config.run.name}-dry-run")
     earlier = directory.is_dir() and _is_dry(directory)
     if directory.exists() and not earlier:
         raise ConfigError(f"{directory} exists already, and is no dry run", hint="choose another run.name")
