@@ -88,6 +88,22 @@ def test_a_curriculum_goes_on_from_its_position(make, size):
         assert origins(second, 16 - position) == steps[position:]
 
 
+def test_a_position_is_good_for_a_run_of_another_length():
+    settings = StepSettings(10, None, 1024, pack=True)
+    first, second = easy_to_hard(settings, ramp=10), easy_to_hard(settings, ramp=20)
+    origins(first, 4)
+    second.seek(first.state())
+    assert [sum(o.startswith("hard") for o in step) for step in origins(second, 3)] == [2, 2, 3]
+    examples = random_examples(60, shortest=4)
+    longer, shorter = (
+        StagedStream([(examples[:30], steps), (examples, steps)], settings, seed=3) for steps in (6, 2)
+    )
+    origins(longer, 4)
+    shorter.seek(longer.state())
+    next(shorter)
+    assert shorter.stage == 1
+
+
 def test_the_functions_over_plain_tokens():
     tokens = np.arange(2000) % 250
     stream = length_curriculum(tokens, 4, min_seq_len=32, max_seq_len=128, n_stages=3, batches_per_stage=2)

@@ -50,7 +50,7 @@ class StagedStream:
         return self
 
     def __next__(self) -> list[Batch]:
-        if self.done == self.steps[self.stage] and self.stage < len(self.steps) - 1:
+        if self.done >= self.steps[self.stage] and self.stage < len(self.steps) - 1:
             self.stage, self.done = self.stage + 1, 0
         self.done += 1
         return next(self.streams[self.stage])
@@ -105,7 +105,7 @@ class EasyToHardStream:
         self.settings = settings
         self.ramp = ramp
         self.step = 0
-        self._mark = zlib.crc32(repr((ramp, settings.batch_size, settings.batch_tokens, seed)).encode())
+        self._mark = zlib.crc32(repr((settings.batch_size, settings.batch_tokens, seed)).encode())
         for pool in self.pools:
             self._mark = zlib.crc32(pool.lengths.tobytes(), self._mark)
 
