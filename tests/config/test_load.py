@@ -146,6 +146,15 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
+@pytest.mark.parametrize(
+    "text", ["1e3", "-1E-5", ".5e1", "1_0e2", "1.", "1", "yes", "2024-01-01", "a: b", "größe"]
+)
+def test_texts_that_look_like_something_else_read_back_as_texts(tmp_path, text):
+    run = {**GOOD["run"], "name": text}
+    config = make_config({"model": text, "data": {"train": text}, "run": run, "optim": {"lr": 1e-5}})
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
 def test_a_run_may_land_in_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = {**GOOD["run"], "name": "~"}

@@ -34,13 +34,18 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.[\d_]*$|^[-+]?\.(inf|nan)$"
-    ),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """What _Loader reads back: a text that looks like one of its numbers is quoted."""
+
+
+for _resolving in (_Loader, _Dumper):
+    _resolving.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.[\d_]*$|^[-+]?\.(inf|nan)$"
+        ),
+        list("-+0123456789."),
+    )
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -73,7 +78,7 @@ def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConf
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved config, every default written out."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:  # Any: JSON values
