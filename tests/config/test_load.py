@@ -91,6 +91,9 @@ def test_overrides_reach_nested_keys_and_new_sections(tmp_path):
         ("eval.generate=true", "eval.generate needs data.valid or data.test"),
         ("eval={early_stop: {metric: exact_match}}", "eval.early_stop needs data.valid"),
         ("model.x=1", "model is not a section"),
+        ("run.name=2024-13-45", "'2024-13-45' is not a YAML value"),
+        ("run={[a]: 1}", "a key must be a single value"),
+        ("run.name=" + "[" * 2000, "is not a YAML value"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_path(tmp_path, override, message):
@@ -121,6 +124,10 @@ def test_every_problem_is_named_at_once(tmp_path):
         ("model: a\nmodel: b\n", "the key 'model' is given twice"),
         ("model: m\nrun: {steps: 1, steps: 2}\n", "the key 'steps' is given twice"),
         ("model: m\n", "data is missing; run is missing"),
+        ("model: m\n? [a, b]\n: 1\n", "a key must be a single value"),
+        ("model: m\nrun: {name: 2024-13-45}\n", "'2024-13-45' cannot be read (month must be in 1..12)"),
+        ("model: !!bool m\n", "'m' cannot be read"),
+        ("[" * 2000, "nested too deeply"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, text, message):

@@ -26,12 +26,28 @@ class _Loader(yaml.SafeLoader):
         """Build a mapping, refusing what YAML would silently overwrite."""
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a single value", key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is given twice", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # Any: YAML values
+        """Build a value; one that only looks like a date or a number is an error with its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:  # PyYAML's own, of `2024-13-45` or `!!bool x`
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{str(node.value)[:50]!r} cannot be read ({error}): is it a text without quotes?",
+                node.start_mark,
+            ) from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -52,7 +68,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config from a YAML file and apply `section.key=value` overrides."""
     path = Path(source)
     try:
-        values = yaml.load(path.read_text(), Loader=_Loader)
+        values = _parsed(path.read_text())
     except FileNotFoundError as error:
         hint = "the config file comes first, KEY=VALUE after it" if "=" in path.name else None
         raise ConfigError(f"{path} does not exist", hint=hint) from error
@@ -126,9 +142,17 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
             raise ConfigError(f"override {override!r}: {key} is not a section")
     last = _place(section, keys[-1], override) if isinstance(section, list) else keys[-1]
     try:
-        section[last] = yaml.load(text, Loader=_Loader)
+        section[last] = _parsed(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from error
+        hint = getattr(error, "problem", None)
+        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value", hint=hint) from error
+
+
+def _parsed(text: str) -> Any:  # Any: YAML values
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
 
 
 def _place(items: list[Any], key: str, override: str) -> int:  # Any: YAML values
