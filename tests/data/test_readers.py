@@ -263,6 +263,26 @@ def test_a_table_with_broken_text_names_the_row(tmp_path):
     assert "a.parquet#2: not UTF-8 text" in source.skipped.reasons[0]
 
 
+def test_a_table_with_a_date_that_python_cannot_hold_is_read(tmp_path):
+    seconds = pyarrow.array([0, 10030 * 365 * 86400]).cast(pyarrow.timestamp("s"))
+    deep = pyarrow.StructArray.from_arrays([seconds], ["when"])
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "when": seconds}), tmp_path / "a.parquet")
+    assert fields(str(tmp_path / "a.parquet")) == [
+        {"text": "a", "when": "1970-01-01 00:00:00"},
+        {"text": "b", "when": "11993-05-05 00:00:00.000"},
+    ]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "deep": deep}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet#2: cannot be read"):
+        fields(str(tmp_path / "b.parquet"))
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: two columns are called 'text'"):
+        fields(str(tmp_path / "a.parquet"))
+
+
 def test_plain_text_is_one_record(tmp_path):
     path = write(tmp_path, "a.txt", "\ufeffOnce upon\na time\n")
     assert [(r.fields, r.origin) for r in read_records(path)] == [({"text": "Once upon\na time\n"}, path)]

@@ -65,30 +65,43 @@ def from_table(table: Any, place: str, *, start: int) -> Iterator[tuple[str, Fie
     # Any: pyarrow is an optional package
     from pyarrow import types
 
-    names = [
-        field.name
-        for field in table.schema
-        if not (types.is_binary(field.type) or types.is_large_binary(field.type))
-    ]
-    table = table.select(names)
+    table = table.select(
+        [
+            index
+            for index, field in enumerate(table.schema)
+            if not (types.is_binary(field.type) or types.is_large_binary(field.type))
+        ]
+    )
+    names = table.schema.names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{place}: two columns are called {twice[0]!r}")
     try:
         rows = table.to_pylist()
-    except UnicodeDecodeError:  # find the rows that are to blame
+    except (ValueError, OverflowError):  # find the rows that are to blame
         rows = [_row(table.slice(index, 1)) for index in range(table.num_rows)]
     for number, row in enumerate(rows, start=start):
         if isinstance(row, UnicodeDecodeError):
             yield DataError(f"{place}#{number}: not UTF-8 text ({row.reason})")
+        elif isinstance(row, Exception):
+            yield DataError(f"{place}#{number}: cannot be read ({row})")
         else:
             fields = {name: _plain(value) for name, value in row.items() if value is not None}
             yield f"{place}#{number}", fields
 
 
-def _row(table: Any) -> Fields | UnicodeDecodeError:  # Any: pyarrow is an optional package
+def _row(table: Any) -> Fields | Exception:  # Any: pyarrow is an optional package
     try:
-        [row] = table.to_pylist()
-    except UnicodeDecodeError as error:
+        return {name: _value(table.column(name)) for name in table.schema.names}
+    except (ValueError, OverflowError, NotImplementedError) as error:
         return error
-    return row
+
+
+def _value(column: Any) -> Any:  # Any: pyarrow is an optional package, and a value of it
+    try:
+        [value] = column.to_pylist()
+    except OverflowError:  # a date after the year 9999
+        [value] = column.cast("string").to_pylist()
+    return value
 
 
 def _plain(value: Any) -> Any:  # Any: an Arrow value in, a JSON value out
