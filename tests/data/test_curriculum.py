@@ -163,6 +163,9 @@ def test_records_are_ranked_by_a_field(tiny_directory, tmp_path):
     config["data"]["curriculum"]["score"] = "missing"
     with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not None"):
         whet.train(config)
+    path.write_text(json.dumps({"text": "text", "missing": 10**400}))
+    with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not 10000"):
+        whet.train(config)
 
 
 def test_a_curriculum_is_counted_in_steps_and_needs_to_know_what_is_hard(tiny_directory, tmp_path):

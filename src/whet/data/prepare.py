@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +16,7 @@ from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
 from whet.data.labels import Labels
 from whet.data.render import Renderer, Rendering, Supervise
+from whet.data.shapes import number
 from whet.data.sources import REASONS_KEPT, Format, Record, Skipped, Source
 from whet.data.store import TokenStore, open_store, write_store
 from whet.errors import DataError
@@ -186,11 +186,11 @@ class Preparation:
         return (self.renderer.render(record) if self.labels is None else self.renderer.judged(record),)
 
     def _values(self, record: Record) -> tuple[float, ...]:
-        for name in self.columns:
-            value = record.fields.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise DataError(f"{record.origin}: {name} must be a number, not {value!r}")
-        return self._classes(record) + tuple(float(record.fields[name]) for name in self.columns)
+        try:
+            numbers = tuple(number(record.fields.get(name), name) for name in self.columns)
+        except DataError as error:
+            raise DataError(f"{record.origin}: {error.message}") from None
+        return self._classes(record) + numbers
 
     def _classes(self, record: Record) -> tuple[float, ...]:
         if self.labels is None or record.shape not in (None, "classification"):

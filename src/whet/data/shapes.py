@@ -142,19 +142,19 @@ def _tabular(fields: Fields) -> Fields:
     several = isinstance(target, list)
     return {
         "features": _numbers(fields["features"], "feature"),
-        "target": _numbers(target, "target") if several else _number(target, "target"),
+        "target": _numbers(target, "target") if several else number(target, "target"),
     }
 
 
 def _numbers(values: Any, name: str) -> list[float]:  # Any: a JSON value
     if not isinstance(values, list) or not values:
         raise DataError(f"{name}s must be a list of numbers, not {_short(values)}")
-    return [_number(value, f"{name} {place}") for place, value in enumerate(values, start=1)]
+    return [number(value, f"{name} {place}") for place, value in enumerate(values, start=1)]
 
 
 def _distrust(fields: Fields) -> Fields:
-    weight = _number(fields["auth_weight"], "auth_weight")
-    entropy = _number(fields["prov_entropy"], "prov_entropy")
+    weight = number(fields["auth_weight"], "auth_weight")
+    entropy = number(fields["prov_entropy"], "prov_entropy")
     if not 0 <= weight <= 0.99:
         raise DataError(f"auth_weight must be from 0 to 0.99, not {weight:g}")
     if entropy < 0:
@@ -243,7 +243,8 @@ def _string(fields: Fields, name: str) -> str:
     return value
 
 
-def _number(value: Any, name: str) -> float:  # Any: a JSON value
+def number(value: Any, name: str) -> float:  # Any: a JSON value
+    """A finite number."""
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or abs(value) > 1e300 or not math.isfinite(value):
         raise DataError(f"{name} must be a number, not {_short(value)}")
