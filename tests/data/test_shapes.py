@@ -11,6 +11,7 @@ USER, REPLY, OTHER = (
     {"role": "assistant", "content": "a"},
     {"role": "assistant", "content": "b"},
 )
+MORE = {"role": "user", "content": "more"}
 SYSTEM = {"role": "system", "content": "s"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
 
@@ -39,6 +40,14 @@ def parts(*texts):
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "preference",
          {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]}),
         ({"prompt": "q", "chosen": [USER, REPLY], "rejected": [USER, OTHER]}, "preference",
+         {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"prompt": "q", "chosen": [USER, OTHER, MORE, REPLY], "rejected": [USER, OTHER, MORE, OTHER]}, "preference",
+         {"prompt": [USER, OTHER, MORE], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"prompt": "q", "chosen": [SYSTEM, USER, OTHER, MORE, REPLY], "rejected": [SYSTEM, USER, OTHER, MORE, OTHER]},
+         "preference", {"prompt": [SYSTEM, USER, OTHER, MORE], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"prompt": "q", "chosen": [USER, REPLY], "rejected": [OTHER]}, "preference",
+         {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]}),
+        ({"prompt": "q", "chosen": "a", "rejected": [USER, OTHER]}, "preference",
          {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]}),
         ({"chosen": [SYSTEM, USER, REPLY], "rejected": [SYSTEM, USER, OTHER]}, "preference",
          {"prompt": [SYSTEM, USER], "chosen": [REPLY], "rejected": [OTHER]}),

@@ -99,13 +99,19 @@ def split_pair(
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Prompt and the two answers of a preference; answers may begin with the messages of the prompt.
 
-    Without a prompt it is what both conversations begin with, up to the last message of the shorter.
+    Without a prompt, or where they hold it, it is what both conversations begin with, up to the last message
+    of the shorter.
     """
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if prompt is None and not shared:
         raise DataError("chosen and rejected have no message in common, and there is no prompt beside them")
     begin = chosen[:shared]
-    if prompt is None or begin[-len(prompt) :] == prompt:
+    if prompt is None or any(begin[place : place + len(prompt)] == prompt for place in range(shared)):
         return begin, chosen[shared:], rejected[shared:]
-    return prompt, chosen, rejected
+    return prompt, _after(prompt, chosen), _after(prompt, rejected)
+
+
+def _after(prompt: list[Message], answer: list[Message]) -> list[Message]:
+    repeats = len(answer) > len(prompt) and answer[: len(prompt)] == prompt
+    return answer[len(prompt) :] if repeats else answer

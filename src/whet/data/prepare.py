@@ -23,7 +23,7 @@ from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 3  # of what rendering and encoding make of a record: a change makes all stores new
+VERSION = 4  # of what rendering and encoding make of a record: a change makes all stores new
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
 
