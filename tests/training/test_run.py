@@ -255,6 +255,21 @@ def test_the_largest_and_the_smallest_seed_work(tiny_directory, tmp_path, seed):
     assert whet.resume(first.directory).steps == 4
 
 
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"schedule": [{"kind": "constant", "steps": 10}, {"kind": "cosine"}]},
+        {"groups": {"zzz": {"lr_scale": 2}}},
+    ],
+)
+def test_a_config_that_is_refused_leaves_its_name_free(tiny_directory, tmp_path, optim):
+    config = run_config(tiny_directory, tmp_path, run={"steps": 4}, optim=optim)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"optim\.(schedule|groups)"):
+            whet.train(config)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_what_cannot_be_resumed_is_refused(finished, tmp_path, tiny_directory):
     with pytest.raises(CheckpointError, match="is not a run"):
         whet.resume(tmp_path / "nowhere")

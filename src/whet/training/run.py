@@ -146,12 +146,7 @@ class _Assembly:
             if again:
                 found = self.origins | {"fingerprint": work.model.fingerprint}
                 refuse_other_origins(self.directory, found, str(work.model.name))
-            with self.world.abreast():
-                if self.world.is_main and not again:
-                    self._write_description()
-                    held.enter_context(locked(self.directory))
-                if self.world.is_main:
-                    self.run_log.keep_in(self.directory / "log.txt")
+            lock = held.enter_context(contextlib.ExitStack())  # let go of after sinks, which write there
             self.trainer = trainer = Trainer(
                 work.model,
                 work.objective,
@@ -165,6 +160,12 @@ class _Assembly:
                 precision=work.precision,
                 world=self.world,
             )
+            with self.world.abreast():
+                if self.world.is_main and not again:
+                    self._write_description()
+                    lock.enter_context(locked(self.directory))
+                if self.world.is_main:
+                    self.run_log.keep_in(self.directory / "log.txt")
             if checkpoint is not None:
                 trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
