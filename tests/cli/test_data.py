@@ -1,5 +1,6 @@
 """`whet data` and `whet train --dry-run`: what they show, what they find wrong, and what they leave alone."""
 
+import importlib.util
 import io
 import json
 import os
@@ -459,3 +460,23 @@ def test_of_a_mix_every_part_is_shown(cli, config, tmp_path):
     code, out, _ = cli("train", path, "--dry-run")
     assert code == 2
     assert "pairs.jsonl:1: chosen and rejected are the same" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.schedule=[{kind: constant, steps: 100}, {kind: cosine}]", "optim.schedule"),
+        ("run.device=foo", "foo"),
+        ("log.sinks=[wandb]", "wandb"),
+        ("run.dir=/dev/null/runs", "/dev/null"),
+        ("run.fp8=true", "run.fp8 is for training every weight"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(cli, config, override, message, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    for arguments in (("--dry-run",), ()):
+        code, out, err = cli("train", config(), override, *arguments)
+        assert code == 2, out + err
+        assert message in out + err

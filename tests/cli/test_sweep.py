@@ -132,6 +132,7 @@ def test_random_draws_are_log_uniform_the_same_every_time_and_can_be_added_to(co
         (("optim.lr=1e-4,1e-4",), "has a value twice"),
         (("optim.lr=1e-4,0.0001",), "two settings of the sweep are the same run"),
         (("optim.lr=1e-4,1e-3", "optim.lr=1e-2,1"), "optim.lr is given twice"),
+        (("optim.lr=1e-4", "optim.lr=1e-2,1"), "optim.lr is given twice"),
         (("optim.lr=1e-5..1e-3",), "optim.lr has a range, and a grid needs values"),
         (("optim.lr=1e-3..1e-5", "--random", 2), "0 < its low end < its high end"),
         (("optim.lr=0..1", "--random", 2), "0 < its low end < its high end"),

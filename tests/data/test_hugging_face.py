@@ -127,3 +127,10 @@ def test_names_have_parts(spec, expected):
 def test_names_with_other_parts_are_refused(spec):
     with pytest.raises(DataError, match="is no Hugging Face dataset"):
         open_source(spec)
+
+
+def test_a_streamed_set_that_has_changed_is_another(by_name, tmp_path):
+    before = open_source(f"hf-stream:{by_name}").digest()
+    assert open_source(f"hf-stream:{by_name}").digest() == before
+    (tmp_path / "named" / "train.jsonl").write_text('{"text": "new"}\n')
+    assert open_source(f"hf-stream:{by_name}").digest() != before

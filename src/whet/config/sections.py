@@ -402,6 +402,12 @@ class RunConfig(Section):
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
         return self
 
+    @model_validator(mode="after")
+    def _eight_bits_are_for_every_weight(self) -> "RunConfig":
+        if self.run.fp8 and self.method.kind != "full":
+            raise ValueError("run.fp8 is for training every weight: it needs method.kind: full")
+        return self
+
     @property
     def holds_out(self) -> bool:
         """Whether there are validation records, given or held out of the training ones."""

@@ -70,8 +70,8 @@ def hub_content(spec: str, split: Split) -> Content:
         return _load(name, chosen(), spec, streaming=streamed)
 
     def digest() -> str:
-        if streamed:  # nothing but a whole pass would tell more
-            return digest_text(f"{name.name} {name.config} {chosen()}")
+        if streamed:  # nothing is read for it
+            return digest_text(f"{name.name} {name.config} {chosen()} {_version(name, spec)}")
         files = [Path(file["filename"]) for file in dataset().cache_files]
         return digest_text(
             f"{chosen()} {digest_files(files)}"
@@ -120,6 +120,18 @@ def _load(name: Name, split: str, spec: str, *, streaming: bool) -> Any:  # Any:
     try:
         return datasets.load_dataset(name.name, name.config, split=split, streaming=streaming)
     except Exception as error:  # the library raises what its readers and the network raise
+        raise _unreadable(spec, error) from error
+
+
+def _version(name: Name, spec: str) -> str:
+    """What tells the records of a set from those that it had before: its files, or the hub's commit."""
+    if (directory := Path(name.name)).is_dir():
+        return digest_files(sorted(path for path in directory.rglob("*") if path.is_file()))
+    datasets = _library(spec)
+    _refuse_network(name, spec)
+    try:
+        return str(datasets.load_dataset_builder(name.name, name.config).hash)
+    except Exception as error:  # as above
         raise _unreadable(spec, error) from error
 
 

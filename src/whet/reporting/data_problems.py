@@ -1,11 +1,18 @@
 """What is wrong with a run's data, judged from the facts: all of it at once."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from whet.config.sections import RunConfig
 from whet.data.endings import ENDLESS_HINT, endless_message
 from whet.data.examples import too_long_hint
+from whet.errors import ConfigError, WhetError
+from whet.hardware import choose_device, choose_precision
 from whet.reporting.data_view import DataView, SplitFacts
+from whet.training.schedules import create_schedule
+from whet.training.watching import check_watching
 
 MOST_CUT = 0.10  # of the records, truncated or dropped
 MOST_DUPLICATES = 0.05  # of the records
@@ -35,6 +42,30 @@ def find_problems(view: DataView) -> list[Problem]:
             hint = "an evaluation on records that were learned from says nothing"
             found.append(Problem(message, hint, (" = ".join(each.twins.pair),)))
     return sorted(found, key=lambda problem: not problem.stops)
+
+
+def find_refusals(config: RunConfig, *, steps: int | None) -> list[Problem]:
+    """What `whet train` would refuse before it builds a model, the data aside."""
+    found = []
+    checks: list[Callable[[], object]] = [
+        lambda: check_watching(config),
+        lambda: choose_precision(config.run.precision, choose_device(config.run.device)),
+        lambda: _refuse_no_directory(config.directory),
+    ]
+    if steps is not None:
+        checks.append(lambda: create_schedule(config.optim, steps))
+    for check in checks:
+        try:
+            check()
+        except WhetError as error:
+            found.append(Problem(error.message, error.hint, stops=True))
+    return found
+
+
+def _refuse_no_directory(directory: Path) -> None:
+    there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"{directory} cannot be made: {there} is no directory that may be written to")
 
 
 def _of_records(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:

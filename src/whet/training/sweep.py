@@ -99,6 +99,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[Axis]]:
         if key in [axis.key for axis in axes]:
             raise ConfigError(f"{key} is given twice", hint="name all its values at once")
         axes.append(Axis(key, _range(argument, found) if found else _different(argument, values)))
+    if again := {axis.key for axis in axes} & {argument.partition("=")[0] for argument in fixed}:
+        raise ConfigError(f"{min(again)} is given twice", hint="name all its values at once")
     return fixed, axes
 
 
