@@ -430,6 +430,12 @@ def test_an_odd_config_is_no_obstacle(new_run, config):
     page_of(new_run([], config=config, final=False))
 
 
+def test_numbers_of_a_config_are_read_as_a_run_reads_them(new_run):
+    directory = new_run()
+    (directory / "config.yaml").write_text("optim: {lr: 2e-3}\n")
+    assert read_run(directory).config["optim"]["lr"] == 0.002
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     for place, said in (("none", "does not exist"), ("file", "is a file"), (".", "is not a run")):

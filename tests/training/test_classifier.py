@@ -107,6 +107,11 @@ def test_what_trains_and_how_fast(tiny_directory):
     classifier.set_lr(0.0)
     classifier.train_batch(SAMPLES)
     assert torch.equal(weights(classifier), before)
+    classifier.merge_adapters()
+    head = weights(classifier)
+    classifier.train_batch(SAMPLES)
+    assert torch.equal(weights(classifier), head)
+    classifier = new(tiny_directory, bias=True)
     said = classifier.summary()
     assert "4 layers, rank 4" in said
     assert "995 parameters" in said

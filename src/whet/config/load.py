@@ -68,7 +68,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config from a YAML file and apply `section.key=value` overrides."""
     path = Path(source)
     try:
-        values = _parsed(path.read_text())
+        values = parse_yaml(path.read_text())
     except FileNotFoundError as error:
         hint = "the config file comes first, KEY=VALUE after it" if "=" in path.name else None
         raise ConfigError(f"{path} does not exist", hint=hint) from error
@@ -142,13 +142,14 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
             raise ConfigError(f"override {override!r}: {key} is not a section")
     last = _place(section, keys[-1], override) if isinstance(section, list) else keys[-1]
     try:
-        section[last] = _parsed(text)
+        section[last] = parse_yaml(text)
     except yaml.YAMLError as error:
         hint = getattr(error, "problem", None)
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value", hint=hint) from error
 
 
-def _parsed(text: str) -> Any:  # Any: YAML values
+def parse_yaml(text: str) -> Any:  # Any: YAML values
+    """A YAML text; a key that is there twice is an error, and 1e-3 a number."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from whet.config.load import parse_yaml
 from whet.errors import CheckpointError
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
@@ -90,8 +91,8 @@ def _read_config(run: RunFiles) -> None:
         run.problems.append(f"{CONFIG} is missing or empty")
         return
     try:
-        found = yaml.safe_load(run.config_text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        found = parse_yaml(run.config_text)
+    except yaml.YAMLError:
         found = None
     if isinstance(found, dict):
         run.config = found

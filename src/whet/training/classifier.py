@@ -81,6 +81,7 @@ class Classifier:
         self.precision = choose_precision(config.run.precision, model.device)
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._trainer: Trainer | None = None
+        self._lr: float | None = None  # as set by hand
         self._waiting: list[Example] = []
 
     @classmethod
@@ -206,6 +207,8 @@ class Classifier:
             self._trainer = Trainer(
                 self.model, self.objective, (), self.config, total_steps=total, precision=self.precision
             )
+            if (lr := self._lr) is not None:
+                self._trainer.lr_at = lambda _: lr
         return self._trainer
 
     def batches(self, examples: Sequence[Example]) -> list[Batch]:
@@ -217,6 +220,7 @@ class Classifier:
 
     def set_lr(self, lr: float) -> None:
         """Another learning rate, from the next update on."""
+        self._lr = lr
         self.trainer.lr_at = lambda _: lr
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
