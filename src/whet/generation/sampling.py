@@ -144,10 +144,9 @@ def _noise(scrambled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     Made from a hash, on the device, so that they are the same on every device and need no stream of numbers.
     """
-    bits = _scramble(scrambled ^ keys)
-    # by halves, so that small numbers keep all their digits: by them unlikely tokens are drawn
-    uniform = ((bits >> 16) & 0xFFFF).float().mul_(65536.0).add_((bits & 0xFFFF).float()).add_(0.5)
-    return uniform.mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    # without a sign, and small ones with all their digits: by them unlikely tokens are drawn
+    bits = _scramble(scrambled ^ keys).float().remainder_(2.0**32)
+    return bits.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _scramble(bits: torch.Tensor) -> torch.Tensor:
