@@ -28,6 +28,10 @@ def test_losses_divergences_and_costs_fall(metric):
         "tokens_per_s",
         "steps_per_s",
         "mfu",
+        "exact_match_greece",
+        "eval_exact_match_weight_loss",
+        "eval_reward_no_loss",
+        "piece",
     ],
 )
 def test_scores_and_rates_rise(metric):

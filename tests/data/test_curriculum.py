@@ -177,3 +177,13 @@ def test_a_curriculum_is_counted_in_steps_and_needs_to_know_what_is_hard(tiny_di
     config["data"]["curriculum"] = {"kind": "difficulty"}
     with pytest.raises(ConfigError, match="needs either score or hard"):
         whet.train(config)
+
+
+def test_a_single_stage_has_all_examples():
+    examples = random_examples(20, shortest=4, longest=40)
+    [(found, _)] = stages_by_length(
+        examples, StepSettings(4, None, 512, pack=True), shortest=8, stages=1, steps=3
+    )
+    assert len(found) == len(examples)
+    stream = length_curriculum(list(range(200)), 2, min_seq_len=8, max_seq_len=40, n_stages=1)
+    assert next(stream)[0].supervised >= 2 * 39

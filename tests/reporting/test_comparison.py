@@ -256,3 +256,15 @@ def test_what_cannot_be_compared_is_refused(new_run, tmp_path):
     for place, said in (("none", "does not exist"), ("empty", "has no runs in it")):
         with pytest.raises(CheckpointError, match=said):
             compare_runs([one, tmp_path / place])
+
+
+@pytest.mark.parametrize("last", [1e200, -1e308, 1e31])
+def test_numbers_beyond_all_reason_stop_no_comparison(new_run, last):
+    wild = [{"step": 3, "eval_loss": 500.0, "eval_perplexity": last, "eval_s": 0.1}]
+    runs = [new_run(f"wild-{seed}", 0.1, lr=1.0, seed=seed, rows=wild) for seed in (0, 1)]
+    runs += [new_run(f"fair-{seed}", 0.8, lr=1e-2, seed=seed) for seed in (0, 1)]
+    found = compare_runs(runs)
+    assert "best: lr=0.01" in comparison_text(found)
+    assert Page(comparison_page(found)).said
+    [group] = [group for group in found.groups if group.name == "lr=1"]
+    assert group.values("eval_perplexity") == []

@@ -392,3 +392,8 @@ def test_only_a_stop_breaks_an_evaluation_off(tiny_directory):
 
     result = trainer(tiny_directory, callbacks=[Odd()], run={"steps": 1}).fit()
     assert "eval_loss" in result.metrics
+
+
+def test_early_stopping_watches_a_number():
+    with pytest.raises(ConfigError, match=r"which no evaluation gives \(eval_loss\)"):
+        EarlyStopping("shares").on_eval_end(0, {"eval_loss": 1.0, "shares": {"a": 1}})

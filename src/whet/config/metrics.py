@@ -2,14 +2,16 @@
 
 import re
 
-_FALLING = (
-    *("loss", "perplexity", "bits_per_byte", "cross_entropy", "kl", "brier", "ece", "hamming"),
-    *("errors", "truncated_fraction", "no_signal_fraction"),
+_FALLING = re.compile(
+    r"(^|[_.])(loss|perplexity|bits_per_byte|cross_entropy|kl|brier|ece|hamming|truncated_fraction|no_signal_fraction)"
+    r"(_\d+)?$"  # of one of several heads
 )
-_COSTS = ("seconds", "step_s", "eval_s", "elapsed_s", "peak_gib")
+_NAMED = re.compile(r"exact_match|reward")  # what follows is a name of the user's
+_COSTS = ("seconds", "step_s", "eval_s", "elapsed_s", "peak_gib", "reward_errors", "eval_reward_errors")
 
 
 def falls(metric: str) -> bool:
     """Whether less of it is better: losses, divergences, failures and costs fall, everything else rises."""
-    name = re.sub(r"_\d+$", "", metric)  # of one of several heads
-    return name.endswith(_FALLING) or metric in _COSTS
+    if metric in _COSTS:
+        return True
+    return _FALLING.search(metric) is not None and _NAMED.search(metric) is None

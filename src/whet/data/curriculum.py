@@ -74,7 +74,9 @@ def stages_by_length(
     lengths = lengths_of(examples)
     longest = int(lengths.max()) + 1
     found: list[tuple[Sequence[Any], int]] = []
-    for limit in np.linspace(min(shortest, longest), longest, stages):
+    limits = np.linspace(min(shortest, longest), longest, stages)
+    limits[-1] = longest  # also where it is the only one
+    for limit in limits:
         places = np.flatnonzero(lengths + 1 <= limit)
         if _fills_a_step(lengths[places], settings):
             found.append((Chosen(examples, places), steps))
@@ -192,7 +194,8 @@ def length_curriculum(
     A stage for whose windows the text is too short is left out.
     """
     stages: list[tuple[Sequence[Any], int]] = []
-    for length in np.linspace(min_seq_len, max_seq_len, n_stages).round().astype(int).tolist():
+    lengths = np.linspace(min_seq_len, max_seq_len, n_stages).round().astype(int).tolist()
+    for length in [*lengths[:-1], max_seq_len]:
         windows = _windows(tokens, length)
         if len(windows) >= batch_size:
             stages.append((windows, batches_per_stage))

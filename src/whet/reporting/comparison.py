@@ -10,7 +10,7 @@ from statistics import median
 from whet.config.load import flat_keys
 from whet.errors import CheckpointError, ConfigError
 from whet.reporting.run_files import RunFiles, Values, is_run, read_run, section
-from whet.reporting.series import Metric, as_number, metrics_of
+from whet.reporting.series import LARGEST, Metric, as_number, metrics_of
 from whet.reporting.statistics import compare, deviation, hedges_g, holm, interval, mean
 
 # what runs of one group may differ in: neither changes what is learned but by chance
@@ -74,12 +74,12 @@ class Group:
 
     def values(self, metric: str) -> list[float]:
         """Of the runs that have it, in their order."""
-        return [final[metric] for final in self.finals if math.isfinite(final.get(metric, math.nan))]
+        return [final[metric] for final in self.finals if _counts(final.get(metric, math.nan))]
 
     def diverged(self, metric: str) -> dict[str, float]:
         """What is not finite, by the name of the run."""
         found = zip(self.runs, self.finals, strict=True)
-        return {run.name: end[metric] for run, end in found if not math.isfinite(end.get(metric, 0.0))}
+        return {run.name: end[metric] for run, end in found if not _counts(end.get(metric, 0.0))}
 
     def scores(self, metric: str) -> Scores | None:
         """The same, to be counted; None where no run has it."""
@@ -90,9 +90,7 @@ class Group:
         """The metric by seed; where a seed ran twice, of the last."""
         found = ((seed_of(run), final.get(metric)) for run, final in zip(self.runs, self.finals, strict=True))
         return {
-            seed: value
-            for seed, value in found
-            if seed is not None and value is not None and math.isfinite(value)
+            seed: value for seed, value in found if seed is not None and value is not None and _counts(value)
         }
 
 
@@ -120,6 +118,11 @@ class RunComparison:
             Against(**{**vars(each), "p_adjusted": adjusted[id(each)]}) if id(each) in adjusted else each
             for each in found
         ]
+
+
+def _counts(value: float) -> bool:
+    """Whether it is a number that something can be said of: a perplexity of 1e200 is as good as infinite."""
+    return abs(value) <= LARGEST
 
 
 def _against(group: Group, first: Group, metric: str) -> Against | None:
@@ -240,7 +243,7 @@ def final_metrics(run: RunFiles) -> dict[str, float]:
     test = {f"test_{name}": value for name, value in section(summary, "test").items() if name != "s"}
     for name, value in {**test, **named, "seconds": summary.get("seconds")}.items():
         number = as_number(value)
-        if number is not None and math.isfinite(number):
+        if number is not None and _counts(number):
             found[name] = number
     return found
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from whet.reporting.run_files import Values
 
-_LARGEST = 1e30  # what is beyond cannot be drawn, and says only that something went wrong
+LARGEST = 1e30  # what is beyond cannot be drawn, and says only that something went wrong
 _DRAWN = 300  # spans of a longer curve, each drawn as its lowest and its highest point
 _SMOOTHED_FROM = 45  # points: fewer need no help
 _SPAN = 30  # a smoothed point is mostly made of its neighbours, this part (1/30) of the curve to each side
@@ -26,7 +26,7 @@ class Series:
     def add(self, step: int, value: float) -> None:
         """The next point."""
         self.last = value
-        if math.isfinite(value) and abs(value) <= _LARGEST:
+        if math.isfinite(value) and abs(value) <= LARGEST:
             self.steps.append(step)
             self.values.append(value)
         else:

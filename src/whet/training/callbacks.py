@@ -203,8 +203,8 @@ class EarlyStopping(NumbersOnly):
 
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
         """Compare with the best so far."""
-        if self.metric not in metrics:
-            known = ", ".join(metrics)
+        if not isinstance(metrics.get(self.metric), int | float):
+            known = ", ".join(name for name, value in metrics.items() if isinstance(value, int | float))
             raise ConfigError(f"early stopping watches {self.metric!r}, which no evaluation gives ({known})")
         value = metrics[self.metric]
         if is_better(self.metric, value, self.best, min_delta=self.min_delta):
