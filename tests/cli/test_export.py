@@ -265,3 +265,20 @@ def test_end_tokens_of_the_generation_config_reach_the_file(cli, tmp_path):
     assert code == 0, out + err
     fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
     assert fields["tokenizer.ggml.eot_token_id"].contents() == 258
+
+
+@pytest.mark.parametrize("layout", ["hf", "gguf"])
+def test_a_checkpoint_of_a_model_from_scratch_can_be_exported(cli, tiny_directory, tmp_path, layout):
+    preset = {"preset": "nano", "tokenizer": str(tiny_directory), "d_model": 64, "layers": 2, "heads": 2}
+    config = run_config(tiny_directory, tmp_path, method={"kind": "full"}, run={"steps": 1})
+    run = whet.train(config | {"model": preset}).directory
+    out = tmp_path / ("model.gguf" if layout == "gguf" else "model")
+    checkpoint = run / "checkpoints" / "step-000001"
+    kind = ("--type", "f32") if layout == "gguf" else ()
+    code, said, err = cli("export", checkpoint, "--to", layout, *kind, "--out", out)
+    assert code == 0, said + err
+    ours, theirs = (whet.load(place, dtype=torch.float32, device="cpu")[0] for place in (checkpoint, out))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(torch.arange(8)[None]), theirs(torch.arange(8)[None]), rtol=0, atol=1e-3
+        )

@@ -485,3 +485,16 @@ def test_rows_of_zeros_stay_zeros_when_dora_is_merged(tmp_path):
     with torch.no_grad():
         before = model(tokens())
         torch.testing.assert_close(whet.merge(model)(tokens()), before, rtol=1e-4, atol=1e-4)
+
+
+def test_pissa_in_sixteen_bits_is_saved_as_it_computes(tmp_path):
+    write_base(tmp_path / "base", "llama")
+    model, _ = whet.load(tmp_path / "base", dtype=torch.bfloat16, device="cpu")
+    whet.attach_lora(model, rank=4, variant="pissa")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        whet.save_adapter(model, tmp_path / "adapter")
+        again, _ = whet.load(tmp_path / "adapter", dtype=torch.bfloat16, device="cpu")
+        assert torch.equal(again(tokens()), model(tokens()))

@@ -376,3 +376,19 @@ def test_where_all_is_right_no_temperature_is_fitted(multi_label, caplog):
     labels = (logits > 0).astype(np.float64) if multi_label else np.array([0, 1])
     assert fitted_temperature(logits, labels, multi_label=multi_label) == 1.0
     assert "every label is the likeliest already" in caplog.text
+
+
+def test_a_classifier_on_a_quantised_base_has_the_layout_of_transformers(tiny_directory, tmp_path):
+    lines = [{"input": f"text {i}", "label": i % 2} for i in range(12)]
+    (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = run_config(
+        tiny_directory,
+        tmp_path,
+        method={"kind": "qlora", "rank": 4},
+        objective={"kind": "classify", "classes": ["even", "odd"], "probe": False},
+        data={"train": f"{tmp_path}/marked.jsonl", "valid": None, "max_length": 64},
+        run={"steps": 2},
+    )
+    result = whet.train(config)
+    stored = json.loads((result.directory / "final" / "adapter_config.json").read_text())
+    assert (stored["task_type"], stored["modules_to_save"]) == ("SEQ_CLS", ["score"])

@@ -12,7 +12,7 @@ import whet
 from tiny import run_config
 from whet.config.sections import Checkpoint
 from whet.training.callbacks import Callback, StopRun
-from whet.training.checkpoint import checkpoint_path, contents_of
+from whet.training.checkpoint import checkpoint_path, contents_of, read_state
 from whet.training.saving import Saver
 
 
@@ -214,3 +214,8 @@ def test_a_best_checkpoint_that_is_lost_costs_the_choice_and_not_the_run(
     final = load_file(result.directory / "final" / "adapter_model.safetensors")
     name = "layers.0.self_attn.q_proj.lora_B"
     assert torch.equal(final[f"base_model.model.model.{name}.weight"], last[name])
+
+
+def test_the_state_of_a_checkpoint_may_be_large(tmp_path):
+    (tmp_path / "state.json").write_text(json.dumps({"step": 1, "rollout": "x" * 33 * 2**20}))
+    assert read_state(tmp_path)["step"] == 1

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from whet.adapters.nf4 import NF4Linear
 from whet.config.classify import Pooling
 from whet.config.section import PrecisionName
 from whet.errors import ModelError
@@ -104,7 +105,9 @@ def _class_problem(model: LanguageModel) -> str | None:
             name
             for name, _ in found(CONFIG_MAPPING[config["model_type"]].from_dict(config)).named_parameters()
         }
-    ours = {model.hf_name(name.replace(".base.", ".")) for name, _ in model.named_parameters()}
+    own = [name for name, _ in model.named_parameters()]
+    own += [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, NF4Linear)]
+    ours = {model.hf_name(name.replace(".base.", ".")) for name in own}
     if SCORE not in theirs or not (theirs - {SCORE}) <= ours | {SCORE}:
         missing = min(theirs - ours - {SCORE}, default=SCORE)
         return f"{found.__name__} of transformers is built otherwise ({missing})"

@@ -52,11 +52,12 @@ class Loaded:
 def load_exact(name: str | Path) -> Loaded:
     """Open a model, run or adapter for writing it elsewhere."""
     model, tokenizer = load(name, dtype=torch.float32, device="cpu")
-    assert model.source is not None
-    files = TensorFiles(model.source)
-    dtypes = [found.dtype for found in map(files.described, files) if found.dtype in TOLERANCES]
-    if not dtypes:
-        raise ModelError(f"{model.source} holds no weights in float32, float16 or bfloat16")
+    dtypes = [torch.float32]  # of a checkpoint of a model from scratch
+    if model.source is not None:
+        files = TensorFiles(model.source)
+        dtypes = [found.dtype for found in map(files.described, files) if found.dtype in TOLERANCES]
+        if not dtypes:
+            raise ModelError(f"{model.source} holds no weights in float32, float16 or bfloat16")
     tokens = sample_tokens(model, tokenizer)
     with torch.no_grad():
         logits = model(tokens)

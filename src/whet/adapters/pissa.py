@@ -39,8 +39,7 @@ class PiSSALinear(LoRALinear):
         return super().operands()._replace(a=a, b=b)
 
     def stored(self) -> Stored:
-        """As that plain LoRA, at the same scale."""
-        a = torch.cat([self.lora_A, self.first_A])
-        b = torch.cat([self.lora_B, -self.first_B], dim=1)
-        rank = 2 * self.settings.rank
-        return Stored(replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank), a, b)
+        """As that plain LoRA, at the same scale, of what has changed."""
+        operands, rank = self.operands(), 2 * self.settings.rank
+        plain = replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank)
+        return Stored(plain, operands.a, operands.b)

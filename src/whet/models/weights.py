@@ -29,10 +29,10 @@ TOKENIZER_FILES = (
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:  # Any: JSON values
-    """Read a JSON object, or say which file is broken."""
+def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values
+    """Read a JSON object of at most so many bytes, or say which file is broken."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
+        if path.stat().st_size > most:
             raise ModelError(f"{path} has {path.stat().st_size} bytes: too many to be what its name says")
         value = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def load_checkpoint(
 
 def read_state(path: Path) -> State:
     """The part of a checkpoint that is not tensors."""
-    return read_json(path / STATE)
+    return read_json(path / STATE, most=math.inf)  # it may hold a rollout, and the manifest vouches for it
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
