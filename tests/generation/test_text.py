@@ -143,3 +143,10 @@ def test_a_stop_string_may_be_a_special_token(tiny_directory):
     for watch in (stop_watch(tokenizer, ["<|user|>"]), stream.watch):
         assert [watch(0, tokens[: n + 1]) for n in range(place + 1)] == [True] * place + [False]
     assert stream.finish(tokens[: place + 1]) == "".join(shown) == "Sure."
+
+
+@pytest.mark.parametrize("stop", [(), "x"])
+def test_without_a_tokenizer_a_prompt_is_refused(tiny_directory, stop):
+    model, _ = whet.load(tiny_directory, device="cpu")
+    with pytest.raises(DataError, match="has no tokenizer"):
+        whet.generate(model, None, "hello", stop=stop)

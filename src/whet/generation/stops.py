@@ -74,7 +74,7 @@ class TextStream:
 
 def _special(tokenizer: Any, stops: Sequence[str]) -> set[int]:  # Any: a transformers tokenizer
     """The special tokens among stop strings: no text has them."""
-    known = special_tokens(tokenizer)
+    known = special_tokens(tokenizer) if stops and tokenizer is not None else {}
     return {known[stop] for stop in stops if stop in known}
 
 
