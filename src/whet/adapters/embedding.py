@@ -27,9 +27,8 @@ class LoRAEmbedding(Adapter):
         if not self.enabled:
             return rows
         update = F.linear(F.embedding(tokens, self.lora_embedding_A.T), self.lora_embedding_B) * self.scale
-        if (
-            factor := getattr(self.base, "embed_scale", None)
-        ) is not None:  # of rows, in transformers' classes
+        factor = getattr(self.base, "embed_scale", None)  # of rows, in transformers' classes
+        if factor is not None:
             update = update * factor
         return rows + update.to(rows.dtype)
 
