@@ -1,16 +1,20 @@
 """Kernels of whet's own against plain torch; skipped where there is no CUDA device."""
 
+import copy
+
 import pytest
 import torch
 
 import whet
 from tiny import run_config
+from whet.adapters.layer import LoRALinear, LoRASettings
 from whet.generation.engine import complete, generate_tokens
 from whet.models.feedforward import FeedForward
 from whet.models.norms import OffsetRMSNorm, RMSNorm
 from whet.models.rope import rotate, rotation
 from whet.models.spec import FeedForwardSpec
-from whet.ops import fused
+from whet.ops import fused, gated
+from whet.ops.gated import gated_gradients
 from whet.ops.head import Head
 from whet.ops.kernels import kernels_work
 from whet.ops.softmax_rows import row_losses
@@ -187,3 +191,58 @@ def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, 
     assert [line for line in caplog.messages if "Triton" in line] == [
         "slower than it could be: Triton cannot build kernels on this machine (Failed to find C compiler.)"
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (4, 7, 3), (64, 1, 33)])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 131), (3000, 200), (4096, 1536)])
+def test_gradients_of_a_gate_with_adapters_are_exact(shape, ranks, dtype):
+    torch.manual_seed(0)
+    count, size = shape
+    numbers = [torch.randn(s, device="cuda").to(dtype) for s in (shape, shape, shape)]
+    lows = [torch.randn(count, r, device="cuda").to(dtype) for r in (ranks[0] + ranks[1], ranks[2])]
+    found = gated_gradients(*numbers, *lows, ranks[0])
+    gate, up, grad, low, grad_low = (each.double() for each in (*numbers, *lows))
+    part = torch.sigmoid(gate)
+    grad_gate, grad_up = grad * up * part * (1 + gate * (1 - part)), grad * gate * part
+    for ours, exact in zip(found[:2], (grad_gate, grad_up), strict=True):
+        assert ((ours - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+    # the factors of the sums are rounded, as those of a product are
+    given, y = (each.double() for each in found[:2]), (gate * part * up).to(dtype).double()
+    factors = zip((*given, y), (low[:, : ranks[0]], low[:, ranks[0] :], grad_low), strict=True)
+    sums = torch.cat([wide.T @ narrow for wide, narrow in factors], dim=1)
+    assert ((found[2] - sums).abs().amax() / sums.abs().amax()) < (1e-5 if count < 4000 else 1e-4)
+    for again, before in zip(gated_gradients(*numbers, *lows, ranks[0]), found, strict=True):
+        assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_feed_forward_with_adapters_learns_as_exactly_at_once_as_layer_by_layer(
+    dtype, compiled, monkeypatch
+):
+    torch.manual_seed(0)
+    made = FeedForward(FeedForwardSpec(width=1100, activation="silu", gated=True), d_model=256).cuda()
+    made.requires_grad_(False)
+    for name, module in list(made.named_children()):
+        setattr(made, name, LoRALinear(module.to(dtype), LoRASettings(rank=16)))
+        torch.nn.init.normal_(getattr(made, name).lora_B, std=0.05)
+    x, upstream = (torch.randn(4, 500, 256, device="cuda").to(dtype) for _ in range(2))
+
+    def gradients(model, x):
+        leaves = [x.requires_grad_(), *(p for p in model.parameters() if p.requires_grad)]
+        y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
+
+    exact = gradients(copy.deepcopy(made).double(), x.detach().double())
+    apart = {}
+    for at_once in (True, False):
+        torch._dynamo.reset()
+        monkeypatch.setattr(gated, "_MOST", 64 if at_once else 0)
+        model = copy.deepcopy(made)
+        if compiled:
+            model.compile(fullgraph=True, dynamic=True)
+        found = gradients(model, x.detach())
+        apart[at_once] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    for ours, plain in zip(apart[True], apart[False], strict=True):
+        assert ours < 1.1 * plain + 1e-4

@@ -12,8 +12,9 @@ from torch import nn
 
 from whet.adapters.adapter import Adapter
 from whet.adapters.nf4 import NF4Linear
-from whet.adapters.product import Operands, Settled, low_rank_products
+from whet.adapters.product import Operands, Settled, low_rank_gated, low_rank_products
 from whet.errors import ConfigError
+from whet.ops import gated
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,22 @@ class LoRALinear(Adapter):
 
     def together(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor] | None:
         """The outputs of several layers on one input, if all of them are like this one."""
-        alike = [
-            layer
-            for layer in layers
-            if isinstance(layer, LoRALinear)
-            and layer.enabled
-            and not layer.drops
-            and not (layer._forward_hooks or layer._forward_pre_hooks)  # a hook wants its layer called
-        ]
+        alike = _alike(layers)
         if len(alike) != len(layers):
             return None
         products = self._products(x, alike)
         return [layer.finished(product) for layer, product in zip(alike, products, strict=True)]
+
+    def gated(self, x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
+        """down(silu(self(x)) * up(x)) at once, if these are alike and it is worth it."""
+        layers = _alike((self, up, down))
+        if len(layers) != 3 or any(type(layer).finished is not LoRALinear.finished for layer in layers):
+            return None
+        ranks = tuple(layer.settings.rank for layer in layers)
+        dtype = self.base.dtype if isinstance(self.base, NF4Linear) else self.base.weight.dtype
+        if not gated.suits(x, dtype, ranks):
+            return None
+        return low_rank_gated(x, *(layer.operands() for layer in layers))
 
     def _products(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
         if self.lasting is None or torch.is_grad_enabled():
@@ -151,3 +156,15 @@ class LoRALinear(Adapter):
     def stored(self) -> Stored:
         """This layer's adapter, for a file."""
         return Stored(self.settings, self.lora_A, self.lora_B)
+
+
+def _alike(layers: Sequence[nn.Module]) -> list[LoRALinear]:
+    """Those that have an update, without chance, that can be computed together with others."""
+    return [
+        layer
+        for layer in layers
+        if isinstance(layer, LoRALinear)
+        and layer.enabled
+        and not layer.drops
+        and not (layer._forward_hooks or layer._forward_pre_hooks)  # a hook wants its layer called
+    ]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from whet.ops.gated import gated_gradients
 from whet.ops.linear import linear
 from whet.ops.operation import operation
 
@@ -39,18 +40,19 @@ def low_rank_products(
 
     `dropped` is what dropout left of x, for A to read.
     """
-    bases = tuple(None if isinstance(layer.weight, torch.Tensor) else layer.weight for layer in layers)
-    tensors = [
-        tensor
-        for layer, base in zip(layers, bases, strict=True)
-        for tensor in (layer.weight if base is None else None, layer.bias, layer.a, layer.b)
-    ]
-    scales = tuple(layer.scale for layer in layers)
+    scales, bases, tensors = _taken_apart(layers)
     # compiled code is told that results are not transposed in memory
     plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
     outputs: tuple[torch.Tensor, ...] = _Products.apply(x, dropped, scales, bases, plain, *tensors)
     # classes of transformers take views that a product transposed in memory does not allow
     return tuple(output.contiguous() for output in outputs)
+
+
+def low_rank_gated(x: torch.Tensor, gate: Operands, up: Operands, down: Operands) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)), where `whet.ops.gated.suits` says so."""
+    scales, bases, tensors = _taken_apart((gate, up, down))
+    y: torch.Tensor = _Gated.apply(x, scales, bases, *tensors)
+    return y
 
 
 class Settled:
@@ -84,6 +86,21 @@ class Settled:
         return found
 
 
+def _taken_apart(
+    layers: Sequence[Operands],
+) -> tuple[tuple[float, ...], tuple[Quantised | None, ...], list[torch.Tensor | None]]:
+    """Scales, quantised weights, and four tensors a layer, which autograd has to see."""
+    bases: list[Quantised | None] = []
+    tensors: list[torch.Tensor | None] = []
+    for layer in layers:
+        weight, base = (
+            (layer.weight, None) if isinstance(layer.weight, torch.Tensor) else (None, layer.weight)
+        )
+        bases.append(base)
+        tensors += weight, layer.bias, layer.a, layer.b
+    return tuple(layer.scale for layer in layers), tuple(bases), tensors
+
+
 class _Products(torch.autograd.Function):
     """One node for all of it: nothing is kept for the frozen weights, sums happen in place.
 
@@ -100,25 +117,8 @@ class _Products(torch.autograd.Function):
         plain: bool,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        biases = tensors[1::4]
-        a_parts, b_parts = (
-            [t for t in tensors[k::4] if t is not None] for k in (2, 3)
-        )  # None is never there
         with torch.autocast(x.device.type, enabled=False):
-            outputs = []
-            ranks = [a.shape[0] for a in a_parts]
-            for index, b_part in enumerate(b_parts):
-                weight = _weight(tensors[4 * index], bases[index])
-                if index == 0:
-                    flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-                    read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
-                    low = read @ _joined(a_parts, ranks, scales, flat.dtype).T  # [tokens, all ranks]
-                    lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
-                    if first := _first_columns(weight):
-                        lows = _begun(flat[:, :first], lows)
-                b = _with_columns(weight, b_part, first)
-                y = lora_output(flat, weight, biases[index], lows[index], b, first, plain)
-                outputs.append(y.view(*x.shape[:-1], -1))
+            outputs, read, low = _outputs(x, dropped, scales, bases, plain, tensors)
         ctx.save_for_backward(read, low, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
         ctx.drops = dropped is not None
@@ -127,14 +127,11 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         read, low, *tensors = ctx.saved_tensors
-        a_parts, b_parts = tensors[2::4], tensors[3::4]
-        ranks = [a.shape[0] for a in a_parts]
+        b_parts = tensors[3::4]
         grad_x = grad_dropped = None
         with torch.autocast(read.device.type, enabled=False):
             grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
-            grads_low = [grad @ b.to(grad.dtype) for grad, b in zip(grads, b_parts, strict=True)]
-            grad_low = grads_low[0] if len(grads_low) == 1 else torch.cat(grads_low, dim=1)
-            a = _joined(a_parts, ranks, ctx.scales, read.dtype)
+            grad_low, a, grads_a = _low_gradients(grads, read, ctx.scales, tensors)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
                 found = (
@@ -143,14 +140,102 @@ class _Products(torch.autograd.Function):
                 grad_x = found.view(ctx.shape).to(ctx.dtype)
             if ctx.drops and ctx.needs_input_grad[1]:
                 grad_dropped = (grad_low @ a).view(ctx.shape).to(ctx.dtype)
-            joined = (grad_low.T @ read).to(a_parts[0].dtype)
-            grads_a = _scaled(joined, ranks, ctx.scales).split(ranks)
+            lows = low.split([b.shape[1] for b in b_parts], 1)
             grads_b = [
-                _outer(grad, own).to(b.dtype)
-                for grad, own, b in zip(grads, low.split(ranks, 1), b_parts, strict=True)
+                _outer(grad, own).to(b.dtype) for grad, own, b in zip(grads, lows, b_parts, strict=True)
             ]
         own_grads = [g for pair in zip(grads_a, grads_b, strict=True) for g in (None, None, *pair)]
         return grad_x, grad_dropped, None, None, None, *own_grads
+
+
+class _Gated(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)); of what is as wide as the gate, only gate and up are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: autograd's context
+        x: torch.Tensor,
+        scales: tuple[float, ...],
+        bases: tuple[Quantised | None, ...],
+        *tensors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            (gate, up), read, low = _outputs(x, None, scales[:2], bases[:2], True, tensors[:8])
+            [y], _, low_down = _outputs(F.silu(gate) * up, None, scales[2:], bases[2:], True, tensors[8:])
+        ctx.save_for_backward(gate, up, read, low, low_down, *tensors)
+        ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
+        gate, up, read, low, low_down, *tensors = ctx.saved_tensors
+        a_gate, a_up, a_down = tensors[2::4]
+        b_gate, b_up, b_down = tensors[3::4]
+        grad_x = None
+        with torch.autocast(read.device.type, enabled=False):
+            grad = upstream.reshape(-1, upstream.shape[-1])
+            grad_low = grad @ b_down.to(grad.dtype)
+            grad_b_down = _outer(grad, low_down).to(b_down.dtype)
+            a = (a_down * ctx.scales[2]).to(grad.dtype)
+            grad = lora_input_gradient(grad_low, a, [grad], [_weight(tensors[8], ctx.bases[2])])
+            gate, up = gate.reshape(grad.shape), up.reshape(grad.shape)
+            *grads, sums = gated_gradients(gate, up, grad, low, grad_low, len(a_gate))
+            grads_b_gate, grads_b_up, turned = sums.split([len(a_gate), len(a_up), len(a_down)], dim=1)
+            grad_a_down = (turned.T * ctx.scales[2]).to(a_down.dtype)
+            grad_low, a, (grad_a_gate, grad_a_up) = _low_gradients(grads, read, ctx.scales[:2], tensors[:8])
+            if ctx.needs_input_grad[0]:
+                weights = [_weight(tensors[0], ctx.bases[0]), _weight(tensors[4], ctx.bases[1])]
+                found = lora_input_gradient(grad_low, a, grads, weights)
+                grad_x = found.view(ctx.shape).to(ctx.dtype)
+        return (
+            *(grad_x, None, None),
+            *(None, None, grad_a_gate, grads_b_gate.to(b_gate.dtype)),
+            *(None, None, grad_a_up, grads_b_up.to(b_up.dtype)),
+            *(None, None, grad_a_down, grad_b_down),
+        )
+
+
+def _outputs(
+    x: torch.Tensor,
+    dropped: torch.Tensor | None,
+    scales: Sequence[float],
+    bases: Sequence[Quantised | None],
+    plain: bool,
+    tensors: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The outputs of layers, what was read by their A, and what these made of it [tokens, all ranks]."""
+    biases = tensors[1::4]
+    a_parts, b_parts = ([t for t in tensors[k::4] if t is not None] for k in (2, 3))  # None is never there
+    outputs = []
+    ranks = [a.shape[0] for a in a_parts]
+    for index, b_part in enumerate(b_parts):
+        weight = _weight(tensors[4 * index], bases[index])
+        if index == 0:
+            flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+            read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
+            low = read @ _joined(a_parts, ranks, scales, flat.dtype).T
+            lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
+            if first := _first_columns(weight):
+                lows = _begun(flat[:, :first], lows)
+        b = _with_columns(weight, b_part, first)
+        y = lora_output(flat, weight, biases[index], lows[index], b, first, plain)
+        outputs.append(y.view(*x.shape[:-1], -1))
+    return outputs, read, low
+
+
+def _low_gradients(
+    grads: Sequence[torch.Tensor],
+    read: torch.Tensor,
+    scales: Sequence[float],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+    """The gradient of what layers' A made [tokens, all ranks], their A in one, and the gradients of each."""
+    a_parts, b_parts = tensors[2::4], tensors[3::4]
+    ranks = [a.shape[0] for a in a_parts]
+    grads_low = [grad @ b.to(grad.dtype) for grad, b in zip(grads, b_parts, strict=True)]
+    grad_low = grads_low[0] if len(grads_low) == 1 else torch.cat(grads_low, dim=1)
+    joined = (grad_low.T @ read).to(a_parts[0].dtype)
+    return grad_low, _joined(a_parts, ranks, scales, read.dtype), _scaled(joined, ranks, scales).split(ranks)
 
 
 def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:

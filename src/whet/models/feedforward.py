@@ -9,7 +9,7 @@ from torch import nn
 from whet.models.spec import FeedForwardSpec
 from whet.ops import by_hand, fused
 from whet.ops.linear import Linear
-from whet.ops.together import project
+from whet.ops.together import gated, project
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -38,6 +38,10 @@ class FeedForward(nn.Module):
         """Transform each position on its own."""
         if not self.spec.gated:
             return self.down_proj(self.activation(self.up_proj(x)))
+        if self.spec.activation == "silu" and not self.spec.fused:
+            found = gated(x, self.gate_proj, self.up_proj, self.down_proj)
+            if found is not None:
+                return found
         if self.spec.fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
