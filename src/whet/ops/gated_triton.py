@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLUMNS, _WARPS = 32, 128, 8  # of a tile: 16 numbers a thread, or registers do not suffice
+_ROWS, _COLUMNS, _WARPS = 32, 64, 4  # of a tile: 16 numbers a thread, or registers do not suffice
+_STAGES = 3  # tiles that are read ahead
 _PROGRAMS = 1024  # about as many, where there are enough rows
 
 
@@ -44,6 +45,7 @@ def gated_gradients_on_gpu(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
+        num_stages=_STAGES,
         enable_fp_fusion=True,  # versions of Triton differ in what they take it for
     )
     return grad_gate, grad_up, sums.sum(0)
