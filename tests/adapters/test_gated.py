@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.adapters import product
+from whet.adapters.adapter import unchanging
 from whet.adapters.dora import DoRALinear
 from whet.adapters.layer import LoRALinear, LoRASettings
 from whet.models.feedforward import FeedForward
@@ -16,15 +17,26 @@ from whet.ops import gated
 from whet.ops.planned import planned_for
 
 
-def spelled_out(gate, up, grad, low, grad_low, rank):
+def with_updates(gate, up, low, b_gate, b_up):
     wide = torch.promote_types(gate.dtype, torch.float32)
-    one, two, upstream = (each.to(wide) for each in (gate, up, grad))
-    part = torch.sigmoid(one)
-    grad_gate = (upstream * two * part * (1 + one * (1 - part))).to(gate.dtype)
-    grad_up = (upstream * one * part).to(up.dtype)
-    y = (one * part * two).to(gate.dtype)
+    gate, up, low, b_gate, b_up = (each.to(wide) for each in (gate, up, low, b_gate, b_up))
+    rank = b_gate.shape[1]
+    return gate + low[:, :rank] @ b_gate.T, up + low[:, rank:] @ b_up.T
+
+
+def spelled_out(gate, up, low, b_gate, b_up):
+    one, two = with_updates(gate, up, low, b_gate, b_up)
+    return (F.silu(one) * two).to(gate.dtype)
+
+
+def spelled_out_gradients(gate, up, grad, low, b_gate, b_up, grad_low):
+    one, two = with_updates(gate, up, low, b_gate, b_up)
+    part, grad, rank = torch.sigmoid(one), grad.to(one.dtype), b_gate.shape[1]
+    grad_gate = (grad * two * part * (1 + one * (1 - part))).to(gate.dtype)
+    grad_up = (grad * one * part).to(up.dtype)
+    y = spelled_out(gate, up, low, b_gate, b_up)
     pairs = (grad_gate, low[:, :rank]), (grad_up, low[:, rank:]), (y, grad_low)
-    return grad_gate, grad_up, torch.cat([a.to(wide).T @ b.to(wide) for a, b in pairs], dim=1)
+    return grad_gate, grad_up, torch.cat([a.to(one.dtype).T @ b.to(one.dtype) for a, b in pairs], dim=1)
 
 
 @pytest.fixture
@@ -33,10 +45,11 @@ def calls(monkeypatch):
 
     def kernel(*given):
         found.append(given)
-        return spelled_out(*given)
+        return spelled_out_gradients(*given)
 
-    monkeypatch.setitem(sys.modules, "whet.ops.gated_triton", SimpleNamespace(gated_gradients_on_gpu=kernel))
-    monkeypatch.setattr(gated, "suits", lambda x, dtype, ranks: torch.is_grad_enabled())
+    kernels = SimpleNamespace(gated_output_on_gpu=spelled_out, gated_gradients_on_gpu=kernel)
+    monkeypatch.setitem(sys.modules, "whet.ops.gated_triton", kernels)
+    monkeypatch.setattr(gated, "suits", lambda x, dtype, ranks: True)
     return found
 
 
@@ -116,7 +129,7 @@ def test_of_what_is_as_wide_as_the_gate_two_tensors_are_kept(calls):
     made, kept = layer(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         made(torch.randn(2, 3, 16, requires_grad=True))
-    assert [shape for shape in kept if shape.numel() == 6 * 48] == 2 * [torch.Size((2, 3, 48))]
+    assert [shape for shape in kept if shape.numel() == 6 * 48] == 2 * [torch.Size((6, 48))]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +155,25 @@ def test_layers_that_are_off_or_watched_are_called(calls):
     watch = made.up_proj.register_forward_hook(lambda *given: seen.append(given))
     made(x).sum().backward()
     watch.remove()
-    with torch.no_grad():
-        made(x)
     assert len(seen) == 1
     assert not calls
+
+
+def test_without_gradients_the_bits_are_the_same_and_decoding_has_its_own_way(calls, monkeypatch):
+    made, x = layer().bfloat16(), torch.randn(2, 3, 16).bfloat16()
+    seen = []
+    monkeypatch.setattr(
+        sys.modules["whet.ops.gated_triton"],
+        "gated_output_on_gpu",
+        lambda *given: seen.append(given) or spelled_out(*given),
+    )
+    trained = made(x)
+    with torch.no_grad():
+        assert torch.equal(made(x), trained)
+        assert len(seen) == 2
+        with unchanging(made):
+            torch.testing.assert_close(made(x), trained, rtol=0.1, atol=0.1)
+    assert len(seen) == 2
 
 
 def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
@@ -157,16 +185,19 @@ def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
         assert gated.suits(x, torch.float16, (64, 1, 16))
         assert not gated.suits(x, torch.float32, (16, 16, 16))
         assert not gated.suits(x, torch.bfloat16, (16, 65, 16))
-        with torch.no_grad():
-            assert not gated.suits(x, torch.bfloat16, (16, 16, 16))
 
 
 def test_the_compiler_is_told_the_truth(calls):
     torch.manual_seed(0)
-    given = *(torch.randn(6, 48) for _ in range(3)), torch.randn(6, 7), torch.randn(6, 5), 4
-    torch.library.opcheck(
-        torch.ops.whet.gated_gradients.default, given, test_utils=("test_schema", "test_faketensor")
+    gate, up, grad, low, b_gate, b_up, grad_low = (
+        torch.randn(shape) for shape in ((6, 48), (6, 48), (6, 48), (6, 7), (48, 4), (48, 3), (6, 5))
     )
+    ops = torch.ops.whet
+    for op, given in (
+        (ops.gated_output, (gate, up, low, b_gate, b_up)),
+        (ops.gated_gradients, (gate, up, grad, low, b_gate, b_up, grad_low)),
+    ):
+        torch.library.opcheck(op.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiled_it_is_one_graph_with_the_same_numbers(calls):

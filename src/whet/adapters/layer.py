@@ -80,7 +80,11 @@ class LoRALinear(Adapter):
     def gated(self, x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
         """down(silu(self(x)) * up(x)) at once, if these are alike and it is worth it."""
         layers = _alike((self, up, down))
-        if len(layers) != 3 or any(type(layer).finished is not LoRALinear.finished for layer in layers):
+        if (
+            self._is_settled
+            or len(layers) != 3
+            or any(type(layer).finished is not LoRALinear.finished for layer in layers)
+        ):
             return None
         ranks = tuple(layer.settings.rank for layer in layers)
         dtype = self.base.dtype if isinstance(self.base, NF4Linear) else self.base.weight.dtype
@@ -89,9 +93,14 @@ class LoRALinear(Adapter):
         return low_rank_gated(x, *(layer.operands() for layer in layers))
 
     def _products(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
-        if self.lasting is None or torch.is_grad_enabled():
+        if not self._is_settled:
             return low_rank_products(x, [layer.operands() for layer in layers])
         return self.once(tuple(layers), lambda: Settled([layer.operands() for layer in layers]))(x)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether what depends on weights alone is made once."""
+        return self.lasting is not None and not torch.is_grad_enabled()
 
     @property
     def drops(self) -> bool:

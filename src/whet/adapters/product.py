@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from whet.ops.gated import gated_gradients
+from whet.ops.gated import gated_gradients, gated_output
 from whet.ops.linear import linear
 from whet.ops.operation import operation
 
@@ -127,11 +127,13 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         read, low, *tensors = ctx.saved_tensors
-        b_parts = tensors[3::4]
+        a_parts, b_parts = tensors[2::4], tensors[3::4]
         grad_x = grad_dropped = None
         with torch.autocast(read.device.type, enabled=False):
             grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
-            grad_low, a, grads_a = _low_gradients(grads, read, ctx.scales, tensors)
+            grad_low = _low_gradient(grads, b_parts)
+            grads_a = _a_gradients(grad_low, read, a_parts, ctx.scales)
+            a = _joined(a_parts, ctx.scales, read.dtype)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
                 found = (
@@ -149,7 +151,7 @@ class _Products(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)); of what is as wide as the gate, only gate and up are kept."""
+    """down(silu(gate(x)) * up(x)); of what is as wide as the gate, only two tensors are kept."""
 
     @staticmethod
     def forward(
@@ -159,38 +161,46 @@ class _Gated(torch.autograd.Function):
         bases: tuple[Quantised | None, ...],
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
+        a_gate, b_gate, a_up, b_up = (t for k in (2, 6) for t in tensors[k : k + 2] if t is not None)
         with torch.autocast(x.device.type, enabled=False):
-            (gate, up), read, low = _outputs(x, None, scales[:2], bases[:2], True, tensors[:8])
-            [y], _, low_down = _outputs(F.silu(gate) * up, None, scales[2:], bases[2:], True, tensors[8:])
-        ctx.save_for_backward(gate, up, read, low, low_down, *tensors)
+            weight = _weight(tensors[0], bases[0])
+            flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+            gate = F.linear(flat, weight, tensors[1])
+            up = F.linear(flat, _weight(tensors[4], bases[1]), tensors[5])
+            low = flat @ _joined((a_gate, a_up), scales[:2], flat.dtype).T
+            y = gated_output(gate, up, low, b_gate.to(flat.dtype), b_up.to(flat.dtype))
+            [found], _, low_down = _outputs(y, None, scales[2:], bases[2:], True, tensors[8:])
+        ctx.save_for_backward(flat, gate, up, low, low_down, *tensors)
         ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
-        return y
+        return found.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
-        gate, up, read, low, low_down, *tensors = ctx.saved_tensors
+        flat, gate, up, low, low_down, *tensors = ctx.saved_tensors
         a_gate, a_up, a_down = tensors[2::4]
         b_gate, b_up, b_down = tensors[3::4]
         grad_x = None
-        with torch.autocast(read.device.type, enabled=False):
+        with torch.autocast(flat.device.type, enabled=False):
             grad = upstream.reshape(-1, upstream.shape[-1])
-            grad_low = grad @ b_down.to(grad.dtype)
+            grad_low, a = _low_gradient([grad], [b_down]), _joined([a_down], ctx.scales[2:], grad.dtype)
             grad_b_down = _outer(grad, low_down).to(b_down.dtype)
-            a = (a_down * ctx.scales[2]).to(grad.dtype)
-            grad = lora_input_gradient(grad_low, a, [grad], [_weight(tensors[8], ctx.bases[2])])
-            gate, up = gate.reshape(grad.shape), up.reshape(grad.shape)
-            *grads, sums = gated_gradients(gate, up, grad, low, grad_low, len(a_gate))
-            grads_b_gate, grads_b_up, turned = sums.split([len(a_gate), len(a_up), len(a_down)], dim=1)
+            grad_y = lora_input_gradient(grad_low, a, [grad], [_weight(tensors[8], ctx.bases[2])])
+            *grads, sums = gated_gradients(
+                gate, up, grad_y, low, b_gate.to(flat.dtype), b_up.to(flat.dtype), grad_low
+            )
+            grad_b_gate, grad_b_up, turned = sums.split([len(a_gate), len(a_up), len(a_down)], dim=1)
             grad_a_down = (turned.T * ctx.scales[2]).to(a_down.dtype)
-            grad_low, a, (grad_a_gate, grad_a_up) = _low_gradients(grads, read, ctx.scales[:2], tensors[:8])
+            grad_low = _low_gradient(grads, [b_gate, b_up])
+            grad_a_gate, grad_a_up = _a_gradients(grad_low, flat, [a_gate, a_up], ctx.scales[:2])
             if ctx.needs_input_grad[0]:
+                a = _joined([a_gate, a_up], ctx.scales[:2], flat.dtype)
                 weights = [_weight(tensors[0], ctx.bases[0]), _weight(tensors[4], ctx.bases[1])]
                 found = lora_input_gradient(grad_low, a, grads, weights)
                 grad_x = found.view(ctx.shape).to(ctx.dtype)
         return (
             *(grad_x, None, None),
-            *(None, None, grad_a_gate, grads_b_gate.to(b_gate.dtype)),
-            *(None, None, grad_a_up, grads_b_up.to(b_up.dtype)),
+            *(None, None, grad_a_gate, grad_b_gate.to(b_gate.dtype)),
+            *(None, None, grad_a_up, grad_b_up.to(b_up.dtype)),
             *(None, None, grad_a_down, grad_b_down),
         )
 
@@ -213,7 +223,7 @@ def _outputs(
         if index == 0:
             flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
             read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
-            low = read @ _joined(a_parts, ranks, scales, flat.dtype).T
+            low = read @ _joined(a_parts, scales, flat.dtype).T
             lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
             if first := _first_columns(weight):
                 lows = _begun(flat[:, :first], lows)
@@ -223,19 +233,17 @@ def _outputs(
     return outputs, read, low
 
 
-def _low_gradients(
-    grads: Sequence[torch.Tensor],
-    read: torch.Tensor,
-    scales: Sequence[float],
-    tensors: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-    """The gradient of what layers' A made [tokens, all ranks], their A in one, and the gradients of each."""
-    a_parts, b_parts = tensors[2::4], tensors[3::4]
-    ranks = [a.shape[0] for a in a_parts]
-    grads_low = [grad @ b.to(grad.dtype) for grad, b in zip(grads, b_parts, strict=True)]
-    grad_low = grads_low[0] if len(grads_low) == 1 else torch.cat(grads_low, dim=1)
-    joined = (grad_low.T @ read).to(a_parts[0].dtype)
-    return grad_low, _joined(a_parts, ranks, scales, read.dtype), _scaled(joined, ranks, scales).split(ranks)
+def _low_gradient(grads: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gradient of what layers' A made [tokens, all ranks]."""
+    found = [grad @ b.to(grad.dtype) for grad, b in zip(grads, b_parts, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def _a_gradients(
+    grad_low: torch.Tensor, read: torch.Tensor, a_parts: Sequence[torch.Tensor], scales: Sequence[float]
+) -> Sequence[torch.Tensor]:
+    ranks = [len(a) for a in a_parts]
+    return _scaled((grad_low.T @ read).to(a_parts[0].dtype), ranks, scales).split(ranks)
 
 
 def _weight(weight: torch.Tensor | None, base: Quantised | None) -> torch.Tensor:
@@ -272,12 +280,10 @@ def _outer(grad: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return (low.T @ grad).T.contiguous() if grad.device.type == "cpu" else grad.T @ low
 
 
-def _joined(
-    parts: Sequence[torch.Tensor], ranks: Sequence[int], scales: Sequence[float], dtype: torch.dtype
-) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor], scales: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
     """scale * A of all the layers, so that they read their input once."""
     whole = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
-    return _scaled(whole, ranks, scales).to(dtype)
+    return _scaled(whole, [len(part) for part in parts], scales).to(dtype)
 
 
 def _scaled(whole: torch.Tensor, ranks: Sequence[int], scales: Sequence[float]) -> torch.Tensor:

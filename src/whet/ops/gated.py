@@ -1,4 +1,4 @@
-"""The gradients of a gated feed-forward layer with adapters, in one pass over its widest tensors."""
+"""A gated feed-forward layer with adapters, and its gradients, in one pass each over its widest tensors."""
 
 import torch
 
@@ -10,8 +10,8 @@ _MOST = 64  # ranks: what a program adds up stays in registers
 
 
 def suits(x: torch.Tensor, dtype: torch.dtype, ranks: tuple[int, ...]) -> bool:
-    """Whether a layer that reads x and computes in this dtype is for the function of this file."""
-    if not torch.is_grad_enabled() or dtype.itemsize != 2 or max(ranks) > _MOST:
+    """Whether a layer that reads x and computes in this dtype is for the functions of this file."""
+    if dtype.itemsize != 2 or max(ranks) > _MOST:
         return False
     if torch.compiler.is_compiling():
         return x.is_cuda and _kernels_work()
@@ -23,13 +23,29 @@ def _kernels_work() -> bool:
     return kernels_work()
 
 
+@operation(lambda gate, *_: torch.empty_like(gate))
+def gated_output(
+    gate: torch.Tensor, up: torch.Tensor, low: torch.Tensor, b_gate: torch.Tensor, b_up: torch.Tensor
+) -> torch.Tensor:
+    """silu(gate + low B') * (up + low B') [N, D]; of `low` [N, ranks] the first columns are gate's.
+
+    Gate and up are without their updates, which are added in float32: nothing of them is rounded away.
+    """
+    if is_plan():
+        return torch.empty_like(gate)
+    from whet.ops.gated_triton import gated_output_on_gpu
+
+    return gated_output_on_gpu(gate, up, low, b_gate, b_up)
+
+
 def _unfilled(
     gate: torch.Tensor,
     up: torch.Tensor,
     _grad: torch.Tensor,
     low: torch.Tensor,
+    _b_gate: torch.Tensor,
+    _b_up: torch.Tensor,
     grad_low: torch.Tensor,
-    _rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     sums = gate.new_empty(gate.shape[1], low.shape[1] + grad_low.shape[1], dtype=torch.float32)
     return torch.empty_like(gate), torch.empty_like(up), sums
@@ -41,16 +57,17 @@ def gated_gradients(
     up: torch.Tensor,
     grad: torch.Tensor,
     low: torch.Tensor,
+    b_gate: torch.Tensor,
+    b_up: torch.Tensor,
     grad_low: torch.Tensor,
-    rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up [N, D], from that of y = silu(gate) * up, and what adapters need of them.
+    """The gradients of gate and up [N, D], from that of y = gated_output(...), and what adapters need.
 
-    That is [D, ranks]: gate's gradient' times the first `rank` columns of `low`, up's times the others, and
-    y' `grad_low`. Neither y nor the gradients are read again for it.
+    That is [D, ranks]: gate's gradient' times its columns of `low`, up's times its own, and y' `grad_low`.
+    Neither y nor the gradients are read again for it.
     """
     if is_plan():
-        return _unfilled(gate, up, grad, low, grad_low, rank)
+        return _unfilled(gate, up, grad, low, b_gate, b_up, grad_low)
     from whet.ops.gated_triton import gated_gradients_on_gpu
 
-    return gated_gradients_on_gpu(gate, up, grad, low, grad_low, rank)
+    return gated_gradients_on_gpu(gate, up, grad, low, b_gate, b_up, grad_low)

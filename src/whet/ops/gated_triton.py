@@ -1,12 +1,40 @@
-"""The kernel behind `gated_gradients`; importing this needs Triton, which comes with torch for CUDA."""
+"""The kernels behind `gated`; importing this needs Triton, which comes with torch for CUDA."""
 
 import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLUMNS, _WARPS = 32, 64, 4  # of a tile: 16 numbers a thread, or registers do not suffice
-_STAGES = 3  # tiles that are read ahead
-_PROGRAMS = 1024  # about as many, where there are enough rows
+# rows, columns and warps of tiles, and how many are read ahead; larger ones do not fit into registers
+_OUTPUT = 32, 128, 8
+_GRADIENTS = 32, 64, 4, 3
+_PROGRAMS = 1056  # about as many for the gradients, where there are enough rows
+
+
+def gated_output_on_gpu(
+    gate: torch.Tensor, up: torch.Tensor, low: torch.Tensor, b_gate: torch.Tensor, b_up: torch.Tensor
+) -> torch.Tensor:
+    """A program makes one tile."""
+    count, size = gate.shape
+    rows, columns, warps = _OUTPUT
+    y = torch.empty_like(gate)
+    _gated_output[(triton.cdiv(size, columns), triton.cdiv(count, rows))](
+        gate,
+        up,
+        low,
+        b_gate,
+        b_up,
+        y,
+        count,
+        size,
+        GATE=b_gate.shape[1],
+        UP=b_up.shape[1],
+        RANK=_padded(b_gate.shape[1], b_up.shape[1]),
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=warps,
+        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
+    )
+    return y
 
 
 def gated_gradients_on_gpu(
@@ -14,15 +42,16 @@ def gated_gradients_on_gpu(
     up: torch.Tensor,
     grad: torch.Tensor,
     low: torch.Tensor,
+    b_gate: torch.Tensor,
+    b_up: torch.Tensor,
     grad_low: torch.Tensor,
-    rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A program has some columns, and adds up over its share of the rows."""
     count, size = gate.shape
-    ranks = rank, low.shape[1] - rank, grad_low.shape[1]
-    blocks = triton.cdiv(size, _COLUMNS)
-    share = triton.cdiv(count, triton.cdiv(_PROGRAMS, blocks))
-    share = triton.cdiv(share, _ROWS) * _ROWS
+    rows, columns, warps, stages = _GRADIENTS
+    ranks = b_gate.shape[1], b_up.shape[1], grad_low.shape[1]
+    blocks = triton.cdiv(size, columns)
+    share = triton.cdiv(triton.cdiv(count, triton.cdiv(_PROGRAMS, blocks)), rows) * rows
     shares = triton.cdiv(count, share)
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     sums = gate.new_empty(shares, size, sum(ranks), dtype=torch.float32)
@@ -31,6 +60,8 @@ def gated_gradients_on_gpu(
         up,
         grad,
         low,
+        b_gate,
+        b_up,
         grad_low,
         grad_gate,
         grad_up,
@@ -41,22 +72,60 @@ def gated_gradients_on_gpu(
         GATE=ranks[0],
         UP=ranks[1],
         DOWN=ranks[2],
-        RANK=max(16, triton.next_power_of_2(max(ranks))),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
+        RANK=_padded(*ranks),
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=warps,
+        num_stages=stages,
+        enable_fp_fusion=True,
     )
     return grad_gate, grad_up, sums.sum(0)
 
 
+def _padded(*ranks: int) -> int:
+    """What a product of tiles takes."""
+    found: int = max(16, triton.next_power_of_2(max(ranks)))
+    return found
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated_gradients(  # type: ignore[no-untyped-def]  # triton reads no annotations but these
+def _gated_output(  # type: ignore[no-untyped-def]  # triton reads no annotations but these
+    gate_at,
+    up_at,
+    low_at,
+    b_gate_at,
+    b_up_at,
+    y_at,
+    count,
+    size,
+    GATE: tl.constexpr,  # noqa: N803
+    UP: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    start = tl.program_id(1) * ROWS
+    first = start.to(tl.int64)  # what is counted from there is small
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
+    inside = (rows < count - start) & (columns < size)
+    tile = first * size + (rows * size + columns)
+    b_gate, b_up = _read_b(b_gate_at, b_up_at, columns, size, GATE, UP, RANK)
+    low_gate, low_up = _read_low(low_at, start, rows, count, GATE, UP, RANK)
+    gate = tl.load(gate_at + tile, mask=inside, other=0.0).to(tl.float32) + tl.dot(low_gate, b_gate)
+    up = tl.load(up_at + tile, mask=inside, other=0.0).to(tl.float32) + tl.dot(low_up, b_up)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_at + tile, y.to(y_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_gradients(  # type: ignore[no-untyped-def]
     gate_at,
     up_at,
     grad_at,
     low_at,
+    b_gate_at,
+    b_up_at,
     grad_low_at,
     grad_gate_at,
     grad_up_at,
@@ -75,8 +144,9 @@ def _gated_gradients(  # type: ignore[no-untyped-def]  # triton reads no annotat
     kind = gate_at.dtype.element_ty
     rank = tl.arange(0, RANK)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
-    columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    tile = rows * size + columns[None, :]
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tile = rows * size + columns
+    b_gate, b_up = _read_b(b_gate_at, b_up_at, columns, size, GATE, UP, RANK)
     of_gate = tl.zeros((COLUMNS, RANK), tl.float32)
     of_up = tl.zeros((COLUMNS, RANK), tl.float32)
     of_down = tl.zeros((COLUMNS, RANK), tl.float32)
@@ -84,27 +154,60 @@ def _gated_gradients(  # type: ignore[no-untyped-def]  # triton reads no annotat
         start = part * share + step
         first = start.to(tl.int64)  # what is counted from there is small
         there = rows < count - start
-        inside = there & (columns[None, :] < size)
+        inside = there & (columns < size)
         gate = tl.load(gate_at + first * size + tile, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(up_at + first * size + tile, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_at + first * size + tile, mask=inside, other=0.0).to(tl.float32)
+        low_gate, low_up = _read_low(low_at, start, rows, count, GATE, UP, RANK)
+        at = first * DOWN + (rows * DOWN + rank)
+        grad_low = tl.load(grad_low_at + at, mask=there & (rank < DOWN), other=0.0)
+        gate += tl.dot(low_gate, b_gate)
+        up += tl.dot(low_up, b_up)
         openness = 1.0 / (1.0 + tl.exp(-gate))
         active = gate * openness
         grad_gate = (grad * up * (openness + active * (1.0 - openness))).to(kind)
         grad_up = (grad * active).to(kind)
-        gated = (active * up).to(kind)
         tl.store(grad_gate_at + first * size + tile, grad_gate, mask=inside)
         tl.store(grad_up_at + first * size + tile, grad_up, mask=inside)
-        at = first * (GATE + UP) + (rows * (GATE + UP) + rank)
-        low_gate = tl.load(low_at + at, mask=there & (rank < GATE), other=0.0)
-        low_up = tl.load(low_at + at + GATE, mask=there & (rank < UP), other=0.0)
-        at = first * DOWN + (rows * DOWN + rank)
-        grad_low = tl.load(grad_low_at + at, mask=there & (rank < DOWN), other=0.0)
         of_gate = tl.dot(tl.trans(grad_gate), low_gate, of_gate)
         of_up = tl.dot(tl.trans(grad_up), low_up, of_up)
-        of_down = tl.dot(tl.trans(gated), grad_low, of_down)
-    known = columns[:, None] < size
-    at = part.to(tl.int64) * size * (GATE + UP + DOWN) + (columns[:, None] * (GATE + UP + DOWN) + rank)
-    tl.store(sums_at + at, of_gate, mask=known & (rank < GATE))
-    tl.store(sums_at + at + GATE, of_up, mask=known & (rank < UP))
-    tl.store(sums_at + at + GATE + UP, of_down, mask=known & (rank < DOWN))
+        of_down = tl.dot(tl.trans((active * up).to(kind)), grad_low, of_down)
+    own = block * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    at = part.to(tl.int64) * size * (GATE + UP + DOWN) + (own * (GATE + UP + DOWN) + rank)
+    tl.store(sums_at + at, of_gate, mask=(own < size) & (rank < GATE))
+    tl.store(sums_at + at + GATE, of_up, mask=(own < size) & (rank < UP))
+    tl.store(sums_at + at + GATE + UP, of_down, mask=(own < size) & (rank < DOWN))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_b(  # type: ignore[no-untyped-def]
+    b_gate_at,
+    b_up_at,
+    columns,
+    size,
+    GATE: tl.constexpr,  # noqa: N803
+    UP: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+):
+    rank = tl.arange(0, RANK)[:, None]
+    b_gate = tl.load(b_gate_at + columns * GATE + rank, mask=(columns < size) & (rank < GATE), other=0.0)
+    b_up = tl.load(b_up_at + columns * UP + rank, mask=(columns < size) & (rank < UP), other=0.0)
+    return b_gate, b_up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_low(  # type: ignore[no-untyped-def]
+    low_at,
+    start,
+    rows,
+    count,
+    GATE: tl.constexpr,  # noqa: N803
+    UP: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+):
+    rank = tl.arange(0, RANK)[None, :]
+    there = rows < count - start
+    at = start.to(tl.int64) * (GATE + UP) + (rows * (GATE + UP) + rank)
+    low_gate = tl.load(low_at + at, mask=there & (rank < GATE), other=0.0)
+    low_up = tl.load(low_at + at + GATE, mask=there & (rank < UP), other=0.0)
+    return low_gate, low_up
