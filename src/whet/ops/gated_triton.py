@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 
 # rows, columns and warps of tiles, and how many are read ahead; larger ones do not fit into registers
-_OUTPUT = 32, 128, 8
-_GRADIENTS = 32, 64, 4, 3
-_PROGRAMS = 1056  # about as many for the gradients, where there are enough rows
+_OUTPUT = 16, 128, 4
+_GRADIENTS = 32, 64, 4, 2
+_PROGRAMS = 4224  # about as many for the gradients, where there are enough rows
 
 
 def gated_output_on_gpu(
