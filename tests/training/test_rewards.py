@@ -25,7 +25,7 @@ from whet.training.rewards.json_schema import is_valid, refuse_unknown_keywords
 from whet.training.rewards.pool import Judged, RewardPool
 
 REWARDS = """
-import os, time
+import os, re, time
 from beside import factor
 
 def good(prompt, completion, record, bonus=0.0):
@@ -38,6 +38,9 @@ def raises(prompt, completion, record):
 def hangs(prompt, completion, record):
     time.sleep(60 if completion == "slow" else 0)
     return 1
+
+def backtracks(prompt, completion, record):
+    return bool(re.match("^(a+)+$", "a" * 64 + "!" if completion == "slow" else "a"))
 
 def dies(prompt, completion, record):
     os._exit(3)
@@ -210,13 +213,33 @@ def test_a_reward_that_cannot_be_used_is_refused_before_anything_is_trained(own,
     assert "objective.rewards" in caught.value.message
 
 
-def test_no_process_is_left_behind_when_the_run_is_killed(own):
+def test_a_reward_that_lets_nothing_else_run_has_a_time_limit_too(own):
+    """It reads no further calls, which are more than a pipe holds."""
+    calls = [Judged("a prompt" * 10_000, text, {}) for text in ("slow", *["fast"] * 20)]
+    with pool(f"{own}:backtracks", reward_timeout=1.0, on_error=-0.5, reward_workers=1) as rewards:
+        assert rewards.score(calls) == [[-0.5], *[[1.0]] * 20]
+
+
+def test_a_process_that_cannot_be_started_later_on_says_so(own):
+    with pool(f"{own}:good") as rewards:
+        own.write_text("import no_such_module_at_all\n")
+        with pytest.raises(RunError, match="one of 2 processes .*No module named 'no_such_module_at_all'"):
+            rewards.score(judged("1"))
+        own.write_text("import os\nos._exit(1)\n")
+        with pytest.raises(RunError, match="one of 2 processes .*its process ended"):
+            rewards.score(judged("1"))
+        own.write_text(REWARDS)
+        assert rewards.score(judged("1", "22")) == [[2.0], [4.0]]
+
+
+@pytest.mark.parametrize("name", ["hangs", "backtracks"])
+def test_no_process_is_left_behind_when_the_run_is_killed(own, name):
     """Not even one in the middle of a reward that hangs."""
     script = f"""
 import sys
 from whet.config.grpo import GRPOObjective
 from whet.training.rewards.pool import Judged, RewardPool
-pool = RewardPool(GRPOObjective(rewards=[{str(own) + ":hangs"!r}], reward_workers=2, reward_timeout=50)).__enter__()
+pool = RewardPool(GRPOObjective(rewards=[{f"{own}:{name}"!r}], reward_workers=2, reward_timeout=50)).__enter__()
 print("started", flush=True)
 pool.score([Judged("", "slow", {{}})] * 2)
 """

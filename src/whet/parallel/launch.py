@@ -35,6 +35,12 @@ def launch(arguments: Sequence[str], count: int, *, restarts: int = 0) -> int:
     return _launch_once(arguments, count, restarts)
 
 
+def end_with_parent() -> None:
+    """End this process as soon as the thread that started it is gone, however it goes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _complain(message: str) -> int:
     sys.stderr.write(f"{message}\n")
     return FAILED
@@ -77,14 +83,8 @@ def _start(
         [sys.executable, "-m", "whet", *arguments],
         env={**os.environ, **place},
         start_new_session=True,  # Ctrl-C comes to this process only, which passes it on: once
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 # no threads are running here
+        preexec_fn=end_with_parent,  # noqa: PLW1509 # no threads are running here
     )
-
-
-def _end_with_parent() -> None:
-    """However this process ends, nobody is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _pass_on(number: int, started: Sequence["subprocess.Popen[bytes]"], _: FrameType | None = None) -> None:

@@ -3,7 +3,6 @@
 The processes are plain ones that read lines, not multiprocessing's: those would run the user's script again.
 """
 
-import contextlib
 import json
 import os
 import queue
@@ -58,16 +57,26 @@ class _Worker:
         path = json.dumps([os.fspath(part) or str(Path.cwd()) for part in sys.path])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, path],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the run, which finishes its step with these
         )
-        self._rest = b""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        os.set_blocking(self._requests.fileno(), False)
+        self._unsent, self._rest = bytearray(), b""
         self._send({"rewards": [{"function": r.function, "arguments": r.arguments} for r in rewards]})
 
     def wait_until_ready(self) -> None:
         """Until the rewards are imported, or cannot be."""
-        answer = self._receive(_START_S)
+        try:
+            answer = self._receive(_START_S)
+        except EOFError:
+            raise _FailedError("its process ended") from None
+        except TimeoutError:
+            raise _FailedError(f"it took more than {_START_S:g} s to load") from None
         if "error" in answer:
             raise _FailedError(answer["error"])
 
@@ -94,32 +103,45 @@ class _Worker:
         """Kill it and forget it."""
         self.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # it may still hold what was never read
-                if pipe is not None:
-                    pipe.close()
+        self._requests.close()
+        self._answers.close()
 
     def _send(self, message: dict[str, Any]) -> None:  # Any: JSON values
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died, which `_receive` finds out
-            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
-            self._process.stdin.flush()
+        """To be written while `_receive` waits: a process that hangs reads nothing, and pipes are short."""
+        self._unsent += json.dumps(message, default=str).encode() + b"\n"
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:  # Any: JSON values
-        assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as ready:
-            ready.register(self._process.stdout, selectors.EVENT_READ)
+            ready.register(self._answers, selectors.EVENT_READ)
+            if self._unsent:
+                ready.register(self._requests, selectors.EVENT_WRITE)
             while b"\n" not in self._rest:
-                if not ready.select(max(0.0, deadline - time.monotonic())):
+                found = ready.select(max(0.0, deadline - time.monotonic()))
+                if not found:
                     raise TimeoutError
-                new = os.read(self._process.stdout.fileno(), 2**16)
-                if not new:
-                    raise EOFError
-                self._rest += new
+                for key, _ in found:
+                    if key.fileobj is self._answers:
+                        self._read()
+                    else:
+                        self._write()
+                        if not self._unsent:
+                            ready.unregister(self._requests)
         line, _, self._rest = self._rest.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)  # Any: JSON values
-        return found
+        message: dict[str, Any] = json.loads(line)  # Any: JSON values
+        return message
+
+    def _read(self) -> None:
+        new = os.read(self._answers.fileno(), 2**16)
+        if not new:
+            raise EOFError
+        self._rest += new
+
+    def _write(self) -> None:
+        try:
+            del self._unsent[: os.write(self._requests.fileno(), self._unsent)]
+        except BrokenPipeError:  # it has died, which `_read` finds out
+            self._unsent.clear()
 
 
 class RewardPool:
@@ -158,9 +180,8 @@ class RewardPool:
         worker = self._start([reward])
         try:
             worker.wait_until_ready()
-        except (_FailedError, EOFError, TimeoutError) as error:
-            why = str(error) or ("its process ended" if isinstance(error, EOFError) else "it never loaded")
-            raise ConfigError(f"objective.rewards: {reward.function} cannot be used: {why}") from None
+        except _FailedError as error:
+            raise ConfigError(f"objective.rewards: {reward.function} cannot be used: {error}") from None
         finally:
             self._end(worker)
 
@@ -199,7 +220,7 @@ class RewardPool:
             while len(values) < len(calls) and not self._ended:
                 if worker is None:
                     worker = self._start(self.rewards)
-                    worker.wait_until_ready()
+                    self._wait_for(worker)
                 worker.send(calls[len(values) :])
                 try:
                     while len(values) < len(calls):
@@ -218,6 +239,15 @@ class RewardPool:
         finally:
             self._idle.put(worker)
         return values
+
+    def _wait_for(self, worker: _Worker) -> None:
+        try:
+            worker.wait_until_ready()
+        except _FailedError as error:
+            raise RunError(
+                f"objective.rewards: one of {self._count} processes for them could not be started: {error}",
+                hint="each loads all of the rewards; objective.reward_workers says how many there are",
+            ) from None
 
     def _answer(self, worker: _Worker, call: Call) -> float:
         try:

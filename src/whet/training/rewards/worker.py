@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from whet.parallel.launch import end_with_parent
 from whet.training.rewards.builtin import BUILTIN, check_arguments
 
 Message = dict[str, Any]  # Any: JSON values
@@ -23,6 +24,7 @@ Message = dict[str, Any]  # Any: JSON values
 
 def main() -> None:
     """Load the rewards that the first line names, then answer every line."""
+    end_with_parent()  # a regular expression that backtracks does not let `_read` find out
     requests, answers = _private_pipes()
     lines: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
