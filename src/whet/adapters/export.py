@@ -11,6 +11,7 @@ from whet.adapters.load import base_of, load, usable_directory
 from whet.adapters.lora import adapted
 from whet.adapters.merging import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.errors import ConfigError, ModelError, RunError
+from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
 from whet.models.load import end_tokens, save_model
 from whet.models.weights import TensorFiles
@@ -45,8 +46,10 @@ class Loaded:
     def base_directory(self) -> Path | None:
         """The files of an adapter's base; None where that is an adapter itself."""
         inner = base_of(usable_directory(self.name))
-        nested = inner is not None and base_of(usable_directory(inner)) is not None
-        return None if nested else self.model.source
+        if inner is None:
+            return self.model.source
+        target = usable_directory(inner)
+        return resolve(str(target)) if base_of(target) is None else None
 
 
 def load_exact(name: str | Path) -> Loaded:

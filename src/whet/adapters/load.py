@@ -17,6 +17,7 @@ from whet.adapters.qlora import quantise_base
 from whet.config.classify import ClassifyObjective
 from whet.config.load import load_config
 from whet.config.preset import Preset
+from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
 from whet.models.experts import balance_biases
@@ -46,12 +47,10 @@ def load(
 
 def refuse_classifier(name_or_path: str | Path) -> None:
     """A classifier has no next token: its model was trained for its head."""
-    path = Path(name_or_path)
-    config = run_of(path) / "config.yaml"
-    checkpointed = (path / MANIFEST).is_file() and config.is_file()
-    if checkpointed and not isinstance(load_config(config).objective, ClassifyObjective):
+    config = config_of_checkpoint(name_or_path)
+    if config is not None and not isinstance(config.objective, ClassifyObjective):
         return
-    if checkpointed or is_classifier(usable_directory(name_or_path)):
+    if config is not None or is_classifier(usable_directory(name_or_path)):
         raise ModelError(
             f"{name_or_path} is a classifier, not a language model",
             hint=f'whet classify {name_or_path} "some text", or whet.Classifier.load',
@@ -75,6 +74,7 @@ def load_body(
         if (kind := read_json(target / QUANTISED)) != NF4_BASE:
             raise ModelError(f"{target / QUANTISED}: whet does not know a base of {kind}")
         model = _load_quantised(base, dtype=dtype, device=device)
+    model.name = _full_name(base)  # also where that is an adapter itself
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
 
@@ -94,7 +94,12 @@ def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torc
 
 
 def base_of(target: str | Path) -> str | None:
-    """What an adapter directory is an adapter of; None for anything else."""
+    """What an adapter, in a directory or a checkpoint, is an adapter of; None for anything else."""
+    if (trained := config_of_checkpoint(target)) is not None:
+        kept = run_of(Path(target)) / BASE
+        if trained.method.kind == "full":
+            return None
+        return str(kept if (kept / "config.json").is_file() else trained.language_model)
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
     run = target.parent
@@ -109,6 +114,10 @@ def base_of(target: str | Path) -> str | None:
 
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """The tokenizer that `load` would give, without the weights; None where there is none."""
+    if (config := config_of_checkpoint(name_or_path)) is not None:
+        if isinstance(config.language_model, Preset):
+            return load_tokenizer(run_of(Path(name_or_path)) / "tokenizer")
+        return tokenizer_of(config.language_model)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
         return tokenizer_of(base)
@@ -122,29 +131,37 @@ def _load_checkpointed(
     checkpoint: Path, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
     """A run as it was at a checkpoint: its base, built as its config says, with the weights stored there."""
-    config_file = run_of(checkpoint) / "config.yaml"
-    if not config_file.is_file():
+    config = config_of_checkpoint(checkpoint)
+    if config is None:
         raise ModelError(
             f"{checkpoint} is a checkpoint outside of its run, so nothing says which model it belongs to",
             hint="build the model, then whet.load_checkpoint(path, model)",
         )
-    config = load_config(config_file)
     check_manifest(checkpoint)
-    if isinstance(name := config.language_model, Preset):
-        tokenizer = load_tokenizer(run_of(checkpoint) / "tokenizer")
-        model = new_model(name, tokenizer, seed=config.run.seed, mup=config.optim.mup)
+    tokenizer = tokenizer_of(checkpoint)
+    base = base_of(checkpoint) or config.language_model
+    if isinstance(base, Preset):
+        model = new_model(base, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         where = choose_device(str(device or "auto"))
         model.to(where, dtype or choose_precision("auto", where).frozen)
-    elif config.method.kind == "qlora":
-        model, tokenizer = _load_quantised(name, dtype=dtype, device=device), tokenizer_of(name)
+    elif config.method.kind == "qlora" and base == config.language_model:  # what a run keeps is unpacked
+        model = _load_quantised(base, dtype=dtype, device=device)
     else:
-        model, tokenizer = load_base(name, dtype=dtype, device=device)
+        model, _ = load_base(base, dtype=dtype, device=device)
+    model.name = _full_name(base_of(checkpoint) or checkpoint)
     if config.method.kind == "full":
         model.requires_grad_(True)
     else:
         attach_configured(model, config.method)
     put_trained(model, read_trained(model, checkpoint, besides=HEADS))
     return model.eval(), tokenizer
+
+
+def config_of_checkpoint(name_or_path: str | Path) -> RunConfig | None:
+    """The config of the run that a checkpoint belongs to; None for anything else."""
+    path = Path(name_or_path)
+    config = run_of(path) / "config.yaml"
+    return load_config(config) if (path / MANIFEST).is_file() and config.is_file() else None
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -202,12 +219,17 @@ def load_base(
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
     """Like `load`, with adapters folded in: something to train on top of, a finished run included.
 
-    What was folded has no name: nobody else has these weights.
+    What was folded has no name: nobody else has these weights. Nor has a checkpoint, which may be gone soon.
     """
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
-    path = Path(name_or_path)
-    model.name = str(path.absolute()) if path.exists() else str(name_or_path)
+    passing = config_of_checkpoint(name_or_path) is not None
+    model.name = None if passing else _full_name(name_or_path)
     return merge(model), tokenizer
+
+
+def _full_name(name_or_path: str | Path) -> str:
+    path = Path(name_or_path)
+    return str(path.absolute()) if path.exists() else str(name_or_path)
 
 
 def usable_directory(name_or_path: str | Path) -> str | Path:

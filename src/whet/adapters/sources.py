@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from whet.adapters.adapter import Adapter, adapted
-from whet.adapters.load import base_of, load, usable_directory
+from whet.adapters.load import base_of, config_of_checkpoint, load, usable_directory
 from whet.adapters.merging import merged_parameters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
@@ -118,6 +118,11 @@ def open_source(name: str) -> ModelSource:
     """A model by name or path, a run, or an adapter with its base."""
     target = usable_directory(name)
     base = base_of(target)
+    if base is None and config_of_checkpoint(target) is not None:
+        raise ModelError(
+            f"{name} is a checkpoint of a whole model, and merging reads model directories",
+            hint=f"write one first: whet export {name} --to hf --out DIR",
+        )
     return ModelSource(name, resolve(str(target))) if base is None else AdapterSource(name, base)
 
 

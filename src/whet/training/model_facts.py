@@ -1,12 +1,11 @@
 """What is known of a model before any of its weights is read."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from whet.adapters.files import CONFIG as ADAPTER_CONFIG
-from whet.adapters.load import usable_directory
+from whet.adapters.load import base_of, config_of_checkpoint, usable_directory
 from whet.config.preset import Preset
 from whet.errors import ModelError
 from whet.models import families
@@ -32,6 +31,8 @@ def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
     """Facts of the model that a config names; `tokens` is how many its tokenizer has."""
     if isinstance(model, Preset):
         return _of_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
+    if (trained := config_of_checkpoint(model)) is not None:
+        return replace(model_facts(trained.language_model, tokens=tokens), name=model)
     directory = weights_directory(model)
     config = read_json(directory / "config.json")
     stops = _stop_tokens(config)
@@ -55,10 +56,7 @@ def _of_spec(name: str, spec: ModelSpec, stops: frozenset[int] = frozenset()) ->
 def weights_directory(name: str | Path, find: Callable[[str], Path] = resolve) -> Path:
     """Where the config.json is: of the base, if the name is that of an adapter."""
     target = usable_directory(name)
-    if isinstance(target, Path) and (target / ADAPTER_CONFIG).is_file():
-        base = read_json(target / ADAPTER_CONFIG).get("base_model_name_or_path")
-        if not base:
-            raise ModelError(f"{target / ADAPTER_CONFIG} does not name its base model")
+    if (base := base_of(target)) is not None:
         return weights_directory(base, find)
     return find(str(target))
 
