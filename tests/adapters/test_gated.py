@@ -182,9 +182,9 @@ def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
     assert not gated.suits(x, torch.bfloat16, (16, 16, 16))
     with planned_for("cuda"):
         assert gated.suits(x, torch.bfloat16, (16, 16, 16))
-        assert gated.suits(x, torch.float16, (64, 1, 16))
+        assert gated.suits(x, torch.float16, (32, 1, 16))
         assert not gated.suits(x, torch.float32, (16, 16, 16))
-        assert not gated.suits(x, torch.bfloat16, (16, 65, 16))
+        assert not gated.suits(x, torch.bfloat16, (16, 33, 16))
 
 
 def test_the_compiler_is_told_the_truth(calls):

@@ -194,7 +194,7 @@ def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [(16, 16, 16), (4, 7, 3), (64, 1, 33)])
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (4, 7, 3), (32, 1, 19)])
 @pytest.mark.parametrize("shape", [(1, 16), (37, 131), (3000, 200), (4096, 1536)])
 def test_a_gate_with_adapters_and_its_gradients_are_exact(shape, ranks, dtype):
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_a_feed_forward_with_adapters_learns_as_exactly_at_once_as_layer_by_laye
     apart = {}
     for at_once in (True, False):
         torch._dynamo.reset()
-        monkeypatch.setattr(gated, "_MOST", 64 if at_once else 0)
+        monkeypatch.setattr(gated, "_MOST", 32 if at_once else 0)
         model = copy.deepcopy(made)
         if compiled:
             model.compile(fullgraph=True, dynamic=True)

@@ -6,7 +6,9 @@ from whet.ops.kernels import kernels_work
 from whet.ops.operation import operation
 from whet.ops.planned import device_type, is_plan
 
-_MOST = 64  # ranks: what a program adds up stays in registers
+_MOST = 32  # ranks: with more, kernels wait for their own arithmetic longer than small products take
+_PROGRAMS = 4224  # about as many for the gradients, where there are enough rows
+GRADIENT_TILE = 32, 64  # rows and columns
 
 
 def suits(x: torch.Tensor, dtype: torch.dtype, ranks: tuple[int, ...]) -> bool:
@@ -51,6 +53,16 @@ def _unfilled(
     return torch.empty_like(gate), torch.empty_like(up), sums
 
 
+def partial_sums(gate: torch.Tensor, low: torch.Tensor, grad_low: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """How many rows a program of the gradients has, and room for what each of them adds up."""
+    rows, columns = GRADIENT_TILE
+    count, size = gate.shape
+    shares = -(-_PROGRAMS // -(-size // columns))
+    share = max(1, -(-count // (shares * rows))) * rows
+    ranks = low.shape[1] + grad_low.shape[1]
+    return share, gate.new_empty(-(-count // share), size, ranks, dtype=torch.float32)
+
+
 @operation(_unfilled)
 def gated_gradients(
     gate: torch.Tensor,
@@ -67,7 +79,8 @@ def gated_gradients(
     Neither y nor the gradients are read again for it.
     """
     if is_plan():
-        return _unfilled(gate, up, grad, low, b_gate, b_up, grad_low)
+        _, partial = partial_sums(gate, low, grad_low)
+        return torch.empty_like(gate), torch.empty_like(up), partial.sum(0)
     from whet.ops.gated_triton import gated_gradients_on_gpu
 
     return gated_gradients_on_gpu(gate, up, grad, low, b_gate, b_up, grad_low)

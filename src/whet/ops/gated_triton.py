@@ -4,10 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-# rows, columns and warps of tiles, and how many are read ahead; larger ones do not fit into registers
-_OUTPUT = 16, 128, 4
-_GRADIENTS = 32, 64, 4, 2
-_PROGRAMS = 4224  # about as many for the gradients, where there are enough rows
+from whet.ops.gated import GRADIENT_TILE, partial_sums
+
+# by the rank, rows, columns and warps of tiles: larger ones do not fit into registers
+_OUTPUT = {16: (16, 128, 4), 32: (32, 128, 4)}
+_WARPS, _STAGES = 4, 2  # for the gradients
 
 
 def gated_output_on_gpu(
@@ -15,7 +16,8 @@ def gated_output_on_gpu(
 ) -> torch.Tensor:
     """A program makes one tile."""
     count, size = gate.shape
-    rows, columns, warps = _OUTPUT
+    rank = _padded(b_gate.shape[1], b_up.shape[1])
+    rows, columns, warps = _OUTPUT[rank]
     y = torch.empty_like(gate)
     _gated_output[(triton.cdiv(size, columns), triton.cdiv(count, rows))](
         gate,
@@ -28,7 +30,7 @@ def gated_output_on_gpu(
         size,
         GATE=b_gate.shape[1],
         UP=b_up.shape[1],
-        RANK=_padded(b_gate.shape[1], b_up.shape[1]),
+        RANK=rank,
         ROWS=rows,
         COLUMNS=columns,
         num_warps=warps,
@@ -48,14 +50,11 @@ def gated_gradients_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A program has some columns, and adds up over its share of the rows."""
     count, size = gate.shape
-    rows, columns, warps, stages = _GRADIENTS
+    rows, columns = GRADIENT_TILE
     ranks = b_gate.shape[1], b_up.shape[1], grad_low.shape[1]
-    blocks = triton.cdiv(size, columns)
-    share = triton.cdiv(triton.cdiv(count, triton.cdiv(_PROGRAMS, blocks)), rows) * rows
-    shares = triton.cdiv(count, share)
+    share, sums = partial_sums(gate, low, grad_low)
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    sums = gate.new_empty(shares, size, sum(ranks), dtype=torch.float32)
-    _gated_gradients[(blocks, shares)](
+    _gated_gradients[(triton.cdiv(size, columns), len(sums))](
         gate,
         up,
         grad,
@@ -75,8 +74,8 @@ def gated_gradients_on_gpu(
         RANK=_padded(*ranks),
         ROWS=rows,
         COLUMNS=columns,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
         enable_fp_fusion=True,
     )
     return grad_gate, grad_up, sums.sum(0)
