@@ -1,5 +1,8 @@
 """Adapters on one base: switched, summed, folded in and taken out again; and what folding costs."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM
@@ -80,6 +83,30 @@ def test_a_weighted_sum_is_folded_in_and_taken_out_bit_for_bit(tiny_directory, t
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     adapters.use("red")
+
+
+def test_a_folded_sum_is_no_longer_the_model_of_that_name(several, tmp_path):
+    """An adapter trained on it would else be put on the untouched base."""
+    adapters, _ = several
+    name = adapters.model.name
+    adapters.merge({"red": 0.7, "blue": 0.3})
+    whet.save_adapter(whet.attach_lora(adapters.model), tmp_path / "third")
+    config = json.loads((tmp_path / "third" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
+    adapters.model = whet.merge(adapters.model)
+    adapters.unmerge()
+    assert adapters.model.name == name
+
+
+@torch.no_grad()
+def test_an_adapter_that_does_not_fit_leaves_the_one_in_use(several, tmp_path):
+    adapters, alone = several
+    shutil.copytree(tmp_path / "red", tmp_path / "torn")
+    (tmp_path / "torn" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError):
+        adapters.add("torn", tmp_path / "torn")
+    assert adapters.names == ["red", "blue"]
+    assert torch.equal(adapters.model(TOKENS), alone["blue"])
 
 
 def test_misuse_is_refused(several, tiny_directory, tmp_path):

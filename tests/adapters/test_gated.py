@@ -11,6 +11,7 @@ from whet.adapters import product
 from whet.adapters.adapter import unchanging
 from whet.adapters.dora import DoRALinear
 from whet.adapters.layer import LoRALinear, LoRASettings
+from whet.adapters.pissa import PiSSALinear
 from whet.models.feedforward import FeedForward
 from whet.models.spec import FeedForwardSpec
 from whet.ops import gated
@@ -156,6 +157,10 @@ def test_layers_that_are_off_or_watched_are_called(calls):
     made(x).sum().backward()
     watch.remove()
     assert len(seen) == 1
+    watch = made.gate_proj.register_full_backward_hook(lambda *given: seen.append(given))
+    made(x).sum().backward()
+    watch.remove()
+    assert len(seen) == 2
     assert not calls
 
 
@@ -185,6 +190,23 @@ def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
         assert gated.suits(x, torch.float16, (32, 1, 16))
         assert not gated.suits(x, torch.float32, (16, 16, 16))
         assert not gated.suits(x, torch.bfloat16, (16, 33, 16))
+
+
+def test_ranks_are_those_of_the_products(monkeypatch):
+    """PiSSA's are twice those of its settings."""
+    asked = []
+    monkeypatch.setattr(gated, "suits", lambda x, dtype, ranks: asked.append(ranks))
+    layer(PiSSALinear)(torch.randn(2, 3, 16))
+    assert asked == [(8, 8, 8)]
+
+
+def test_a_plan_has_room_for_what_programs_add_up():
+    """[1,000 rows, 96 columns]: two programs beside each other, each of them has 32 rows."""
+    with planned_for("cuda"):
+        share, sums = gated.partial_sums(torch.empty(1000, 96), torch.empty(1000, 7), torch.empty(1000, 5))
+    assert (share, sums.shape, sums.dtype) == (32, (32, 96, 12), torch.float32)
+    share, sums = gated.partial_sums(torch.empty(0, 96), torch.empty(0, 7), torch.empty(0, 5))
+    assert sums.shape == (0, 96, 12)
 
 
 def test_the_compiler_is_told_the_truth(calls):

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import whet
 from tiny import write_tiny_model
 from tiny_adapters import adapter_tensors
-from whet.adapters.load import load_base
+from whet.adapters.load import load_base, load_quantised
 from whet.adapters.lora import adapted
 from whet.adapters.model_merging import merge_models
+from whet.adapters.nf4 import NF4Linear
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.models import merging
 from whet.models.initialise import from_scratch
@@ -139,6 +140,65 @@ def test_adapters_of_one_base_are_merged_as_its_updates(tiny_directory, tmp_path
             exact = expected.float().bfloat16()
             assert (found[name] == exact).float().mean() > 0.99
     assert whet.load(tmp_path / "out")[0] is not None
+
+
+def write_quantised_adapter(base, directory, *, seed):
+    model = load_quantised(base, dtype=torch.bfloat16, device=torch.device("cpu"))
+    whet.attach_lora(model, rank=3, targets=["q_proj", "down_proj"])
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in adapter_tensors(model).values():
+        tensor.data = 0.02 * torch.randn(tensor.shape, generator=generator)
+    whet.save_adapter(model, directory)
+    return directory
+
+
+def dequantised(base):
+    """The tensors of a base in 4 bits, by their names in its files."""
+    model = load_quantised(base, dtype=torch.float32, device=torch.device("cpu"))
+    plain = dict(model.named_parameters())
+    plain |= {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, NF4Linear)}
+    return {model.hf_name(name): tensor for name, tensor in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"), [("task", [1, 1]), ("task", [0.7, -0.3]), ("average", [0.5, 0.5])]
+)
+def test_adapters_of_a_base_in_4_bits_are_updates_of_what_they_were_trained_on(tmp_path, method, weights):
+    """Else what 4 bits lose would be added once for each of them."""
+    write_tiny_model(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    adapters = [
+        write_quantised_adapter(tmp_path / "base", tmp_path / f"a{seed}", seed=seed) for seed in (1, 2)
+    ]
+    merge_models(adapters, tmp_path / "out", method=method, weights=weights)
+    root, found = dequantised(tmp_path / "base"), weights_of(tmp_path / "out")
+    updates = [adapter_updates(tmp_path / "base", adapter) for adapter in adapters]
+    assert len(updates[0]) == 4
+    for name, tensor in found.items():
+        expected = root[name].double()
+        if name in updates[0]:
+            expected = expected + weights[0] * updates[0][name] + weights[1] * updates[1][name]
+        torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_what_was_trained_on_4_bits_has_no_common_base_with_what_was_not(tmp_path):
+    write_tiny_model(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    packed = write_quantised_adapter(tmp_path / "base", tmp_path / "packed", seed=1)
+    plain = write_adapter(tmp_path / "base", tmp_path / "plain", seed=2)
+    with pytest.raises(ModelError, match="packed was trained on a base in 4 bits, and .*plain was not"):
+        merge_models([plain, packed], tmp_path / "out", method="task")
+
+
+@pytest.mark.parametrize("method", ["average", "task"])
+def test_tensors_that_nobody_adapted_keep_all_their_digits(tiny_directory, tmp_path, method):
+    base = write_variant(tiny_directory, tmp_path / "base", seed=0)
+    tensors = {n: t if "norm" in n else t.bfloat16() for n, t in weights_of(base).items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    adapters = [write_adapter(base, tmp_path / f"a{seed}", seed=seed) for seed in (1, 2)]
+    merge_models(adapters, tmp_path / "out", method=method)
+    for name, tensor in weights_of(tmp_path / "out").items():
+        assert tensor.dtype == tensors[name].dtype
+        if not name.endswith(("q_proj.weight", "down_proj.weight")):
+            assert torch.equal(tensor, tensors[name])
 
 
 def test_adapters_of_experts_and_routers_are_merged_into_the_tensors_of_each_expert(tmp_path, tiny_directory):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from whet.adapters import product
+from whet.adapters.adapter import unchanging
+from whet.adapters.layer import LoRALinear, LoRASettings
 
 
 @pytest.mark.parametrize("rows", [1, 8, 30, 60])
@@ -124,3 +126,15 @@ def test_settled_layers_are_what_the_formula_says(dtype, tolerance, first, quant
         exact = torch.nn.functional.linear(x.to(wide), layer.made().to(wide), bias)
         exact += layer.scale * x.to(wide) @ a.T @ b.T
         torch.testing.assert_close(ours.to(wide), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_nothing_in_is_nothing_out(shape):
+    layer = LoRALinear(torch.nn.Linear(16, 8), LoRASettings(rank=2))
+    x = torch.zeros(shape, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 8)
+    assert not layer.lora_A.grad.any()
+    with torch.no_grad(), unchanging(layer):
+        assert layer(x).shape == y.shape

@@ -1,6 +1,7 @@
 """A checkpoint as the model of the next run, of an export and of a merge."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -94,6 +95,21 @@ def test_before_a_run_is_finished_its_base_is_the_adapter_below(cli, on_top, tmp
     assert code == 0, said + err
     assert base_named_in(out) == str(on_top.parents[2] / "first" / "runs" / "test")
     torch.testing.assert_close(loaded_logits(out), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_with_a_base_of_its_own_does_without_what_it_was_trained_on(on_top, tmp_path):
+    shutil.copytree(on_top, tmp_path / "runs" / "copy")
+    checkpoint = tmp_path / "runs" / "copy" / "checkpoints" / "step-000002"
+    config = checkpoint.parents[1] / "config.yaml"
+    first = on_top.parents[2] / "first" / "runs" / "test"
+    text = config.read_text()
+    assert str(first) in text
+    config.write_text(text.replace(str(first), str(tmp_path / "gone")))
+    expected = loaded_logits(on_top / "checkpoints" / "step-000002")
+    torch.testing.assert_close(loaded_logits(checkpoint), expected, rtol=1e-4, atol=1e-4)
+    after = run_config(checkpoint, tmp_path / "after", run={"steps": 1})
+    assert advise(make_config(after)) is not None
+    assert plan_run(make_config(after)).memory
 
 
 def test_checkpoints_of_adapters_can_be_merged(cli, tiny_directory, tmp_path):

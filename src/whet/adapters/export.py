@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from whet.adapters.files import save_adapter
-from whet.adapters.load import base_of, load, usable_directory
+from whet.adapters.load import base_of, config_of_checkpoint, load, usable_directory
 from whet.adapters.lora import adapted
 from whet.adapters.merging import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.errors import ConfigError, ModelError, RunError
@@ -44,12 +44,14 @@ class Loaded:
 
     @property
     def base_directory(self) -> Path | None:
-        """The files of an adapter's base; None where that is an adapter itself."""
+        """The files of an adapter's base; None where that is an adapter or a checkpoint itself."""
         inner = base_of(usable_directory(self.name))
         if inner is None:
             return self.model.source
         target = usable_directory(inner)
-        return resolve(str(target)) if base_of(target) is None else None
+        if base_of(target) is not None or config_of_checkpoint(target) is not None:
+            return None
+        return resolve(str(target))
 
 
 def load_exact(name: str | Path) -> Loaded:

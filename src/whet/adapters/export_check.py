@@ -21,6 +21,7 @@ from whet.models.language_model import LanguageModel
 _STEPS = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.5 / 127 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
 _SMALLEST = 1e-6  # of a block's largest number: fp16 scales of tiny blocks lose more bits
 _NEW_TOKENS = 16
+_NO_DIRECTORY = "its base is an adapter or a checkpoint, which {} cannot open: whet merge it first"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def _check_peft(loaded: Loaded, path: Path, allowed: float) -> Check:
     from peft import PeftModel
 
     if loaded.base_directory is None:
-        return Check(None, "its base is an adapter too, which PEFT cannot open: whet merge it first")
+        return Check(
+            None, "its base is an adapter or a checkpoint, which PEFT cannot open: whet merge it first"
+        )
     base = _transformers_model(loaded.base_directory)
     quantised = _put_what_was_seen(loaded.model, base)
     with torch.no_grad():
@@ -105,7 +108,9 @@ def _check_mlx(loaded: Loaded, path: Path, allowed: float) -> Check:
     import mlx_lm
 
     if loaded.base_directory is None:
-        return Check(None, "its base is an adapter too, which mlx-lm cannot open: whet merge it first")
+        return Check(
+            None, "its base is an adapter or a checkpoint, which mlx-lm cannot open: whet merge it first"
+        )
     model, _ = mlx_lm.load(str(loaded.base_directory), adapter_path=str(path))
     logits = model(mx.array(loaded.tokens.tolist())).astype(mx.float32)
     return _against(loaded, torch.from_numpy(np.array(logits)), allowed, "mlx-lm")

@@ -86,11 +86,12 @@ class LoRALinear(Adapter):
             or any(type(layer).finished is not LoRALinear.finished for layer in layers)
         ):
             return None
-        ranks = tuple(layer.settings.rank for layer in layers)
+        operands = [layer.operands() for layer in layers]
+        ranks = tuple(len(each.a) for each in operands)
         dtype = self.base.dtype if isinstance(self.base, NF4Linear) else self.base.weight.dtype
         if not gated.suits(x, dtype, ranks):
             return None
-        return low_rank_gated(x, *(layer.operands() for layer in layers))
+        return low_rank_gated(x, *operands)
 
     def _products(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
         if not self._is_settled:
@@ -172,8 +173,11 @@ def _alike(layers: Sequence[nn.Module]) -> list[LoRALinear]:
     return [
         layer
         for layer in layers
-        if isinstance(layer, LoRALinear)
-        and layer.enabled
-        and not layer.drops
-        and not (layer._forward_hooks or layer._forward_pre_hooks)  # a hook wants its layer called
+        if isinstance(layer, LoRALinear) and layer.enabled and not layer.drops and not _is_watched(layer)
     ]
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether it has hooks, which want it called."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return any(hooks)

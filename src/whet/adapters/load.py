@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import Adapter, adapted
 from whet.adapters.classifier_files import SCORE, StoredHead, is_classifier
 from whet.adapters.files import CONFIG, NF4_BASE, QUANTISED, load_adapter
 from whet.adapters.lora import attach_configured, merge
@@ -115,9 +115,9 @@ def base_of(target: str | Path) -> str | None:
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """The tokenizer that `load` would give, without the weights; None where there is none."""
     if (config := config_of_checkpoint(name_or_path)) is not None:
-        if isinstance(config.language_model, Preset):
-            return load_tokenizer(run_of(Path(name_or_path)) / "tokenizer")
-        return tokenizer_of(config.language_model)
+        below = base_of(name_or_path) or config.language_model
+        in_run = run_of(Path(name_or_path)) / "tokenizer"
+        return load_tokenizer(in_run) if isinstance(below, Preset) else tokenizer_of(below)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
         return tokenizer_of(base)
@@ -289,5 +289,15 @@ def _state(model: LanguageModel, plain: Mapping[str, Mapping[str, torch.Tensor]]
     inner = tuple(f"{name}." for name in plain)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
     for name, tensors in plain.items():
-        state |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        module = model.get_submodule(name)
+        held = _buffers(module.base if isinstance(module, Adapter) else module)
+        state |= {f"{name}.{key}": tensor for key, tensor in {**held, **tensors}.items()}
     return state
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a module's state holds beside its parameters, apart from codes that stand for these."""
+    if isinstance(module, NF4Linear):
+        return {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}

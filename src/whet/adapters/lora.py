@@ -61,6 +61,11 @@ def attach_lora(
     fused = fused_weights(model)
     for name, each in settings.items():
         _check_rank(name, each.rank, _shape(model, name, is_fused=name in fused))
+        if dropout and name not in fused and model.get_submodule(name).weight is model.head().weight:
+            raise ConfigError(
+                f"{name}: the head cannot have dropout, since its weight is read and it is not called",
+                hint="set method.dropout to 0, or leave the head out of method.targets",
+            )
     put_adapters(model, settings, saved_modules(model, modules_to_save))
     return model
 

@@ -35,6 +35,7 @@ class AdapterSet:
         self.model = model
         self._adapters: dict[str, dict[str, Adapter]] = {}
         self._before: dict[str, torch.Tensor] = {}  # base weights, while a sum is folded in
+        self._name = model.name
 
     @property
     def names(self) -> list[str]:
@@ -45,8 +46,13 @@ class AdapterSet:
         """Load an adapter of this base under a name, and use it."""
         if name in self._adapters:
             raise ConfigError(f"there is an adapter called {name!r} already")
+        before = dict(adapted(self.model))
         self.use(None)
-        load_adapter(self.model, directory)
+        try:
+            load_adapter(self.model, directory)
+        except BaseException:
+            self._put_back(before)
+            raise
         self._adapters[name] = dict(adapted(self.model))
 
     def use(self, name: str | None) -> None:
@@ -56,7 +62,10 @@ class AdapterSet:
         chosen = {} if name is None else self._adapter(name)
         for path, layer in list(adapted(self.model)):
             _put(self.model, path, layer.base)
-        for path, layer in chosen.items():
+        self._put_back(chosen)
+
+    def _put_back(self, adapters: Mapping[str, Adapter]) -> None:
+        for path, layer in adapters.items():
             _put(self.model, path, layer)
 
     def merge(self, weights: Mapping[str, float]) -> None:
@@ -70,6 +79,7 @@ class AdapterSet:
             for path, layer in layers.items():
                 for key, update in updates_of(layer).items():
                     sums[f"{path}.{key}"] = sums.get(f"{path}.{key}", 0.0) + update * weights[name]
+        self._name, self.model.name = self.model.name, None  # nobody else has these weights
         tied = set()
         for path, update in sums.items():
             parameter = self.model.get_parameter(path)
@@ -83,6 +93,8 @@ class AdapterSet:
         """The base weights again, bit for bit: they were kept, since subtracting would round."""
         for path, weight in self._before.items():
             self.model.get_parameter(path).data = weight
+        if self._before:
+            self.model.name = self._name
         self._before = {}
 
     def _adapter(self, name: str) -> dict[str, Adapter]:
@@ -103,6 +115,8 @@ def merged_parameters(layer: Adapter | NF4Linear) -> dict[str, torch.Tensor]:
     """
     plain = layer.base if isinstance(layer, Adapter) else layer
     narrow = {parameter: parameter.data for parameter in plain.parameters()}
+    if isinstance(plain, NF4Linear):
+        unpacked, plain.dtype = plain.dtype, torch.float32
     try:
         for parameter, values in narrow.items():
             parameter.data = values.float()
@@ -111,6 +125,8 @@ def merged_parameters(layer: Adapter | NF4Linear) -> dict[str, torch.Tensor]:
     finally:
         for parameter, values in narrow.items():
             parameter.data = values
+        if isinstance(plain, NF4Linear):
+            plain.dtype = unpacked
 
 
 def updates_of(layer: Adapter) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from whet.adapters.load import tokenizer_of
-from whet.adapters.sources import ModelSource, check_alike, open_source, same_model
+from whet.adapters.sources import ModelSource, check_alike, open_quantised, open_source, same_model
 from whet.errors import ConfigError, ModelError
 from whet.models import merging
 from whet.models.weights import write_model_directory
@@ -156,7 +156,15 @@ def _base_for(method: str, models: Sequence[ModelSource], base: str | None) -> M
         )
     found = base or models[0].base
     assert found is not None
-    return open_source(found)
+    if not any(model.quantised for model in models):
+        return open_source(found)
+    if plain := [model.name for model in models if not model.quantised]:
+        packed = next(model.name for model in models if model.quantised)
+        raise ModelError(
+            f"{packed} was trained on a base in 4 bits, and {plain[0]} was not: {method} has no common base",
+            hint="merge the first into its base (whet merge), or take a method without a base",
+        )
+    return open_quantised(found)
 
 
 def _common_tokenizer(names: Sequence[str]) -> Any:  # Any: a transformers tokenizer or None

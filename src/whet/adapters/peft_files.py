@@ -1,5 +1,6 @@
 """PEFT's layout: adapter_config.json and adapter_model.safetensors, names after `base_model.model.`."""
 
+import logging
 import re
 from collections import Counter
 from dataclasses import replace
@@ -7,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from whet.adapters.adapter import adapted
 from whet.adapters.classifier_files import SCORE, is_classifier
-from whet.adapters.experts import expert_shape, fused_weights
+from whet.adapters.experts import expert_shape, expert_weights, fused_weights
 from whet.adapters.layer import LoRASettings, Stored
 from whet.adapters.stored import StoredAdapter, read_tensors
-from whet.adapters.targets import LINEAR
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
 from whet.models.weights import read_json
 from whet.storage import write_json, write_safetensors
 
+log = logging.getLogger("whet")
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_OF_EXPERTS = ".gate_proj", ".up_proj", ".down_proj"  # where a model has experts as one tensor, PEFT 0.21
 _PARTS = {
     "lora_A.weight": "a",
     "lora_B.weight": "b",
@@ -82,7 +83,7 @@ def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> 
         "r": usual.rank,
         "lora_alpha": usual.alpha,
         "lora_dropout": usual.dropout,
-        "target_modules": _short_names(layers, _adaptable(model)),
+        "target_modules": _short_names(layers, _modules(model)),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "modules_to_save": sorted({name.rpartition(".")[0] for name in stored.whole}) or None,
@@ -92,6 +93,12 @@ def write_peft(directory: Path, model: LanguageModel, stored: StoredAdapter) -> 
         "use_dora": usual.variant == "dora",
         "use_rslora": usual.variant == "rslora",
     }
+    if taken := sorted(name for name in layers if name.endswith(_OF_EXPERTS) and expert_weights(model)):
+        log.warning(
+            "PEFT takes adapters of %s and others for those of experts, and loses them: "
+            "for other programs, merge this adapter (whet export --to hf)",
+            taken[0],
+        )
     if experts := sorted(stored.layers.keys() - layers):
         config["target_parameters"] = experts
     write_json(directory / CONFIG, config)
@@ -107,21 +114,16 @@ def _common(stored: StoredAdapter) -> tuple[LoRASettings, dict[str, int], dict[s
     return usual, ranks, alphas
 
 
-def _adaptable(model: LanguageModel) -> set[str]:
-    """The modules that PEFT could adapt, by Hugging Face's names."""
-    bases = {name: module.base for name, module in adapted(model)}
-    inside = tuple(f"{name}." for name in bases)
-    return {
-        model.hf_name(name)
-        for name, module in model.named_modules()
-        if not name.startswith(inside) and isinstance(bases.get(name, module), (*LINEAR, nn.Embedding))
-    }
+def _modules(model: LanguageModel) -> set[str]:
+    """The modules in which PEFT looks for its targets, by Hugging Face's names."""
+    inside = tuple(f"{name}." for name, _ in adapted(model))
+    return {model.hf_name(name) for name, _ in model.named_modules() if not name.startswith(inside)}
 
 
-def _short_names(chosen: set[str], adaptable: set[str]) -> list[str]:
+def _short_names(chosen: set[str], modules: set[str]) -> list[str]:
     """Short names where they select exactly the adapted layers, else whole paths."""
     leaves = {name.rpartition(".")[2] for name in chosen}
-    selected = {name for name in adaptable if name.rpartition(".")[2] in leaves}
+    selected = {name for name in modules if name.rpartition(".")[2] in leaves}
     return sorted(leaves) if selected == chosen else sorted(chosen)
 
 

@@ -43,16 +43,21 @@ def low_rank_products(
     scales, bases, tensors = _taken_apart(layers)
     # compiled code is told that results are not transposed in memory
     plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, dropped, scales, bases, plain, *tensors)
-    # classes of transformers take views that a product transposed in memory does not allow
-    return tuple(output.contiguous() for output in outputs)
+    rows = None if dropped is None else dropped.reshape(-1, dropped.shape[-1])
+    outputs = _Products.apply(x.reshape(-1, x.shape[-1]), rows, scales, bases, plain, *tensors)
+    # classes of transformers take views that a product transposed in memory does not allow, and change
+    # outputs in place, which may not be views made in an autograd function
+    return tuple(_shaped(output, x) for output in outputs)
 
 
 def low_rank_gated(x: torch.Tensor, gate: Operands, up: Operands, down: Operands) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)), where `whet.ops.gated.suits` says so."""
     scales, bases, tensors = _taken_apart((gate, up, down))
-    y: torch.Tensor = _Gated.apply(x, scales, bases, *tensors)
-    return y
+    return _shaped(_Gated.apply(x.reshape(-1, x.shape[-1]), scales, bases, *tensors), x)
+
+
+def _shaped(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return output.contiguous().view(*x.shape[:-1], output.shape[-1])
 
 
 class Settled:
@@ -82,7 +87,7 @@ class Settled:
             found = []
             for layer, low, b in zip(self.layers, lows, self.b, strict=True):
                 y = lora_output(flat, layer.made(), layer.bias, low, b, self.first, plain=False)
-                found.append(y.view(*x.shape[:-1], -1).contiguous())
+                found.append(_shaped(y, x))
         return found
 
 
@@ -120,28 +125,27 @@ class _Products(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             outputs, read, low = _outputs(x, dropped, scales, bases, plain, tensors)
         ctx.save_for_backward(read, low, *tensors)
-        ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
+        ctx.scales, ctx.bases, ctx.dtype = scales, bases, x.dtype
         ctx.drops = dropped is not None
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         read, low, *tensors = ctx.saved_tensors
         a_parts, b_parts = tensors[2::4], tensors[3::4]
         grad_x = grad_dropped = None
         with torch.autocast(read.device.type, enabled=False):
-            grads = [grad.reshape(-1, grad.shape[-1]) for grad in upstream]
             grad_low = _low_gradient(grads, b_parts)
             grads_a = _a_gradients(grad_low, read, a_parts, ctx.scales)
             a = _joined(a_parts, ctx.scales, read.dtype)
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
                 found = (
-                    grads[0] @ weights[0] if ctx.drops else lora_input_gradient(grad_low, a, grads, weights)
+                    grads[0] @ weights[0] if ctx.drops else lora_input_gradient(grad_low, a, list(grads), weights)
                 )
-                grad_x = found.view(ctx.shape).to(ctx.dtype)
+                grad_x = found.to(ctx.dtype)
             if ctx.drops and ctx.needs_input_grad[1]:
-                grad_dropped = (grad_low @ a).view(ctx.shape).to(ctx.dtype)
+                grad_dropped = (grad_low @ a).to(ctx.dtype)
             lows = low.split([b.shape[1] for b in b_parts], 1)
             grads_b = [
                 _outer(grad, own).to(b.dtype) for grad, own, b in zip(grads, lows, b_parts, strict=True)
@@ -164,15 +168,15 @@ class _Gated(torch.autograd.Function):
         a_gate, b_gate, a_up, b_up = (t for k in (2, 6) for t in tensors[k : k + 2] if t is not None)
         with torch.autocast(x.device.type, enabled=False):
             weight = _weight(tensors[0], bases[0])
-            flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+            flat = x.to(weight.dtype)
             gate = F.linear(flat, weight, tensors[1])
             up = F.linear(flat, _weight(tensors[4], bases[1]), tensors[5])
             low = flat @ _joined((a_gate, a_up), scales[:2], flat.dtype).T
             y = gated_output(gate, up, low, b_gate.to(flat.dtype), b_up.to(flat.dtype))
             [found], _, low_down = _outputs(y, None, scales[2:], bases[2:], True, tensors[8:])
         ctx.save_for_backward(flat, gate, up, low, low_down, *tensors)
-        ctx.scales, ctx.bases, ctx.shape, ctx.dtype = scales, bases, x.shape, x.dtype
-        return found.view(*x.shape[:-1], -1)
+        ctx.scales, ctx.bases, ctx.dtype = scales, bases, x.dtype
+        return found
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
@@ -181,10 +185,9 @@ class _Gated(torch.autograd.Function):
         b_gate, b_up, b_down = tensors[3::4]
         grad_x = None
         with torch.autocast(flat.device.type, enabled=False):
-            grad = upstream.reshape(-1, upstream.shape[-1])
-            grad_low, a = _low_gradient([grad], [b_down]), _joined([a_down], ctx.scales[2:], grad.dtype)
-            grad_b_down = _outer(grad, low_down).to(b_down.dtype)
-            grad_y = lora_input_gradient(grad_low, a, [grad], [_weight(tensors[8], ctx.bases[2])])
+            grad_low, a = _low_gradient([upstream], [b_down]), _joined([a_down], ctx.scales[2:], flat.dtype)
+            grad_b_down = _outer(upstream, low_down).to(b_down.dtype)
+            grad_y = lora_input_gradient(grad_low, a, [upstream], [_weight(tensors[8], ctx.bases[2])])
             *grads, sums = gated_gradients(
                 gate, up, grad_y, low, b_gate.to(flat.dtype), b_up.to(flat.dtype), grad_low
             )
@@ -195,8 +198,8 @@ class _Gated(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 a = _joined([a_gate, a_up], ctx.scales[:2], flat.dtype)
                 weights = [_weight(tensors[0], ctx.bases[0]), _weight(tensors[4], ctx.bases[1])]
-                found = lora_input_gradient(grad_low, a, grads, weights)
-                grad_x = found.view(ctx.shape).to(ctx.dtype)
+                found = lora_input_gradient(grad_low, a, list(grads), weights)
+                grad_x = found.to(ctx.dtype)
         return (
             *(grad_x, None, None),
             *(None, None, grad_a_gate, grad_b_gate.to(b_gate.dtype)),
@@ -221,15 +224,14 @@ def _outputs(
     for index, b_part in enumerate(b_parts):
         weight = _weight(tensors[4 * index], bases[index])
         if index == 0:
-            flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-            read = flat if dropped is None else dropped.reshape(flat.shape).to(flat.dtype)
+            flat = x.to(weight.dtype)
+            read = flat if dropped is None else dropped.to(flat.dtype)
             low = read @ _joined(a_parts, scales, flat.dtype).T
             lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
             if first := _first_columns(weight):
                 lows = _begun(flat[:, :first], lows)
         b = _with_columns(weight, b_part, first)
-        y = lora_output(flat, weight, biases[index], lows[index], b, first, plain)
-        outputs.append(y.view(*x.shape[:-1], -1))
+        outputs.append(lora_output(flat, weight, biases[index], lows[index], b, first, plain))
     return outputs, read, low
 
 

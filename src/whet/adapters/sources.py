@@ -1,13 +1,14 @@
 """Models as merging reads them: tensor by tensor, under Hugging Face's names, adapters folded in."""
 
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whet.adapters.adapter import Adapter, adapted
-from whet.adapters.load import base_of, config_of_checkpoint, load, usable_directory
+from whet.adapters.load import base_of, config_of_checkpoint, load, load_quantised, usable_directory
 from whet.adapters.merging import merged_parameters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
@@ -21,6 +22,7 @@ class ModelSource:
     """The tensors of a model directory."""
 
     base: str | None = None  # what it is an adapter of
+    quantised = False  # whether that is in 4 bits
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -52,15 +54,15 @@ class ModelSource:
 class AdapterSource(ModelSource):
     """The tensors of an adapter's base, with the update folded in, in float32, where there is one.
 
-    The base is opened in the dtype of its files, which leaves its weights mapped from the disk.
+    The base is opened in the widest dtype of its files, which mostly leaves its weights mapped from the disk.
     """
 
-    def __init__(self, name: str, base: str) -> None:
+    def __init__(self, name: str, base: str, model: LanguageModel | None = None) -> None:
         directory = _root_of(base)
         super().__init__(name, directory)
         self.base = base
-        floats = (tensor.dtype for tensor in self.described.values() if tensor.is_floating_point())
-        self._model, _ = load(name, dtype=next(floats, None), device="cpu")
+        self._model = model or load(name, dtype=self._widest(), device="cpu")[0]
+        self.quantised = any(isinstance(module, NF4Linear) for module in self._model.modules())
         self._layers: dict[str, tuple[Adapter | NF4Linear, str]] = {}
         self._tensors = self._model.state_dict()
         self._own = {
@@ -75,6 +77,10 @@ class AdapterSource(ModelSource):
                         raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
                     self._own[stored] = own
                 self._layers[own] = (layer, key)
+
+    def _widest(self) -> torch.dtype | None:
+        floats = [tensor.dtype for tensor in self.described.values() if tensor.is_floating_point()]
+        return reduce(torch.promote_types, floats) if floats else None
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor."""
@@ -111,19 +117,29 @@ def _root_of(name: str) -> Path:
     """The model directory at the bottom of adapters on adapters."""
     target = usable_directory(name)
     inner = base_of(target)
-    return resolve(str(target)) if inner is None else _root_of(inner)
+    return _model_directory(target) if inner is None else _root_of(inner)
+
+
+def _model_directory(target: str | Path) -> Path:
+    if config_of_checkpoint(target) is not None:
+        raise ModelError(
+            f"{target} is a checkpoint of a whole model, and merging reads model directories",
+            hint=f"write one first: whet export {target} --to hf --out DIR",
+        )
+    return resolve(str(target))
 
 
 def open_source(name: str) -> ModelSource:
     """A model by name or path, a run, or an adapter with its base."""
     target = usable_directory(name)
     base = base_of(target)
-    if base is None and config_of_checkpoint(target) is not None:
-        raise ModelError(
-            f"{name} is a checkpoint of a whole model, and merging reads model directories",
-            hint=f"write one first: whet export {name} --to hf --out DIR",
-        )
-    return ModelSource(name, resolve(str(target))) if base is None else AdapterSource(name, base)
+    return ModelSource(name, _model_directory(target)) if base is None else AdapterSource(name, base)
+
+
+def open_quantised(name: str) -> ModelSource:
+    """The weights that adapters of a base in 4 bits were trained on."""
+    model = load_quantised(name, dtype=torch.float32, device=torch.device("cpu"))
+    return AdapterSource(name, name, model)
 
 
 def same_model(first: str, second: str) -> bool:

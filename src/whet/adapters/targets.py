@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -11,15 +11,15 @@ from torch import nn
 from whet.adapters.experts import expert_weights, router_weights
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError
-from whet.models.experts import Router
 from whet.models.language_model import LanguageModel
+from whet.ops.linear import Linear
 
 T = TypeVar("T")
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"  # weights of experts that are one tensor
 ROUTERS = "routers"
-LINEAR = (nn.Linear, NF4Linear)
+_PLAIN = nn.Linear.forward, Linear.forward
 # by the names that native families and the classes of transformers use
 _ATTENTION = r".*(attn|attention).*"
 SHORTHANDS = {
@@ -38,14 +38,16 @@ def linear_layers(model: LanguageModel) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, NF4Linear)
-        or (
-            isinstance(module, nn.Linear)
-            and not isinstance(module, Router)
-            and module.weight is not head
-            and module.out_features > 1
-        )
+        if is_linear(module)
+        and (isinstance(module, NF4Linear) or (module.weight is not head and module.out_features > 1))
     ]
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | NF4Linear]:
+    """Whether it computes x W' + bias: routers of transformers inherit from linear layers, and do not."""
+    if isinstance(module, nn.Linear):
+        return type(module).forward in _PLAIN or type(module).__name__ == "FalconLinear"
+    return isinstance(module, NF4Linear)
 
 
 def chosen_layers(
@@ -56,7 +58,7 @@ def chosen_layers(
     modules = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (*LINEAR, nn.Embedding)) and not isinstance(module, Router)
+        if is_linear(module) or isinstance(module, nn.Embedding)
     ]
     every = [*modules, *experts, *routers]
     possible = {**dict.fromkeys(SHORTHANDS, linear), EXPERTS: experts, ROUTERS: routers}

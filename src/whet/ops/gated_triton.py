@@ -19,7 +19,7 @@ def gated_output_on_gpu(
     rank = _padded(b_gate.shape[1], b_up.shape[1])
     rows, columns, warps = _OUTPUT[rank]
     y = torch.empty_like(gate)
-    _gated_output[(triton.cdiv(size, columns), triton.cdiv(count, rows))](
+    _gated_output[(triton.cdiv(size, columns) * triton.cdiv(count, rows),)](
         gate,
         up,
         low,
@@ -103,9 +103,10 @@ def _gated_output(  # type: ignore[no-untyped-def]  # triton reads no annotation
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    start = tl.program_id(1) * ROWS
+    blocks = tl.cdiv(size, COLUMNS)
+    start = tl.program_id(0) // blocks * ROWS
     first = start.to(tl.int64)  # what is counted from there is small
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    columns = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
     inside = (rows < count - start) & (columns < size)
     tile = first * size + (rows * size + columns)

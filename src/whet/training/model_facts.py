@@ -32,7 +32,8 @@ def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
     if isinstance(model, Preset):
         return _of_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
     if (trained := config_of_checkpoint(model)) is not None:
-        return replace(model_facts(trained.language_model, tokens=tokens), name=model)
+        below = base_of(model) or trained.language_model
+        return replace(model_facts(below, tokens=tokens), name=model)
     directory = weights_directory(model)
     config = read_json(directory / "config.json")
     stops = _stop_tokens(config)
