@@ -141,7 +141,9 @@ class _Products(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 weights = [_weight(*both) for both in zip(tensors[0::4], ctx.bases, strict=True)]
                 found = (
-                    grads[0] @ weights[0] if ctx.drops else lora_input_gradient(grad_low, a, list(grads), weights)
+                    grads[0] @ weights[0]
+                    if ctx.drops
+                    else lora_input_gradient(grad_low, a, list(grads), weights)
                 )
                 grad_x = found.to(ctx.dtype)
             if ctx.drops and ctx.needs_input_grad[1]:

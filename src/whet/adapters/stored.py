@@ -13,8 +13,9 @@ from whet.adapters.embedding import LoRAEmbedding
 from whet.adapters.experts import LoRAExperts, expert_shape, fused_weights
 from whet.adapters.layer import LoRALinear, Stored
 from whet.adapters.lora import put_adapters
+from whet.adapters.nf4 import NF4Linear
 from whet.adapters.retrained import Retrained
-from whet.adapters.targets import is_linear, tied_to_head
+from whet.adapters.targets import tied_to_head
 from whet.errors import ConfigError, ModelError
 from whet.models.language_model import LanguageModel
 
@@ -110,7 +111,7 @@ def _layer_problems(model: LanguageModel, stored: StoredAdapter, names: dict[str
             count, *size = expert_shape(model.get_submodule(path), leaf)
         elif isinstance(module, nn.Embedding) and layer.embedding:
             size = [module.num_embeddings, module.embedding_dim]
-        elif module is not None and is_linear(module) and not layer.embedding:
+        elif isinstance(module, nn.Linear | NF4Linear) and not layer.embedding:
             size = [module.in_features, module.out_features]
         else:
             problems.append(f"{name} is no layer of this model that can be adapted")

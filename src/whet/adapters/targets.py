@@ -11,6 +11,7 @@ from torch import nn
 from whet.adapters.experts import expert_weights, router_weights
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError
+from whet.models.experts import Router
 from whet.models.language_model import LanguageModel
 from whet.ops.linear import Linear
 
@@ -44,10 +45,10 @@ def linear_layers(model: LanguageModel) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | NF4Linear]:
-    """Whether it computes x W' + bias: routers of transformers inherit from linear layers, and do not."""
-    if isinstance(module, nn.Linear):
-        return type(module).forward in _PLAIN or type(module).__name__ == "FalconLinear"
-    return isinstance(module, NF4Linear)
+    """Whether it is no router and computes x W' + bias: classes that inherit from a linear layer may not."""
+    if not isinstance(module, nn.Linear) or isinstance(module, Router):
+        return isinstance(module, NF4Linear)
+    return type(module).forward in _PLAIN or type(module).__name__ == "FalconLinear"
 
 
 def chosen_layers(
