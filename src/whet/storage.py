@@ -168,6 +168,11 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
+    except Exception as error:
+        # the tokenizers library has no kind of its own for it
+        if type(error) is Exception and "(os error " in str(error):
+            raise StorageError(f"{path} could not be written: {error}") from error
+        raise
 
 
 def _fsync_directory(path: Path) -> None:

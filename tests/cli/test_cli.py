@@ -1,6 +1,8 @@
 """The command line as a person meets it: what it prints, what it refuses, and its exit codes."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import yaml
 
 import whet
 from tiny import run_config, write_tiny_model
+from whet import storage
 
 
 def write_config(tiny_directory, tmp_path, **sections):
@@ -353,3 +356,73 @@ def test_ctrl_c_in_a_real_process_saves_and_exits_3(tiny_directory, tmp_path):
     assert "go on with: whet resume" in err
     assert "Traceback" not in err
     assert list((tmp_path / "runs" / "test" / "checkpoints").glob("step-*/MANIFEST.json"))
+
+
+def test_what_begins_with_a_dot_is_a_path_and_an_empty_directory_is_no_model(cli, tmp_path, monkeypatch):
+    """The name alone would be that of a model in the cache, or of somebody's on the hub."""
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    write_tiny_model(tmp_path / "cache" / "models" / "smollm2-135m-instruct")
+    for name in ("smollm2-135m-instruct", "foo/bar"):
+        (tmp_path / "here" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("./smollm2-135m-instruct", "./foo/bar", "foo/bar", "foo"):
+        code, out, err = cli("generate", name, "hi", "--max-tokens", "1")
+        assert (code, out) == (2, "")
+        assert f"{name} is not a model directory: it has no config.json" in err
+    assert cli("generate", "smollm2-135m-instruct", "hi", "--max-tokens", "1")[0] == 0
+
+
+def test_a_run_can_be_named_from_home(cli, trained, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(trained.parent))
+    named = f"~/{trained.name}"
+    assert cli("generate", named, "hi")[1] == cli("generate", trained, "hi")[1]
+    [checkpoint, *_] = sorted((trained / "checkpoints").iterdir())
+    assert cli("generate", f"{named}/checkpoints/{checkpoint.name}", "hi")[0] == 0
+    code, out, err = cli("export", named, "--to", "hf", "--out", tmp_path / "out")
+    assert code == 0, out + err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_result_that_nobody_got_is_an_error(trained):
+    """A reader who leaves early is not."""
+    command = [sys.executable, "-m", "whet", "runs", str(trained.parent)]
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert found.returncode == 1
+    assert "No space left on device" in found.stderr
+
+
+def test_chat_without_input_ends(cli, trained, monkeypatch):
+    monkeypatch.setattr("io.StringIO", lambda text: None)
+    assert cli("chat", trained)[0] == 0
+
+
+def test_a_page_without_a_directory_is_wrong_input_and_a_full_disk_is_not(
+    cli, trained, tmp_path, monkeypatch
+):
+    code, _, err = cli("report", trained, "--out", tmp_path / "nowhere" / "page.html")
+    assert code == 2
+    assert "--out names a file in a directory that exists" in err
+
+    def full(event, path):
+        if event == "write" and "html" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "boundary", full)
+    code, _, err = cli("report", trained)
+    assert code == 1
+    assert "No space left on device" in err
+    assert "--out" not in err
+
+
+def test_while_a_checkpoint_is_written_the_process_ends_at_once():
+    """torch aborts where one of its threads is still at work when Python has ended."""
+    script = """
+import threading, time
+from whet.cli import app
+threading.Thread(target=time.sleep, args=(60,), name="whet-save").start()
+app._leave(130)
+"""
+    before = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 130
+    assert time.monotonic() - before < 50

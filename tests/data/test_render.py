@@ -230,6 +230,7 @@ def test_jsonl_is_read_line_by_line(tmp_path):
     ("content", "message"),
     [
         (b'{"text": "a"}\n{"text": \n', r"data.jsonl:2: not valid JSON"),
+        (b'{"text": "abcdefgh"\n', r"data.jsonl:1: not valid JSON \(Expecting ',' delimiter at column 20\)"),
         (b'{"text": "a"}\n[1, 2]\n', r"data.jsonl:2: a record must be a JSON object, not list"),
         (b'{"text": "\xff"}\n', r"data.jsonl:1: not UTF-8 text"),
         (b'{"text": ' + b"1" * 5000 + b"}\n", r"data.jsonl:1: not valid JSON"),

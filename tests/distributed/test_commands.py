@@ -115,6 +115,29 @@ def test_a_signal_to_one_rank_saves_once_on_all_and_the_run_goes_on(tiny_directo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [None, 0.2])
+def test_what_was_stopped_does_not_start_again(tiny_directory, tmp_path, pause_s):
+    """Neither before its first step nor by a second signal."""
+    sections = {"data": {"valid": None}, "run": {"steps": 100_000}, "checkpoint": {"every": None}}
+    config = write_config(tmp_path / "c.yaml", tiny_directory, **sections)
+    with started("whet", "train", config, "--nproc", "2", "--max-restarts", "2") as process:
+        if pause_s is None:
+            while len(psutil.Process(process.pid).children()) < 2:
+                time.sleep(0.05)
+            time.sleep(1.0)
+            process.send_signal(signal.SIGTERM)
+        else:
+            wait_for_step(tmp_path / "runs" / "test", 3)
+            process.send_signal(signal.SIGINT)
+            time.sleep(pause_s)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode in ((130,) if pause_s is None else (3, 130)), err
+    assert "starting again" not in err
+    assert "was ended by" not in err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["rank", "launcher"])
 def test_nobody_is_left_behind(tiny_directory, tmp_path, whom):
     sections = {"data": {"valid": None}, "run": {"steps": 100_000}}

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 
 import pytest
 from safetensors.torch import load_file
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 import whet
 from faults.harness import place_of
 from tiny import run_config
+from whet.data.ledgers import create_ledgers
 from whet.errors import RunError, StorageError
 from whet.storage import append_text, check_manifest, new_directory, write_text
 from whet.training.callbacks import Callback, StopRun
@@ -209,3 +211,21 @@ def test_a_nonfinite_step_on_a_full_disk_is_still_reported(tiny_directory, tmp_p
     failing(monkeypatch, when=lambda op, place: "nonfinite-step" in place.rpartition("/")[2])
     with pytest.raises(RunError, match=r"step 1: loss nan.*nonfinite-step-000001.json could not be written"):
         whet.train(run_config(tiny_directory, tmp_path))
+
+
+def test_a_full_disk_is_named_by_whoever_writes(tmp_path, monkeypatch):
+    """Libraries with errors of their own included."""
+    message = "No space left on device (os error 28)"
+    named = pytest.raises(StorageError, match="tokenizer could not be written: No space left on device")
+    with named, new_directory(tmp_path / "tokenizer"):
+        raise Exception(message)
+    with pytest.raises(ValueError, match="another"), new_directory(tmp_path / "tokenizer"):
+        raise ValueError("another")
+    assert not list(tmp_path.iterdir())
+
+    def full(path):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    with pytest.raises(StorageError, match=r"\.db could not be written: database or disk is full"):
+        create_ledgers(tmp_path / "ledgers", 8)

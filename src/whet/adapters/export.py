@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from whet.adapters.files import save_adapter
-from whet.adapters.load import base_of, config_of_checkpoint, load, usable_directory
+from whet.adapters.load import at_home, base_of, config_of_checkpoint, load, usable_directory
 from whet.adapters.lora import adapted
 from whet.adapters.merging import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.errors import ConfigError, ModelError, RunError
@@ -116,7 +116,7 @@ def _write_adapter(loaded: Loaded, directory: str | Path, layout: str) -> None:
 
 def default_path(name: str, layout: str, kind: str) -> Path:
     """Where an export goes when nobody says: into the run."""
-    run = Path(name)
+    run = at_home(name)
     if not (run / "final").is_dir():
         raise ConfigError(f"{name} is not a run, so there is no place for an export", hint="name it: --out")
     place = run / "export"

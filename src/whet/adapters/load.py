@@ -61,8 +61,8 @@ def load_body(
     name_or_path: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
     """The same, and of a classifier the model under its head."""
-    if (Path(name_or_path) / MANIFEST).is_file():
-        return _load_checkpointed(Path(name_or_path), dtype=dtype, device=device)
+    if ((path := at_home(name_or_path)) / MANIFEST).is_file():
+        return _load_checkpointed(path, dtype=dtype, device=device)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is None:
         besides = {SCORE} if is_classifier(target) else ()
@@ -96,7 +96,7 @@ def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torc
 def base_of(target: str | Path) -> str | None:
     """What an adapter, in a directory or a checkpoint, is an adapter of; None for anything else."""
     if (trained := config_of_checkpoint(target)) is not None:
-        kept = run_of(Path(target)) / BASE
+        kept = run_of(at_home(target)) / BASE
         if trained.method.kind == "full":
             return None
         return str(kept if (kept / "config.json").is_file() else trained.language_model)
@@ -116,7 +116,7 @@ def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokeni
     """The tokenizer that `load` would give, without the weights; None where there is none."""
     if (config := config_of_checkpoint(name_or_path)) is not None:
         below = base_of(name_or_path) or config.language_model
-        in_run = run_of(Path(name_or_path)) / "tokenizer"
+        in_run = run_of(at_home(name_or_path)) / "tokenizer"
         return load_tokenizer(in_run) if isinstance(below, Preset) else tokenizer_of(below)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
@@ -159,7 +159,7 @@ def _load_checkpointed(
 
 def config_of_checkpoint(name_or_path: str | Path) -> RunConfig | None:
     """The config of the run that a checkpoint belongs to; None for anything else."""
-    path = Path(name_or_path)
+    path = at_home(name_or_path)
     config = run_of(path) / "config.yaml"
     return load_config(config) if (path / MANIFEST).is_file() and config.is_file() else None
 
@@ -228,13 +228,21 @@ def load_base(
 
 
 def _full_name(name_or_path: str | Path) -> str:
-    path = Path(name_or_path)
+    path = at_home(name_or_path)
     return str(path.absolute()) if path.exists() else str(name_or_path)
 
 
+def at_home(name_or_path: str | Path) -> Path:
+    """A path, with ~ for the user's directory."""
+    try:
+        return Path(name_or_path).expanduser()
+    except RuntimeError:  # of nobody
+        return Path(name_or_path)
+
+
 def usable_directory(name_or_path: str | Path) -> str | Path:
-    """A run becomes its `final/`; anything else stays what it is."""
-    path = Path(name_or_path)
+    """A run becomes its `final/`; what is no directory of a model, adapter or checkpoint stays a name."""
+    path = at_home(name_or_path)
     if (path / "final").is_dir():
         return path / "final"
     if (path / "config.yaml").is_file():
@@ -242,7 +250,8 @@ def usable_directory(name_or_path: str | Path) -> str | Path:
             f"{path} is a run that has not finished: it has no final/",
             hint=f"go on with: whet resume {path}; or name a checkpoint: {path}/checkpoints/step-...",
         )
-    return path if path.is_dir() else str(name_or_path)
+    usable = any((path / name).is_file() for name in ("config.json", CONFIG, MANIFEST))
+    return path if usable else str(name_or_path)
 
 
 def save(

@@ -1,7 +1,9 @@
 """The `whet` command: parsing, errors and exit codes. Each command lives in a file of its own."""
 
+import contextlib
 import os
 import sys
+import threading
 import traceback
 from typing import NoReturn
 
@@ -97,8 +99,20 @@ def main() -> NoReturn:
         if debug:
             traceback.print_exc()
         _complain(_explained(error))
-        sys.exit(error.exit_code if isinstance(error, WhetError) else 1)
-    sys.exit(0)
+        _leave(error.exit_code if isinstance(error, WhetError) else 1)
+    except SystemExit as end:
+        _leave(end.code)
+    _leave(0)
+
+
+def _leave(code: int | str | None) -> NoReturn:
+    """Exit, at once while a checkpoint is being written: torch aborts where its threads outlive Python."""
+    if any(thread.name == "whet-save" for thread in threading.enumerate()):  # of training/saving.py
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 1)
+    sys.exit(code)
 
 
 def _explained(error: Exception) -> str:

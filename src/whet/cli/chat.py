@@ -65,6 +65,8 @@ def _ask() -> str | None:
     """The next line of the person at the keyboard (or of a pipe), None at its end."""
     import sys
 
+    if sys.stdin is None:  # closed
+        return None
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

@@ -18,8 +18,7 @@ def command(
     """Tabulate what RUNS came to, seeds taken together, and what differs in their configs."""
     import json
 
-    from whet.cli.console import say
-    from whet.errors import ConfigError, StorageError
+    from whet.cli.console import say, writing_to
     from whet.reporting.compare_text import comparison_text
     from whet.reporting.comparison import as_json, compare_runs
 
@@ -27,8 +26,6 @@ def command(
     if html is not None:
         from whet.reporting.compare_page import write_comparison
 
-        try:
+        with writing_to(html, "--html"):
             write_comparison(found, html)
-        except StorageError as error:
-            raise ConfigError(error.message, hint="--html names a file in a directory that exists") from error
     say(json.dumps(as_json(found), indent=2) if json_ else comparison_text(found))

@@ -5,9 +5,12 @@ import logging
 import os
 import sys
 from functools import cache
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 import typer
+
+from whet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,11 +46,11 @@ class _StandardError:
 
 
 @contextlib.contextmanager
-def let_go_of(stream: IO[str]) -> "Iterator[None]":
+def let_go_of(stream: IO[str], why: type[OSError] = OSError) -> "Iterator[None]":
     """Where a stream can no longer be written to, drop what is written, from now on."""
     try:
         yield
-    except OSError:
+    except why:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -55,8 +58,19 @@ def let_go_of(stream: IO[str]) -> "Iterator[None]":
 
 def say(text: str) -> None:
     """Print a line on standard output, if anybody is there to read it."""
-    with let_go_of(sys.stdout):
+    with let_go_of(sys.stdout, BrokenPipeError):  # a full disk is an error
         print(text, flush=True)
+
+
+@contextlib.contextmanager
+def writing_to(path: str | None, option: str) -> "Iterator[None]":
+    """An option that names a file where there is no directory is wrong input; a full disk is not."""
+    try:
+        yield
+    except StorageError as error:
+        if path is None or Path(path).absolute().parent.is_dir():
+            raise
+        raise ConfigError(error.message, hint=f"{option} names a file in a directory that exists") from error
 
 
 class _NotesHandler(logging.Handler):

@@ -21,9 +21,8 @@ def command(
     """Show what the model sees of the data in CONFIG: tokens, masks, lengths, packing. No model is built."""
     from pathlib import Path
 
-    from whet.cli.console import set_up_logging
+    from whet.cli.console import set_up_logging, writing_to
     from whet.config.load import load_config
-    from whet.errors import ConfigError, StorageError
     from whet.reporting.data_page import data_page
     from whet.reporting.data_problems import find_problems
     from whet.reporting.data_text import DataText
@@ -39,10 +38,8 @@ def command(
             page, title = Path(html), config
             if part:
                 page, title = page.with_stem(f"{page.stem}-{part}"), f"{config}, part {part}"
-            try:
+            with writing_to(html, "--html"):
                 replace_text(page, data_page(view, problems, title=title))
-            except StorageError as error:
-                raise ConfigError(error.message, hint="--html needs a directory that exists") from error
         text.show_part(part)
         text.show(view)
         text.show_problems(problems, every_record=check)

@@ -56,7 +56,8 @@ def command(
         base, base_tokenizer = load(name)
         before = answer(base, base_tokenizer)
     else:
-        raise ModelError(f"{model} has no base to compare with", hint="--compare takes a run or an adapter")
+        hint = "--compare takes an adapter, or a run that did not start from scratch"
+        raise ModelError(f"{model} has no base to compare with", hint=hint)
     print(f"base:       {before}")
     print(f"fine-tuned: {answer(fine_tuned, tokenizer)}")
 

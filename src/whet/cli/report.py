@@ -10,15 +10,14 @@ def command(
     """Write what RUN was, how it went and what came of it as one HTML file. Nothing in it is fetched."""
     from pathlib import Path
 
-    from whet.cli.console import say
-    from whet.errors import ConfigError, StorageError
+    from whet.cli.console import say, writing_to
+    from whet.errors import ConfigError
     from whet.reporting.report import write_report
 
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--out {out} does not end in .html", hint="the report is a page, and replaces what is there"
         )
-    try:
-        say(str(write_report(run, out)))
-    except StorageError as error:
-        raise ConfigError(error.message, hint="--out names a file in a directory that exists") from error
+    with writing_to(out, "--out"):
+        written = write_report(run, out)
+    say(str(written))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from whet.data.quality import AUX, CATEGORIES, NUMERICALS, OUTCOMES, quality
 from whet.data.readers import Content, Row
-from whet.errors import DataError
+from whet.errors import DataError, StorageError
 from whet.storage import new_file
 
 DECISIONS, OUTCOMES_FILE = "quality_decisions.db", "quality_outcomes.db"
@@ -230,8 +230,16 @@ def create_ledgers(directory: Path, count: int) -> None:
             outcome = max(range(OUTCOMES), key=probabilities.__getitem__)
             outcomes.append((key, outcome, *(round(value * MILLI) for value in aux)))
     for ledger, rows in zip(LEDGERS, (decisions, outcomes), strict=True):
-        with new_file(directory / ledger.file) as path, contextlib.closing(sqlite3.connect(path)) as database:
-            database.execute(ledger.schema())
-            marks = ", ".join("?" * (len(ledger.columns) + 1))
-            database.executemany(f"INSERT INTO {ledger.table} VALUES ({marks})", rows)
-            database.commit()
+        try:
+            with new_file(directory / ledger.file) as path:
+                _write(path, ledger, rows)
+        except sqlite3.Error as error:
+            raise StorageError(f"{directory / ledger.file} could not be written: {error}") from error
+
+
+def _write(path: Path, ledger: Ledger, rows: Sequence[tuple[int, ...]]) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(ledger.schema())
+        marks = ", ".join("?" * (len(ledger.columns) + 1))
+        database.executemany(f"INSERT INTO {ledger.table} VALUES ({marks})", rows)
+        database.commit()

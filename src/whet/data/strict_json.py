@@ -55,7 +55,9 @@ def explained(error: ValueError | RecursionError, origin: str, *, text: str) -> 
             f"{origin}: not valid JSON (it holds null bytes)", hint="the file is damaged, or not UTF-8 text"
         )
     if isinstance(error, json.JSONDecodeError):
-        return DataError(f"{origin}: not valid JSON ({error.msg} at column {error.colno})")
+        line = text.rstrip()
+        column = error.colno if "\n" in line else min(error.pos, len(line)) + 1
+        return DataError(f"{origin}: not valid JSON ({error.msg} at column {column})")
     return DataError(f"{origin}: not valid JSON ({error})")  # a number of thousands of digits, say
 
 

@@ -60,6 +60,8 @@ def resolve(name: str, *, progress: Progress = _to_stderr) -> Path:
     cached = _models_dir() / known
     if _NAME.fullmatch(known) and _is_model(cached):
         return cached
+    if name and Path(name).is_dir():
+        raise _no_model(name)
     tried = ["no such path", f"not in the cache ({_models_dir()})"]
     for place, fetch in _places(known):
         try:
@@ -159,11 +161,15 @@ def _local(name: str, progress: Progress) -> Path | None:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"{name[:200]} cannot be read: {reason}") from error
     if is_directory:
-        raise ModelError(
-            f"{name} is not a model directory: it has no config.json",
-            hint="give the directory that has config.json and the weights in it, or a .gguf file",
-        )
+        raise _no_model(name)
     raise ModelError(f"{name} does not exist", hint=f"looked for {path.absolute()}")
+
+
+def _no_model(name: str) -> ModelError:
+    return ModelError(
+        f"{name} is not a model directory: it has no config.json",
+        hint="give the directory that has config.json and the weights in it, or a .gguf file",
+    )
 
 
 def _converted(path: Path, progress: Progress) -> Path:

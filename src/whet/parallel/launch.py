@@ -12,7 +12,7 @@ from types import FrameType
 
 from whet.errors import ConfigError, RunError
 
-FAILED, UNFINISHED = 1, 3  # exit codes; the second is no failure
+FAILED, UNFINISHED, INTERRUPTED = 1, 3, 130  # exit codes; only the first is a failure
 _GRACE_S = 10.0  # for the others to notice that one has failed
 
 
@@ -24,15 +24,16 @@ def launch(arguments: Sequence[str], count: int, *, restarts: int = 0) -> int:
     """
     if "RANK" in os.environ:
         raise ConfigError("--nproc starts processes, and torchrun has started this one", hint="leave out one")
+    stopped: list[int] = []  # signals that came
     for restart in range(restarts):
         try:
-            code = _launch_once(arguments, count, restart)
+            code = _launch_once(arguments, count, restart, stopped)
         except RunError as error:
             code = _complain(f"error: {error}")
-        if code != FAILED:
+        if code != FAILED or stopped:
             return code
         _complain(f"starting again ({restart + 1} of {restarts})")
-    return _launch_once(arguments, count, restarts)
+    return _launch_once(arguments, count, restarts, stopped)
 
 
 def end_with_parent() -> None:
@@ -46,16 +47,20 @@ def _complain(message: str) -> int:
     return FAILED
 
 
-def _launch_once(arguments: Sequence[str], count: int, restart: int) -> int:
-    """The same, once. Signals are passed on to all processes."""
+def _launch_once(arguments: Sequence[str], count: int, restart: int, stopped: list[int]) -> int:
+    """The same, once. Signals are passed on to all processes, and noted in `stopped`."""
     port = str(_free_port())
     started = [_start(arguments, rank, count, port, restart) for rank in range(count)]
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        stopped.append(number)
+        _pass_on(number, started)
+
     before = {
-        number: signal.signal(number, lambda got, _frame: _pass_on(got, started))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
-        return _wait(started)
+        return _wait(started, stopped)
     finally:
         for process in started:
             if process.poll() is None:
@@ -87,13 +92,13 @@ def _start(
     )
 
 
-def _pass_on(number: int, started: Sequence["subprocess.Popen[bytes]"], _: FrameType | None = None) -> None:
+def _pass_on(number: int, started: Sequence["subprocess.Popen[bytes]"]) -> None:
     for process in started:
         if process.poll() is None:
             process.send_signal(number)
 
 
-def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> int:
+def _wait(started: Sequence["subprocess.Popen[bytes]"], stopped: Sequence[int]) -> int:
     """Until all have ended; 0 only where all of them did well."""
     failed_at: float | None = None
     first = 0  # the exit code of whoever failed first
@@ -107,6 +112,8 @@ def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> int:
     codes = [process.returncode for process in started]
     killed = [rank for rank, code in enumerate(codes) if code < 0]
     said = [code for code in (first, *codes) if code > 0 and code != UNFINISHED]
+    if stopped and any(codes):  # whatever a rank made of it: a second signal ends some where they are
+        return UNFINISHED if UNFINISHED in codes else INTERRUPTED
     if killed and not said:  # else: one that failed has said why, and the others were ended for it
         by = signal.Signals(-codes[killed[0]]).name
         raise RunError(f"rank {killed[0]} of {len(codes)} was ended by {by}")
