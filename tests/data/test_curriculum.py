@@ -187,3 +187,24 @@ def test_a_single_stage_has_all_examples():
     assert len(found) == len(examples)
     stream = length_curriculum(list(range(200)), 2, min_seq_len=8, max_seq_len=40, n_stages=1)
     assert next(stream)[0].supervised >= 2 * 39
+
+
+def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_a_run(tmp_path):
+    import json
+
+    from whet.config.load import make_config
+    from whet.reporting.cheap_count import count_cheaply
+    from whet.training.run_data import RunData
+
+    for name, letters in (("easy", "abc"), ("hard", "xyz")):
+        rows = [{"text": letters * (n + 1)} for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curriculum = {"kind": "difficulty", "hard": f"{tmp_path}/hard.jsonl"}
+    config = run_config("none", tmp_path, method={"kind": "full"})
+    config["model"] = {"preset": "nano", "tokenizer": "chars"}
+    config["data"] = {"train": f"{tmp_path}/easy.jsonl", "curriculum": curriculum}
+    config["run"]["batch_size"] = 2
+    assert set("".join(RunData(make_config(config)).texts())) == set("abcxyz")
+    counted = count_cheaply(make_config(config))
+    assert counted is not None
+    assert counted.steps == 4

@@ -171,3 +171,19 @@ def test_what_cannot_be_weighted_is_refused(tiny_directory, tmp_path):
         whet.train(run_config(tiny_directory, tmp_path, objective={"kind": "distrust", "strenght": 1}))
     with pytest.raises(DataError, match="nothing to weight by"):
         Distrust(0.0)
+
+
+def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory, tmp_path):
+    from whet.config.load import make_config
+    from whet.training.run import assembled
+
+    values = {"easy": (0.5, 1.0), "hard": (0.05, 8.0)}
+    for name, (authority, entropy) in values.items():
+        rows = [{"text": f"{name} {n}", "auth_weight": authority, "prov_entropy": entropy} for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curriculum = {"kind": "difficulty", "hard": f"{tmp_path}/hard.jsonl"}
+    data = {"train": f"{tmp_path}/easy.jsonl", "valid": None, "curriculum": curriculum}
+    config = run_config(tiny_directory, tmp_path, objective={"kind": "distrust"}, data=data)
+    with assembled(make_config(config)) as work:
+        expected = sum((math.log(1 - a + 1e-8) + e) ** 2 for a, e in values.values()) / 2
+        assert work.task.mean_square == pytest.approx(expected, rel=1e-6)

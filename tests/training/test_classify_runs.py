@@ -16,6 +16,7 @@ from whet.errors import ConfigError, DataError, ModelError
 from whet.reporting.data_view import view_data
 from whet.training.checkpoint import checkpoint_path
 from whet.training.classification import fitted_temperature
+from whet.training.run import assembled
 
 CLASSES = ["red", "green", "blue"]
 WORDS = {"red": "fire rose blood", "green": "leaf grass moss", "blue": "sky sea ice"}
@@ -392,3 +393,58 @@ def test_a_classifier_on_a_quantised_base_has_the_layout_of_transformers(tiny_di
     result = whet.train(config)
     stored = json.loads((result.directory / "final" / "adapter_config.json").read_text())
     assert (stored["task_type"], stored["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+
+def with_hard_records(tiny_directory, tmp_path, rows, **sections):
+    path = tmp_path / "hard.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curriculum = {"kind": "difficulty", "hard": str(path)}
+    data = {"curriculum": curriculum, **sections.pop("data", {})}
+    return make_config(config(tiny_directory, tmp_path, data=data, **sections))
+
+
+def test_class_weights_and_the_probe_are_of_all_that_is_learned_hard_records_too(
+    tiny_directory, tmp_path, monkeypatch
+):
+    from whet.training import classifier_report
+
+    rows = [{"input": f"hard {number}", "label": "red"} for number in range(21)]
+    valid = write_records(tmp_path / "valid.jsonl", 30, seed=9)
+    wanted = with_hard_records(
+        tiny_directory,
+        tmp_path,
+        rows,
+        objective={"class_weights": "inverse", "probe": True},
+        data={"valid": str(valid)},
+    )
+    seen = []
+
+    class Probe(classifier_report.LinearProbe):
+        def fit(self, x, y):
+            seen.append(np.bincount(y))
+            return super().fit(x, y)
+
+    monkeypatch.setattr(classifier_report, "LinearProbe", Probe)
+    with assembled(wanted) as work:
+        inverse = 1 / np.array([15 + 21, 15, 30])
+        assert work.task.class_weights.tolist() == pytest.approx(list(inverse / inverse.mean()))
+    whet.train(wanted)
+    assert [counts.tolist() for counts in seen] == [[36, 15, 30]]
+
+
+def test_hard_records_that_equal_a_held_out_one_are_not_learned(tiny_directory, tmp_path):
+    path = write_records(tmp_path / "train.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    with assembled(with_hard_records(tiny_directory, tmp_path, rows)) as work:
+        splits = {
+            name: {tuple(example.tokens) for example in examples}
+            for name, examples in work.data.examples.items()
+        }
+        assert [len(splits[name]) for name in ("train", "valid", "hard")] == [48, 12, 48]
+        assert not splits["valid"] & splits["hard"]
+        held = [row for row in rows if tuple(work.data.tokenizer(row["input"]).input_ids) in
+                {tokens[:-1] for tokens in splits["valid"]}]  # fmt: skip
+    assert len(held) == 12
+    wanted = with_hard_records(tiny_directory, tmp_path, held, run={"name": "all"})
+    with pytest.raises(DataError, match="every hard record is also"), assembled(wanted):
+        pass

@@ -15,7 +15,8 @@ class Preset(Section):
     )
     tokenizer: Text = Field(
         "bytes",
-        description="bytes, chars, bpe:N (made from data.train), or the name or directory of one that exists",
+        description="bytes, chars, bpe:N (made from the training records), or the name or directory of one "
+        "that exists",
     )
     vocab_size: Positive | None = Field(None, description="null: as many as the tokenizer has")
     d_model: Positive | None = Field(None, description="size of the residual stream; null: the preset's")

@@ -1,21 +1,28 @@
 """Directories that hold train, valid and test side by side."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from whet.data.readers import READERS, Content, digest_text, files_content, split_name
 from whet.errors import DataError
 
 Split = Literal["train", "valid", "test"]
+T = TypeVar("T")
 
 NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train",),
     "valid": ("valid", "validation", "val", "dev", "eval"),
     "test": ("test",),
 }
+LEARNED = ("train", "hard")  # the second: hard records of a curriculum
+
+
+def learned(by_split: Mapping[str, T]) -> list[T]:
+    """Of what there is for each split, that of the training set: all that a run learns from."""
+    return [by_split[name] for name in LEARNED if name in by_split]
 
 
 def pick(split: Split, names: Iterable[str], place: str) -> str:

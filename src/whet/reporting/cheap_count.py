@@ -20,12 +20,16 @@ def count_cheaply(config: RunConfig) -> Counted | None:
     """Tokenise the training records and plan the steps; None where they are many, elsewhere, or wrong."""
     if config.parts() or config.objective.kind == "grpo" or not _is_cheap(config.data.train):
         return None
+    curriculum = config.data.curriculum
+    if curriculum is not None and curriculum.hard is not None and not _is_cheap(curriculum.hard):
+        return None
     try:
         data = RunData(
             config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})})
         )
         data.use(_tokenizer(config, data))
-        data.prepare_source("train")
+        for name in data.sources:
+            data.prepare_source(name)
         if config.data.valid is None:
             data.hold_out()
         facts = plan_steps(config, data)

@@ -8,6 +8,7 @@ from pathlib import Path
 from whet.config.sections import RunConfig
 from whet.data.endings import ENDLESS_HINT, endless_message
 from whet.data.examples import too_long_hint
+from whet.data.splits import LEARNED
 from whet.errors import ConfigError, WhetError
 from whet.hardware import choose_device, choose_precision
 from whet.reporting.data_view import DataView, SplitFacts
@@ -115,7 +116,7 @@ def _of_masks(split: SplitFacts, view: DataView) -> Iterator[Problem]:
             (f"first: {split.first_doubled}",),
         )
     ends = view.tokenizer.ends if view.tokenizer is not None else ()
-    if ends and not split.ended and split.name in ("train", "hard") and not split.is_judged:
+    if ends and not split.ended and split.name in LEARNED and not split.is_judged:
         yield Problem(f"{split.name}: {endless_message(ends)}", ENDLESS_HINT)
 
 

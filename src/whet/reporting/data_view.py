@@ -16,6 +16,7 @@ from whet.config.sections import RunConfig
 from whet.data.batches import check_lengths
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.sources import REASONS_KEPT, open_source
+from whet.data.splits import LEARNED
 from whet.errors import ConfigError, DataError, ModelError, WhetError
 from whet.models.scratch import new_tokenizer
 from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, scan
@@ -382,7 +383,7 @@ def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
 def _overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
     found = []
     for held in ("valid", "test"):
-        for learned in ("train", "hard"):
+        for learned in LEARNED:
             if held in scans and learned in scans:
                 twins = overlap(
                     data.examples[held].store,

@@ -31,7 +31,7 @@ UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weigh
 
 
 def build_classify(
-    section: ClassifyObjective, model: LanguageModel, train: StoredExamples, *, seed: int
+    section: ClassifyObjective, model: LanguageModel, train: Sequence[StoredExamples], *, seed: int
 ) -> Classify:
     """The objective, with a new head, weighted as the training records ask for."""
     names = section.names
@@ -48,9 +48,9 @@ def build_classify(
     )
 
 
-def _class_weights(section: ClassifyObjective, train: StoredExamples) -> list[float]:
+def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) -> list[float]:
     names, kind = section.names, section.class_weights
-    counts = class_counts(section, train)
+    counts = np.sum([class_counts(section, examples) for examples in train], axis=0)
     log.info("classes: %s", ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=True)))
     if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
         log.warning("no training record is of the class %s", ", ".join(absent))
@@ -58,7 +58,7 @@ def _class_weights(section: ClassifyObjective, train: StoredExamples) -> list[fl
         return kind
     if section.multi_label:
         chosen = cast(Literal["none", "inverse", "sqrt_inverse"], "none" if kind == "auto" else kind)
-        weights = mark_weights(counts, len(train), chosen)
+        weights = mark_weights(counts, sum(map(len, train)), chosen)
     else:
         ratio = counts.max() / max(1, counts.min())
         unbalanced = ratio > UNBALANCED and not section.oversample
@@ -105,6 +105,17 @@ def hold_out(
         "valid": sorted({hashes[place] for place in valid}),
     }
     return train.only(rest), train.only(valid), record
+
+
+def without(examples: StoredExamples, texts: set[str]) -> StoredExamples:
+    """The examples whose hashes are not among these."""
+    kept = np.array([text not in texts for text in record_hashes(examples)], dtype=bool)
+    if not kept.any():
+        raise DataError(
+            "every hard record is also a training record that was held out",
+            hint="give data.valid, or set objective.valid_share to 0",
+        )
+    return examples if kept.all() else examples.only(np.flatnonzero(kept))
 
 
 def rows_of(

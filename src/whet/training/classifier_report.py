@@ -17,6 +17,7 @@ from whet.analysis.probe import LinearProbe
 from whet.config.classify import ClassifyObjective
 from whet.config.sections import RunConfig
 from whet.data.examples import StoredExamples
+from whet.data.splits import learned
 from whet.data.strata import label_values
 from whet.errors import ConfigError, StorageError
 from whet.hardware import Precision
@@ -114,20 +115,23 @@ class ClassificationEnd(NumbersOnly, Injector):
             log.warning("no linear probe: %s (%s)", error.message, error.hint)
             return None
         assert self.split is not None
-        train = self._examples("train")
-        train = train.only(np.arange(len(train))[:: -(-len(train) // PROBE_EXAMPLES)])
-        (x, y), (x_held, y_held) = (
+        train = [examples for examples in learned(self.data.examples) if isinstance(examples, StoredExamples)]
+        every = -(-sum(map(len, train)) // PROBE_EXAMPLES)
+        known = [examples.only(np.arange(len(examples))[::every]) for examples in train]
+        found = [
             (self._rows(examples, self.objective.features), self._labels(examples))
-            for examples in (train, self._examples(self.split))
-        )
+            for examples in (*known, self._examples(self.split))
+        ]
+        x, y = (np.concatenate(parts) for parts in zip(*found[:-1], strict=True))
+        x_held, y_held = found[-1]
         guessed = probe.fit(x, y).predict(x_held)
         if self.section.multi_label:
-            found = mark_metrics(y_held.astype(bool), guessed.astype(bool))
+            scores = mark_metrics(y_held.astype(bool), guessed.astype(bool))
         else:
             matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
-            found = {name: float(value) for name, value in confusion_metrics(matrix).items()}
-        log.info("linear probe of the untrained model: macro F1 %.3f", found["f1_macro"])
-        return found
+            scores = {name: float(value) for name, value in confusion_metrics(matrix).items()}
+        log.info("linear probe of the untrained model: macro F1 %.3f", scores["f1_macro"])
+        return scores
 
     def on_train_begin(self, run: Trainer) -> None:
         """Keep what the probe found: a resumed run has other weights by then."""

@@ -1,5 +1,6 @@
 """The data of a run: its sources opened, tokenised, cut and made into streams of batches."""
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ from whet.data.prepare import Preparation
 from whet.data.prompts import Prompts, read_prompts
 from whet.data.render import text_of
 from whet.data.sources import Format, Skipped, Source, holds_split, open_source
-from whet.data.splits import Split
-from whet.data.strata import label_values, oversampled
+from whet.data.splits import LEARNED, Split, learned
+from whet.data.strata import label_values, oversampled, record_hashes
 from whet.errors import ConfigError, DataError
 from whet.generation.text import stop_tokens
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
-from whet.training.classification import hold_out
+from whet.training.classification import hold_out, without
 from whet.training.tasks import needs_of
 
 log = logging.getLogger("whet")
@@ -73,7 +74,7 @@ class RunData:
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""
-        for record in self.sources["train"]:
+        for record in itertools.chain(*learned(self.sources)):
             try:
                 yield text_of(record)
             except DataError:  # counted when it is tokenised
@@ -111,9 +112,10 @@ class RunData:
             return
         train = self.examples["train"]
         assert isinstance(train, StoredExamples)
-        self.examples["train"], self.examples["valid"], self.held_out = hold_out(
-            section, train, seed=self.config.run.seed
-        )
+        rest, valid, self.held_out = hold_out(section, train, seed=self.config.run.seed)
+        self.examples |= {"train": rest, "valid": valid}
+        if isinstance(hard := self.examples.get("hard"), StoredExamples):
+            self.examples["hard"] = without(hard, set(record_hashes(valid)))
 
     def use(self, tokenizer: Any) -> None:  # Any: as above
         """Tokenise with this one from now on."""
@@ -191,7 +193,7 @@ class RunData:
         """Say so where no answer that is learned ends: `whet data --check` does, after a whole pass."""
         known = range(len(self.tokenizer))
         ends = sorted(token for token in stop_tokens(model, self.tokenizer) if token in known)
-        for name in ("train", "hard") if ends else ():
+        for name in LEARNED if ends else ():
             if name in self.examples and (looked_at := endless(self.examples[name].sides, ends)):
                 message = endless_message(self.tokenizer.convert_ids_to_tokens(ends), looked_at=looked_at)
                 log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, ENDLESS_HINT)

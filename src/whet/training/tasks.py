@@ -25,6 +25,7 @@ from whet.data.batches import one_pass
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.labels import Labels
 from whet.data.plan import StepSettings
+from whet.data.splits import learned
 from whet.errors import DataError
 from whet.hardware import Precision
 from whet.models.decoder import Decoder
@@ -116,9 +117,7 @@ class ObjectiveBuilder:
             case DistrustObjective():
                 found = self._distrust(section)
             case ClassifyObjective():
-                train = self.examples["train"]
-                assert isinstance(train, StoredExamples)
-                found = build_classify(section, self.model, train, seed=self.seed)
+                found = build_classify(section, self.model, self._learned(), seed=self.seed)
             case GRPOObjective():
                 found = GRPO(
                     epsilon=section.epsilon,
@@ -131,6 +130,10 @@ class ObjectiveBuilder:
             case _:
                 found = SFT()
         return found
+
+    def _learned(self) -> list[StoredExamples]:
+        """The training examples, from one source or two."""
+        return [examples for examples in learned(self.examples) if isinstance(examples, StoredExamples)]
 
     def _preference(self, section: PreferenceObjective) -> Objective:
         reference: LanguageModel | Literal["adapters-off"] | None = None
@@ -237,9 +240,8 @@ class ObjectiveBuilder:
         return objective
 
     def _distrust(self, section: DistrustObjective) -> Objective:
-        examples = self.examples["train"]
-        assert isinstance(examples, StoredExamples)
-        squares = squared_distance(torch.from_numpy(np.array(examples.store.values))[examples.records])
+        values = [np.array(examples.store.values)[examples.records, :2] for examples in self._learned()]
+        squares = squared_distance(torch.from_numpy(np.concatenate(values)))
         scale = section.scale
         if scale == "auto":
             scale = calibrated_scale(squares, alpha=section.alpha)

@@ -13,6 +13,7 @@ from whet.config.grpo import GRPOObjective
 from whet.config.log import Probes
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
+from whet.data.splits import learned
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.training.callbacks import Callback
@@ -96,7 +97,7 @@ def peak_tflops(work: Any) -> float | None:  # Any: as above
 def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any: RunData or MixData
     """The mean length of the training examples, and the share of their tokens that is supervised."""
     parts = data.parts.values() if config.parts() else [data]
-    every = [part.examples["train"].sides for part in parts if "train" in part.examples]
+    every = [examples.sides for part in parts for examples in learned(part.examples)]
     if not every:  # prompts, whose answers are not known yet
         return config.data.max_length, 1.0
     tokens = sum(int(sides.lengths.sum()) for sides in every)
