@@ -32,6 +32,8 @@ def test_losses_divergences_and_costs_fall(metric):
         "eval_exact_match_weight_loss",
         "eval_reward_no_loss",
         "piece",
+        "test.exact_match_weight_loss",
+        "eval_loss.reward_margin",
     ],
 )
 def test_scores_and_rates_rise(metric):
@@ -43,6 +45,7 @@ def test_scores_and_rates_rise(metric):
     [
         *("eval_m.mtp_loss_1", "mtp_loss_2", "eval_truncated_fraction", "no_signal_fraction"),
         *("reward_errors", "eval_reward_errors", "brier", "ece", "hamming", "log_loss"),
+        *("eval_reward.loss", "reward.kl", "eval_exact_match.loss", "eval_reward_model.chosen_loss"),
     ],
 )
 def test_losses_of_heads_failures_and_errors_fall(metric):
