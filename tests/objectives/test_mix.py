@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import whet
-from tiny import run_config
+from tiny import run_config, write_tiny_model
 from whet.adapters.lora import attach_lora
 from whet.config.load import load_config, make_config, to_yaml
 from whet.data.batches import make_batch
@@ -286,3 +286,54 @@ def test_a_tokenizer_is_made_from_the_records_of_all_parts(tiny_directory, tmp_p
     sizes = {len(whet.load(trained.directory)[1]), *(view.tokenizer.size for view in shown.values())}
     assert len(sizes) == 1
     assert not any(view.errors for view in shown.values())
+
+
+CASES = [
+    ({"kind": "orpo", "beta": 0.3}, "synth:house-pairs:8"),
+    ({"kind": "dpo"}, "synth:house-pairs:8"),
+    ({"kind": "mtp", "n_predict": 2}, "synth:house:8"),
+    ({"kind": "distrust"}, "synth:disputes:8"),
+    ({"kind": "distrust", "mode": "additive"}, "synth:disputes:8"),
+    ({"kind": "distill", "alpha": 0.4}, "synth:house:8"),
+]
+
+
+@pytest.mark.parametrize(("objective", "source"), CASES, ids=lambda case: str(case)[:40])
+def test_a_part_reports_what_its_objective_reports_alone(tiny_directory, tmp_path, objective, source):
+    if objective["kind"] == "distill":
+        write_tiny_model(tmp_path / "teacher", hidden_size=48)
+        objective = {**objective, "teacher": f"{tmp_path}/teacher"}
+    data = {"train": source, "valid": source, "max_length": 256}
+    run = {"steps": 2, "batch_size": 8, "micro_batch_tokens": 600}
+    alone = whet.train(
+        run_config(tiny_directory, tmp_path, objective=objective, data=data, run={**run, "name": "alone"})
+    )
+    parts = [
+        {"name": "part", "weight": 0.7, "objective": objective, "data": data},
+        {**SFT_PART, "weight": 2.0},
+    ]
+    mixed = whet.train(mix_config(tiny_directory, tmp_path, parts, run={**run, "name": "mixed"}))
+    kinds = ("loss", "cross_entropy", "logprob", "reward", "kl")
+    for row, other in zip(alone.history[:2], mixed.history[:2], strict=True):  # before the first update
+        before = "eval_" if "eval_loss" in row else ""
+        own = {name: value for name, value in row.items() if any(kind in name for kind in kinds)}
+        assert f"{before}loss" in own
+        for name, value in own.items():
+            told = f"{before}part.{name.removeprefix(before)}"
+            assert other[told] == pytest.approx(value, rel=1e-4, abs=1e-5), told
+        total = 0.7 * other[f"{before}part.loss"] + 2 * other[f"{before}sft.loss"]
+        assert other[f"{before}loss"] == pytest.approx(total, rel=1e-5)
+
+
+def test_what_no_head_could_learn_in_a_step_is_left_out(tiny_directory, tmp_path):
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "abcdefgh")))
+    data = {"train": str(path), "max_length": 64, "order": "sequential"}
+    short = {"name": "short", "objective": {"kind": "mtp", "n_predict": 3}, "data": data, "batch_size": 1}
+    rows = whet.train(mix_config(tiny_directory, tmp_path, [short, SFT_PART], run={"steps": 2})).history
+    first, second = (row for row in rows if "loss" in row)
+    assert not [name for name, value in first.items() if value != value]
+    assert "short.mtp_loss_3" not in first
+    assert "short.mtp_loss_3" in second
+    for row in (first, second):
+        assert row["loss"] == pytest.approx(row["short.loss"] + 0.5 * row["sft.loss"], rel=1e-5)

@@ -13,7 +13,8 @@ class Mix:
     """Adds up objectives; a batch says by `part` whose it is.
 
     A term is called `part.term`, and is divided by the units of its own part only, so that the sum is that of
-    the parts' own losses however many batches each of them has.
+    the parts' own losses however many batches each of them has. A part reports what it would alone: its loss
+    as `part.loss`, and its other metrics.
     """
 
     likelihood = False
@@ -24,6 +25,14 @@ class Mix:
             f"{name}.{term}": weights[name] * coefficient
             for name, objective in parts.items()
             for term, coefficient in objective.coefficients.items()
+        }
+        self.reports: Mapping[str, Mapping[str, float]] = {
+            f"{name}.{metric}": {f"{name}.{term}": share for term, share in shares.items()}
+            for name, objective in parts.items()
+            for metric, shares in {
+                "loss": objective.coefficients,
+                **getattr(objective, "reports", {}),
+            }.items()
         }
         heads = {name: objective.heads for name, objective in parts.items() if objective.heads is not None}
         self.heads: nn.Module | None = nn.ModuleDict(heads) if heads else None
@@ -39,14 +48,15 @@ class Mix:
         return {f"{name}.{term}": weight for term, weight in objective.weights(batch).items()}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sums of the batch's part; each of its terms is also a metric."""
+        """The sums of the batch's part; each of its terms is also a metric, but one called as its loss."""
         name, objective = self._part(batch)
         found = objective.loss(model, batch)
         sums = {f"{name}.{term}": value for term, value in found.sums.items()}
         first = next(iter(objective.coefficients))
         metrics = {f"{name}.{metric}": value for metric, value in found.metrics.items()}
         units = {f"{name}.{metric}": f"{name}.{found.units.get(metric, first)}" for metric in found.metrics}
-        return Loss(sums, sums | metrics, {term: term for term in sums} | units)
+        terms = {term: value for term, value in sums.items() if term != f"{name}.loss"}
+        return Loss(sums, terms | metrics, {term: term for term in terms} | units)
 
     def _part(self, batch: Batch) -> tuple[str, Objective]:
         assert batch.part is not None

@@ -96,11 +96,15 @@ def _shares(
     ]
     first = next(iter(weights))
     metrics = {
-        name: value.detach() / weights[result.units.get(name, first)]
+        name: value.detach() / weight
         for name, value in result.metrics.items()
+        if (weight := weights[result.units.get(name, first)])  # of no units there is no mean
     }
     for name, shares in getattr(objective, "reports", {}).items():  # of the means of several terms
-        parts = [share / weights[term] * result.sums[term] for term, share in shares.items() if weights[term]]
+        there = {term: share for term, share in shares.items() if term in result.sums}
+        if not there:  # those of another part of a mix
+            continue
+        parts = [share / weights[term] * result.sums[term] for term, share in there.items() if weights[term]]
         metrics[name] = torch.stack(parts).sum().detach() if parts else torch.zeros_like(terms[0])
     return torch.stack(terms).sum(), metrics
 
