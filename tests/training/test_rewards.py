@@ -88,6 +88,11 @@ def test_exact_and_numeric_match_find_the_answer_of_every_shape():
     assert numeric_match("", "so 3 + 4 is 1,007.0!", {"answer": "#### 1007"}) == 1
     assert numeric_match("", "no idea", {"answer": "7"}) == 0
     assert numeric_match("", "3.14", {"answer": "3.14159"}, tolerance=0.01) == 1
+    for wanted, given in (("0.05", "0.06"), ("1e-9", "0"), ("-0.004", "0.004"), ("0", "0.001")):
+        assert numeric_match("", given, {"answer": wanted}, tolerance=0.1) == 0
+        assert numeric_match("", wanted, {"answer": wanted}, tolerance=0.1) == 1
+    assert numeric_match("", "0.0101", {"answer": "0.01"}, tolerance=0.02) == 1
+    assert numeric_match("", "0.00", {"answer": "0"}) == 1
     with pytest.raises(ValueError, match="holds no number"):
         numeric_match("", "3", {"answer": "pi"})
 

@@ -21,12 +21,15 @@ def exact_match(prompt: str, completion: str, record: Record, *, field: str | No
 def numeric_match(
     prompt: str, completion: str, record: Record, *, field: str | None = None, tolerance: float = 1e-6
 ) -> float:
-    """1 if the last number of the completion is that of the expected answer, within a relative tolerance."""
+    """1 if the last number of the completion is that of the expected answer, within a relative tolerance.
+
+    Where 0 is expected, that is 0 alone.
+    """
     wanted = last_number(expected(record, field))
     if wanted is None:
         raise ValueError(f"the expected answer {expected(record, field)!r} holds no number")
     found = last_number(completion)
-    return float(found is not None and abs(found - wanted) <= tolerance * max(1.0, abs(wanted)))
+    return float(found is not None and abs(found - wanted) <= tolerance * abs(wanted))
 
 
 def regex(prompt: str, completion: str, record: Record, *, pattern: str) -> float:
