@@ -41,7 +41,25 @@ def test_every_shape_gives_the_text_before_its_answer(tmp_path, tiny):
 def test_a_question_is_a_prompt_where_the_config_asks_for_prompts(tmp_path, tiny):
     [found] = prompts(tmp_path, tiny[1], {"question": "1+1?", "answer": "#### 2"}, form="prompt")
     assert found.question.text == "1+1?"
-    assert found.fields["answer"] == "#### 2"
+    assert found.fields["answer"] == found.question.answer == "#### 2"
+
+
+def test_the_answer_and_the_group_of_a_prompt_are_kept(tmp_path, tiny):
+    _, tokenizer = tiny
+    records = [
+        {"question": "1+1?", "answer": "2", "group": "sums"},
+        {"prompt": "1+1?", "answer": 2, "group": "sums"},
+        {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2", "group": "sums"},
+        {"prompt": "1+1?", "completion": "2", "answer": "two", "group": "sums"},
+    ]
+    for template in (tokenizer.chat_template, None):
+        tokenizer.chat_template = template
+        for record in records if template else records[:2]:
+            [found] = prompts(tmp_path, tokenizer, record, form="prompt")
+            assert (found.question.answer, found.question.group) == ("2", "sums")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    [found] = prompts(tmp_path, tokenizer, {"messages": records[2]["prompt"], "answer": "2"})
+    assert found.question.answer == "2"
 
 
 def test_records_without_a_prompt_are_refused_or_counted(tmp_path, tiny):

@@ -356,3 +356,16 @@ def test_a_reward_that_fails_ends_the_run_with_its_completion(tiny_directory, tm
     history = whet.train(grpo_config(tiny_directory, tmp_path, **sections)).history
     assert {row["reward_errors"] for row in history if "reward_errors" in row} == {6}
     assert {row["eval_reward_errors"] for row in history if "eval_reward_errors" in row} == {5}
+
+
+def test_questions_with_an_answer_beside_them_are_matched_exactly_by_group(tiny_directory, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    records = [{"question": f"{n}+1?", "answer": str(n + 1), "group": "sums"} for n in range(4)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"train": str(path), "valid": str(path), "format": "prompt"}
+    objective = {"rewards": [SHORT, "exact_match"]}
+    result = whet.train(
+        grpo_config(tiny_directory, tmp_path, data=data, objective=objective, run={"steps": 1})
+    )
+    assert result.metrics["exact_match"] == result.metrics["eval_reward_exact_match"]
+    assert result.metrics["exact_match_sums"] == result.metrics["exact_match"]

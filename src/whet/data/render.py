@@ -128,19 +128,20 @@ class Renderer:
         """What comes before an answer, whether the record has one (else it is empty) or not."""
         record = record if record.shape else checked(record)
         messages: list[Message] | None = None
+        answer, group = _answer_beside(record), record.fields.get("group")
         if record.shape == "prompt":
             asked = record.fields["prompt"]
             if isinstance(asked, str) and self.tokenizer.chat_template:
                 asked = [{"role": "user", "content": asked}]
             if isinstance(asked, str):
-                return AskedRendering(Rendering(asked, [], True, False, record.origin), asked, "", None)
+                return AskedRendering(Rendering(asked, [], True, False, record.origin), asked, answer, group)
             messages = asked
         elif record.shape == "messages" and record.fields["messages"][-1]["role"] != "assistant":
             messages = record.fields["messages"]
         if messages is not None:
             text = self._rendered(messages, record, prompt=True)
-            asked, group = str(messages[-1].get("content", "")), record.fields.get("group")
-            return AskedRendering(Rendering(text, [], False, False, record.origin), asked, "", group)
+            asked = str(messages[-1].get("content", ""))
+            return AskedRendering(Rendering(text, [], False, False, record.origin), asked, answer, group)
         found = self.question(record)
         if found is None:
             raise DataError(
@@ -251,6 +252,12 @@ def _preferred(record: Record) -> Record:
     if isinstance(prompt, str):
         return Record({**record.fields, "completion": chosen}, record.origin, "completion")
     return Record({**record.fields, "messages": [*prompt, *chosen]}, record.origin, "messages")
+
+
+def _answer_beside(record: Record) -> str:
+    """The answer in a field of its own, where there is one: the same that the rewards look for."""
+    given = [record.fields.get(name) for name in ("completion", "answer")]
+    return next((str(each) for each in given if each is not None), "")
 
 
 def text_of(record: Record) -> str:
