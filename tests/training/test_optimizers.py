@@ -9,6 +9,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import whet
+from tiny import write_tiny_model
+from whet.adapters.lora import make_trainable
+from whet.config.method import Method
 from whet.config.optim import Optim
 from whet.errors import ConfigError
 from whet.training.adafactor import Adafactor
@@ -218,6 +222,18 @@ def test_the_matrices_of_embeddings_and_head_are_not_muons():
     model = WithHead()
     optimizer = create_optimizer(Optim(name="muon"), model)
     assert [p.shape for g in optimizer.param_groups if g["rule"] == "muon" for p in g["params"]] == [(3, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_copy_of_the_head_that_is_trained_whole_is_not_muons(tmp_path, dtype):
+    write_tiny_model(tmp_path, tie_word_embeddings=False)
+    model, _ = whet.load(tmp_path, dtype=dtype, device="cpu")
+    make_trainable(model, Method(kind="lora", rank=2, modules_to_save=["lm_head"]), dtype=torch.float32)
+    optimizer = create_optimizer(Optim(name="muon"), model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    rules = {names[id(p)]: g["rule"] for g in optimizer.param_groups for p in g["params"]}
+    assert rules.pop("lm_head.trained.weight") != "muon"
+    assert set(rules.values()) == {"muon"}  # the adapters
 
 
 def test_muon_needs_no_second_kind_of_parameter():

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.retrained import Retrained
 from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
@@ -108,11 +110,22 @@ def mup_ratio(section: Optim, model: nn.Module) -> float:
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """Ids of the matrices between the embeddings and the head: those a Muon step makes sense for."""
-    outside = _embeddings(model)
-    if callable(head := getattr(model, "head", None)):
-        outside.add(id(head().weight))
+    outside = _embeddings(model) | _output_matrices(model)
     outside |= {id(m.score.weight) for m in model.modules() if isinstance(m, ClassificationHead)}
     return {id(p) for p in model.parameters() if p.dim() == 2 and id(p) not in outside}
+
+
+def _output_matrices(model: nn.Module) -> set[int]:
+    """Ids of the head's matrix, and of the copy that is trained in its place."""
+    if not callable(head := getattr(model, "head", None)):
+        return set()
+    with adapters_off(model):
+        weight = head().weight
+    copies = (module for _, module in adapted(model) if isinstance(module, Retrained))
+    return {
+        id(weight),
+        *(id(copy.trained.weight) for copy in copies if getattr(copy.base, "weight", None) is weight),
+    }
 
 
 def _embeddings(model: nn.Module) -> set[int]:
