@@ -448,3 +448,71 @@ def test_hard_records_that_equal_a_held_out_one_are_not_learned(tiny_directory, 
     wanted = with_hard_records(tiny_directory, tmp_path, held, run={"name": "all"})
     with pytest.raises(DataError, match="every hard record is also"), assembled(wanted):
         pass
+
+
+SAMPLES = [("1: fire", "red"), ("2: moss", "green"), ("3: sky", "blue"), ("4: ice", "blue")]
+
+
+def plain_loss(classifier, weights):
+    """The weighted cross-entropy of the samples, by its formula."""
+    logp = torch.from_numpy(classifier.logits([text for text, _ in SAMPLES])).double().log_softmax(1)
+    classes = [CLASSES.index(name) for _, name in SAMPLES]
+    return sum(-weights[c] * logp[row, c].item() for row, c in enumerate(classes)) / len(SAMPLES)
+
+
+@pytest.mark.parametrize("kind", ["auto", "inverse", "sqrt_inverse", [3.0, 1.0, 0.5]])
+def test_a_loaded_classifier_trains_on_with_the_weights_of_its_run(tiny_directory, tmp_path, kind):
+    settings = config(
+        tiny_directory, tmp_path, objective={"class_weights": kind}, checkpoint={"every": 2, "keep": 9}
+    )
+    with assembled(make_config(settings)) as work:
+        weights = work.task.class_weights.tolist()
+    run = whet.train(settings).directory
+    whet.Classifier.load(run).save(tmp_path / "saved")
+    for place in (run, run / "final", checkpoint_path(run, 2), tmp_path / "saved"):
+        again = whet.Classifier.load(place, device="cpu", precision="fp32")
+        assert again.objective.class_weights.tolist() == weights
+        expected = plain_loss(again, weights)
+        assert again.train_batch(SAMPLES)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_that_were_counted_and_not_kept_must_be_given(tiny_directory, tmp_path):
+    run = whet.train(config(tiny_directory, tmp_path, objective={"class_weights": "inverse"})).directory
+    kept = run / "final" / "class_weights.json"
+    assert json.loads(kept.read_text()).keys() == set(CLASSES)
+    kept.unlink()
+    for place in (run, checkpoint_path(run, 4)):
+        old = whet.Classifier.load(place)
+        assert old.predict_proba(["1: fire"]).shape == (1, 3)
+        with pytest.raises(ConfigError, match="class_weights: inverse was counted in a run"):
+            old.train_batch(SAMPLES)
+        again = whet.Classifier.load(place, class_weights=[3.0, 1.0, 0.5])
+        expected = plain_loss(again, [3.0, 1.0, 0.5])
+        assert again.train_batch(SAMPLES)["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ConfigError, match="one number above 0 for each of 3 classes"):
+        whet.Classifier.load(run, class_weights=[1.0])
+    kept.write_text(json.dumps({"red": 1}))
+    with pytest.raises(ModelError, match="does not hold a number above 0 for each of 3 classes"):
+        whet.Classifier.load(run)
+
+
+@pytest.mark.parametrize(("length", "warmup"), [({"steps": 4}, 1), ({"epochs": 1, "steps": None}, 0)])
+def test_a_loaded_classifier_trains_at_a_constant_rate(tiny_directory, tmp_path, length, warmup):
+    optim = {"lr": 3e-3, "warmup": warmup, "schedule": "cosine"}
+    run = whet.train(config(tiny_directory, tmp_path, optim=optim, run=length)).directory
+    trainer = whet.Classifier.load(run).trainer
+    assert [trainer.lr_at(step) for step in (1, 2, 50)] == [3e-3] * 3
+
+
+def test_after_merging_the_head_trains_without_the_rates_of_the_adapters(tiny_directory, tmp_path):
+    groups = {"lora_A": {"lr_scale": 0.5}, "score": {"lr_scale": 2.0}}
+    settings = config(
+        tiny_directory, tmp_path, method={"kind": "lora", "rank": 4, "lr_ratio": 4}, optim={"groups": groups}
+    )
+    again = whet.Classifier.load(whet.train(settings).directory)
+    again.merge_adapters()
+    before = again.objective.head.score.weight.detach().clone()
+    assert again.train_batch(SAMPLES)["total"] == 4
+    assert not torch.equal(again.objective.head.score.weight, before)
+    [group] = again.trainer.optimizer.param_groups
+    assert group["lr_scale"] == 2.0

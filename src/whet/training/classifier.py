@@ -1,6 +1,8 @@
 """`whet.Classifier`: a classifier to use, and to train step by step in a loop of one's own."""
 
+import json
 import operator
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,11 +40,12 @@ from whet.data.render import Rendering
 from whet.data.sources import Record, Spec, checked, open_source
 from whet.errors import ConfigError, DataError, ModelError
 from whet.hardware import choose_device, choose_precision
-from whet.models.heads import HEADS, ClassificationHead
+from whet.models.heads import HEADS, ClassificationHead, WithHeads
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify
 from whet.storage import MANIFEST
 from whet.training.callbacks import plain
+from whet.training.class_weights import WeightedHead, are_counted, read_class_weights
 from whet.training.classification import rows_of
 from whet.training.classifier_report import info_of, report_on
 from whet.training.trainer import Trainer
@@ -101,15 +104,18 @@ class Classifier:
         """A finished run, one of its checkpoints or a saved classifier; or with `classes` a new head.
 
         A new head goes on any model that can be named; `method`, `optim` and the rest are sections and keys
-        of a config, with a constant learning rate unless `optim` says otherwise.
+        of a config, with a constant learning rate unless `optim` says otherwise. What was trained before goes
+        on at its constant `optim.lr`, with the weights of classes that it had, or `class_weights`.
         """
         path = Path(name_or_path)
         if classes is not None:
             _refuse_what_needs_a_run(objective)
+            if objective.get("class_weights") == "auto":
+                objective["class_weights"] = "none"  # there is nothing to count
             values = {
                 "model": str(name_or_path),
                 "method": dict(method or {}),
-                "objective": {"kind": "classify", "classes": classes, **objective},
+                "objective": {"kind": "classify", "classes": classes, "class_weights": "none", **objective},
                 "data": {"train": "the caller's own", "max_length": max_length},
                 "optim": {"schedule": "constant", **(optim or {})},
                 "run": {
@@ -129,7 +135,8 @@ class Classifier:
                 hint="name a run with objective.kind: classify, or give the classes of a new head",
             )
         run = run_of(path) if checkpointed else target.parent
-        config = _config_of(run, target)
+        given = objective.get("class_weights")
+        config = _config_of(run, target, class_weights=given)
         section = config.objective
         if not isinstance(section, ClassifyObjective):
             raise ModelError(f"{name_or_path} belongs to a run with objective.kind: {section.kind}")
@@ -144,6 +151,12 @@ class Classifier:
             head = head_from(own, info, path)
         else:
             head, info = (kept := read_head(target)).head, kept.info
+        if given is None and not isinstance(section.class_weights, list):
+            kept_in = run / "final" if checkpointed else target
+            weights = read_class_weights(kept_in, info.classes)
+            section = section if weights is None else section.model_copy(update={"class_weights": weights})
+        steady = config.optim.model_copy(update={"schedule": "constant", "warmup": 0})
+        config = config.model_copy(update={"objective": section, "optim": steady})
         if precision is not None:
             update = {"run": config.run.model_copy(update={"precision": precision})}
             config = config.model_copy(update=update)
@@ -203,6 +216,14 @@ class Classifier:
     def trainer(self) -> Trainer:
         """The trainer that makes the steps."""
         if self._trainer is None:
+            section = self.config.objective
+            assert isinstance(section, ClassifyObjective)
+            if are_counted(section):
+                raise ConfigError(
+                    f"class_weights: {section.class_weights} was counted in a run, and what came of it was "
+                    "not kept here",
+                    hint="give a list to Classifier.load, a number for each class: class_weights=[...]",
+                )
             total = self.config.run.steps or 1
             self._trainer = Trainer(
                 self.model, self.objective, (), self.config, total_steps=total, precision=self.precision
@@ -271,10 +292,15 @@ class Classifier:
         """Fold the adapters into the weights; after that only the head trains."""
         merge(self.model).requires_grad_(False)
         self._trainer = None
+        self.config = _for_the_head(self.config, WithHeads(self.model, self.objective.head))
 
     def save(self, directory: str | Path) -> None:
         """Write what `load` reads: an adapter, or the whole model, and always the head."""
+        section = self.config.objective
+        assert isinstance(section, ClassifyObjective)
         stored = StoredHead(self.objective.head, self.info)
+        if not are_counted(section):
+            stored = WeightedHead(self.objective.head, self.info, self.objective.class_weights.tolist())
         if any(True for _ in adapted(self.model)):
             save_adapter(self.model, directory, tokenizer=self.tokenizer, classifier=stored)
         else:
@@ -367,6 +393,17 @@ def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as i
             raise ConfigError(f"{key} is for runs", hint="whet.train with objective.kind: classify")
 
 
+def _for_the_head(config: RunConfig, learner: WithHeads) -> RunConfig:
+    """A config without the rates of what does not train any more."""
+    names = [name for name, parameter in learner.named_parameters() if parameter.requires_grad]
+    groups = config.optim.groups
+    first = {next((pattern for pattern in groups if re.search(pattern, name)), None) for name in names}
+    kept = {pattern: group for pattern, group in groups.items() if pattern in first}
+    optim = config.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
+    method = config.method.model_copy(update={"lr_ratio": None})
+    return config.model_copy(update={"optim": optim, "method": method})
+
+
 def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
     data = str(data) if isinstance(data, Path) else data
     if not len(data):
@@ -376,16 +413,18 @@ def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records
     return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]
 
 
-def _config_of(run: Path, target: Path) -> RunConfig:
+def _config_of(run: Path, target: Path, *, class_weights: Any = None) -> RunConfig:  # Any: as in a config
     """The config of the run that a classifier is part of, or the least that describes a saved one."""
     if (run / "config.yaml").is_file() and (target.name == "final" or (target / MANIFEST).is_file()):
-        return load_config(run / "config.yaml")
+        given = [] if class_weights is None else [f"objective.class_weights={json.dumps(class_weights)}"]
+        return load_config(run / "config.yaml", given)
     info = read_head(target).info
     shape = {
         "classes": info.classes,
         "multi_label": info.multi_label,
         "pooling": info.pooling,
         "bias": info.bias,
+        "class_weights": class_weights or "none",
     }
     whole = not (target / "adapter_config.json").is_file()
     return make_config(

@@ -27,6 +27,7 @@ from whet.objectives.classify import Classify
 from whet.parallel.group import SOLO, World
 from whet.storage import replace_text
 from whet.training.callbacks import Injector, NumbersOnly
+from whet.training.class_weights import WeightedHead
 from whet.training.classification import fitted_temperature, rows_of
 from whet.training.run_data import RunData
 from whet.training.state import RunResult
@@ -160,7 +161,7 @@ class ClassificationEnd(NumbersOnly, Injector):
         """The head as it is kept: calibrated, where the config asks for it."""
         if self.section.calibrate:
             self._calibrate()
-        stored = StoredHead(self.objective.head, self.info)
+        stored = WeightedHead(self.objective.head, self.info, self.objective.class_weights.tolist())
         if (reason := stored.unexportable(self.model)) is not None:
             log.info("whet alone can use this head: %s", reason)
         return stored
