@@ -13,7 +13,7 @@ from whet.data.curriculum import (
     stages_by_length,
 )
 from whet.data.plan import StepSettings
-from whet.errors import ConfigError, DataError
+from whet.errors import CheckpointError, ConfigError, DataError
 
 
 def origins(stream, steps):
@@ -208,3 +208,38 @@ def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_
     counted = count_cheaply(make_config(config))
     assert counted is not None
     assert counted.steps == 4
+
+
+@pytest.mark.parametrize("size", [(4, None), (None, 60)])
+def test_in_sequence_easy_and_hard_ones_come_in_the_order_of_their_files(size):
+    stream = easy_to_hard(StepSettings(*size, 200, pack=True, order="sequential"), ramp=12)
+    steps = origins(stream, 16)
+    for kind, pool in zip(("example", "hard"), stream.pools, strict=True):
+        taken = 0
+        for step in steps:
+            numbers = [int(origin.split()[-1]) for origin in step if origin.startswith(kind)]
+            following = [(taken + ahead) % len(pool.lengths) for ahead in range(len(numbers))]
+            assert sorted(numbers) == sorted(following)
+            taken += len(numbers)
+        assert taken > len(pool.lengths)
+
+
+def test_a_position_in_another_order_is_refused():
+    settings = {
+        order: StepSettings(4, None, 1024, pack=True, order=order) for order in ("shuffle", "sequential")
+    }
+    streams = {order: easy_to_hard(settings[order]) for order in settings}
+    origins(streams["shuffle"], 2)
+    with pytest.raises(CheckpointError, match="have changed since this position was saved"):
+        streams["sequential"].seek(streams["shuffle"].state())
+
+
+def test_mlx_batches_do_not_go_from_easy_to_hard(tiny_directory, tmp_path):
+    from whet.config.load import make_config
+
+    curriculum = {"kind": "difficulty", "hard": "synth:house-valid:8"}
+    data = {"curriculum": curriculum, "order": "mlx", "pack": False}
+    with pytest.raises(ConfigError, match="order: mlx does not go with a curriculum by difficulty"):
+        make_config(run_config(tiny_directory, tmp_path, data=data))
+    data["curriculum"] = {"kind": "length"}
+    assert make_config(run_config(tiny_directory, tmp_path, data=data)).data.order == "mlx"

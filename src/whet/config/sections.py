@@ -91,6 +91,7 @@ class Data(Section):
         "shuffle", description="order of examples in an epoch; mlx: the batches of mlx-lm"
     )
     curriculum: Curriculum | None = Field(None, description="an order that changes during the run")
+
     supervise: Literal["assistant", "last", "all"] = Field(
         "assistant", description="which tokens are learned: assistant turns, the last one, or everything"
     )
@@ -101,6 +102,12 @@ class Data(Section):
         if value is not None and not value:
             raise ValueError("name at least one source")
         return value
+
+    @model_validator(mode="after")
+    def _curriculum_has_an_order(self) -> "Data":
+        if self.order == "mlx" and self.curriculum is not None and self.curriculum.kind == "difficulty":
+            raise ValueError("order: mlx does not go with a curriculum by difficulty: it makes its own steps")
+        return self
 
 
 class Part(Section):

@@ -107,7 +107,10 @@ class EasyToHardStream:
         self.settings = settings
         self.ramp = ramp
         self.step = 0
-        self._mark = zlib.crc32(repr((settings.batch_size, settings.batch_tokens, seed)).encode())
+        steps: tuple[object, ...] = (settings.batch_size, settings.batch_tokens, seed)
+        if settings.order != "shuffle":  # the usual order has the mark that it always had
+            steps = (*steps, settings.order)
+        self._mark = zlib.crc32(repr(steps).encode())
         for pool in self.pools:
             self._mark = zlib.crc32(pool.lengths.tobytes(), self._mark)
 
@@ -149,12 +152,13 @@ class EasyToHardStream:
 
 
 class _Pool:
-    """Examples in an order without end: a new permutation each time around."""
+    """Examples in an order without end: a new permutation each time around, or always that of the file."""
 
     def __init__(self, examples: Sequence[Any], settings: StepSettings, *, seed: int) -> None:
         self.examples = examples
         self.lengths = check_lengths(examples, settings)
         self.seed = seed
+        self.in_file_order = settings.order == "sequential"
         self.position = 0
         self._planned: tuple[int, np.ndarray] | None = None
 
@@ -174,6 +178,8 @@ class _Pool:
 
     def _place(self, position: int) -> int:
         epoch, index = divmod(position, len(self.lengths))
+        if self.in_file_order:
+            return index
         if self._planned is None or self._planned[0] != epoch:
             self._planned = (epoch, permutation(len(self.lengths), seed=self.seed, epoch=epoch))
         return int(self._planned[1][index])
