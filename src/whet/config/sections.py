@@ -91,7 +91,6 @@ class Data(Section):
         "shuffle", description="order of examples in an epoch; mlx: the batches of mlx-lm"
     )
     curriculum: Curriculum | None = Field(None, description="an order that changes during the run")
-
     supervise: Literal["assistant", "last", "all"] = Field(
         "assistant", description="which tokens are learned: assistant turns, the last one, or everything"
     )

@@ -17,6 +17,7 @@ from whet.adapters.classifier_files import ClassifierInfo, StoredHead, head_from
 from whet.adapters.files import save_adapter
 from whet.adapters.layer import LoRALinear
 from whet.adapters.load import (
+    at_home,
     checkpoint_weights,
     load_base,
     load_body,
@@ -107,7 +108,7 @@ class Classifier:
         of a config, with a constant learning rate unless `optim` says otherwise. What was trained before goes
         on at its constant `optim.lr`, with the weights of classes that it had, or `class_weights`.
         """
-        path = Path(name_or_path)
+        path = at_home(name_or_path)
         if classes is not None:
             _refuse_what_needs_a_run(objective)
             if objective.get("class_weights") == "auto":
