@@ -79,9 +79,7 @@ def _check_peft(loaded: Loaded, path: Path, allowed: float) -> Check:
     from peft import PeftModel
 
     if loaded.base_directory is None:
-        return Check(
-            None, "its base is an adapter or a checkpoint, which PEFT cannot open: whet merge it first"
-        )
+        return Check(None, _NO_DIRECTORY.format("PEFT"))
     base = _transformers_model(loaded.base_directory)
     quantised = _put_what_was_seen(loaded.model, base)
     with torch.no_grad():
@@ -108,9 +106,7 @@ def _check_mlx(loaded: Loaded, path: Path, allowed: float) -> Check:
     import mlx_lm
 
     if loaded.base_directory is None:
-        return Check(
-            None, "its base is an adapter or a checkpoint, which mlx-lm cannot open: whet merge it first"
-        )
+        return Check(None, _NO_DIRECTORY.format("mlx-lm"))
     model, _ = mlx_lm.load(str(loaded.base_directory), adapter_path=str(path))
     logits = model(mx.array(loaded.tokens.tolist())).astype(mx.float32)
     return _against(loaded, torch.from_numpy(np.array(logits)), allowed, "mlx-lm")
