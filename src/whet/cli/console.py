@@ -1,6 +1,7 @@
 """Where commands print: results on standard output, everything said on the way on standard error."""
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -46,11 +47,13 @@ class _StandardError:
 
 
 @contextlib.contextmanager
-def let_go_of(stream: IO[str], why: type[OSError] = OSError) -> "Iterator[None]":
-    """Where a stream can no longer be written to, drop what is written, from now on."""
+def let_go_of(stream: IO[str], *, but: int | None = None) -> "Iterator[None]":
+    """Where a stream can no longer be written to, drop what is written from now on; `but` stays an error."""
     try:
         yield
-    except why:
+    except OSError as error:
+        if error.errno == but:
+            raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -58,7 +61,7 @@ def let_go_of(stream: IO[str], why: type[OSError] = OSError) -> "Iterator[None]"
 
 def say(text: str) -> None:
     """Print a line on standard output, if anybody is there to read it."""
-    with let_go_of(sys.stdout, BrokenPipeError):  # a full disk is an error
+    with let_go_of(sys.stdout, but=errno.ENOSPC):
         print(text, flush=True)
 
 
