@@ -3,8 +3,13 @@
 import copy
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 import whet
+from whet.data.prepare import encode_records
+from whet.data.sources import Record
 from whet.errors import ConfigError, DataError
 from whet.generation.engine import complete
 from whet.generation.selection import best_of_n, majority_vote, sample_answers
@@ -43,6 +48,40 @@ def test_a_stream_is_cut_before_a_stop_string_and_never_shows_a_part_of_one(tiny
         assert used < len(text.encode()) or text.endswith(tuple(stops)), (
             "it stops when the string is complete"
         )
+
+
+def test_bytes_in_a_row_are_shown_when_no_other_can_change_them():
+    """Tokenizers with a fallback read a row of bytes at once: one that is cut makes all of it unreadable."""
+    vocabulary = {"<unk>": 0, "hi": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    llamas = [2 + byte for byte in "\U0001f999\U0001f999".encode()]
+    for tokens in (
+        [1, *llamas],
+        [1, *llamas, 1],
+        [1, *llamas[:5]],
+        [1, *llamas[:5], 1],
+        [*llamas[:7], 1, *llamas[:4]],
+    ):
+        pieces = []
+        stream = TextStream(tokenizer, (), pieces.append)
+        for count in range(1, len(tokens) + 1):
+            assert stream.watch(0, tokens[:count])
+        assert stream.finish(tokens) == "".join(pieces) == tokenizer.decode(tokens)
+
+
+def test_a_prompt_goes_on_where_the_tokenizer_would_end_it(tiny):
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template = None
+    eos, bare = tokenizer.eos_token, tokenizer("lazy")["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{eos} $A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    [asked] = encode_records([Record({"prompt": "lazy", "completion": " dog"}, "here")], tokenizer)
+    prompt = encode_prompt(tokenizer, "lazy")
+    assert prompt == asked.tokens.tolist()[:5] == [tokenizer.eos_token_id, *bare]
+    assert encode_prompt(tokenizer, f"lazy{eos}") == [*prompt, tokenizer.eos_token_id]  # the user's own stays
 
 
 def test_text_appears_as_soon_as_it_is_certain(tiny):

@@ -311,6 +311,10 @@ RAW_ROWS = {
         })
         for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "smollm3", "granite", "mixtral", "qwen3_moe", "olmoe")
     },
+    **{
+        f"{family}-biases": (family, {**(MIXTRAL if family == "mixtral" else QWEN3_MOE), "attention_bias": True, "mlp_bias": True})
+        for family in ("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "smollm3", "granite", "mixtral", "qwen3_moe", "olmoe")
+    },
     "llama-old-type": ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
     "llama-llama3-length": ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16}),
     "llama-llama3-no-length": ("llama", {"rope_scaling": {k: LLAMA3[k] for k in LLAMA3 if k[:8] != "original"}}),
@@ -358,6 +362,16 @@ def test_a_window_that_is_not_given_is_transformers_one(family):
     config = {**SIZES, **QWEN3_MOE, **layers, "model_type": family}
     theirs = transformers.AutoConfig.for_model(**config)
     assert FAMILIES[family].from_config(config).blocks[0].grouped.window == theirs.sliding_window == 4096
+
+
+def test_the_old_name_of_a_dtype_does_not_contradict_the_new_one(tmp_path):
+    raw_reference(tmp_path / "theirs", "llama-old-type")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    save_model(ours(tmp_path / "theirs"), None, tmp_path / "ours")
+    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert saved["dtype"] == "float32"
+    assert "torch_dtype" not in saved
 
 
 def test_a_tied_model_is_written_once_and_stays_tied(tmp_path):

@@ -37,10 +37,7 @@ class Encoder:
         backend.no_padding()
         self._backend = _untrimmed(backend)
         self._eos: int | None = tokenizer.eos_token_id
-        # special tokens that the tokenizer puts before and after a text of its own accord
-        mask = backend.encode("a", add_special_tokens=True).special_tokens_mask
-        text = [place for place, special in enumerate(mask) if not special] or [0]
-        self._around = (text[0], len(mask) - 1 - text[-1])
+        self._around = _around(tokenizer)
 
     def encode(self, renderings: Sequence[Rendering]) -> list[Example | DataError]:
         """Each text as an example, or what is wrong with it."""
@@ -109,11 +106,9 @@ class Encoder:
     def _tokens(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:  # Any: as above
         """Ids and marks; a token is learned when any of its characters lies in a learned span."""
         ids = encoding.ids
-        size = len(ids)
         front, back = self._around if rendering.plain else (0, 0)
-        if back and size > front and ids[-back:] == [self._eos] * back:
-            size -= back  # the tokenizer's own EOS: whet writes one where a text has ended
-            back = 0
+        size = _open_size(ids, back, self._eos)  # whet writes an EOS where a text has ended
+        back -= len(ids) - size
         eos = self._eos if rendering.plain and rendering.ended else None
         tokens = np.empty(size + 1, dtype=np.uint32)
         tokens[:size] = ids if size == len(ids) else ids[:size]
@@ -127,6 +122,25 @@ class Encoder:
             tokens[size], marks[size] = eos, True
             size += 1
         return tokens[:size], marks[:size]
+
+
+def open_ids(tokenizer: Any, text: str) -> list[int]:  # Any: a transformers tokenizer
+    """The ids of a text that goes on: with the tokenizer's BOS, without its EOS."""
+    ids = list(tokenizer(text)["input_ids"])
+    _, back = _around(tokenizer)
+    return ids[: _open_size(ids, back, tokenizer.eos_token_id)]
+
+
+def _around(tokenizer: Any) -> tuple[int, int]:  # Any: a transformers tokenizer
+    """How many special tokens a tokenizer puts before and after a text of its own accord."""
+    mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    text = [place for place, special in enumerate(mask) if not special] or [0]
+    return text[0], len(mask) - 1 - text[-1]
+
+
+def _open_size(ids: Sequence[int], back: int, eos: int | None) -> int:
+    """How many ids there are before the EOS that the tokenizer wrote of its own accord, if it did."""
+    return len(ids) - back if back and ids[-back:] == [eos] * back else len(ids)
 
 
 def _untrimmed(backend: Tokenizer) -> Tokenizer:

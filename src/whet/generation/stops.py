@@ -1,11 +1,16 @@
 """Stop strings: texts that end an answer, wherever tokens begin and end."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from whet.data.encode import special_tokens
 from whet.errors import ConfigError
 from whet.generation.engine import Watch
+
+_BYTE = re.compile(
+    "<0x[0-9A-F]{2}>"
+)  # a token that is one byte, of a tokenizer that has no characters for it
 
 
 def check_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
@@ -50,7 +55,7 @@ class TextStream:
         text = decoded(self.tokenizer, tokens)
         before = cut(text, self.stops)
         # an unfinished character decodes to U+FFFD: wait for its other bytes
-        certain = before.rstrip("\ufffd")
+        certain = self._settled(before, tokens).rstrip("\ufffd")
         self._show(certain[: len(certain) - self._possible_start(certain)] if before == text else before)
         return before == text and tokens[-1] not in self._special
 
@@ -59,6 +64,15 @@ class TextStream:
         text = cut(decoded(self.tokenizer, tokens), self.stops)
         self._show(text)
         return text
+
+    def _settled(self, text: str, tokens: list[int]) -> str:
+        """The text without what bytes make of it at its end: a tokenizer reads all bytes in a row at once."""
+        if self.on_text is None:
+            return text
+        settled = len(tokens)
+        while settled and _is_byte(self.tokenizer, tokens[settled - 1]):
+            settled -= 1
+        return text if settled == len(tokens) else decoded(self.tokenizer, tokens[:settled])
 
     def _possible_start(self, text: str) -> int:
         """How many characters at the end of the text may be the start of a stop string."""
@@ -76,6 +90,10 @@ def _special(tokenizer: Any, stops: Sequence[str]) -> set[int]:  # Any: a transf
     """The special tokens among stop strings: no text has them."""
     known = special_tokens(tokenizer) if stops and tokenizer is not None else {}
     return {known[stop] for stop in stops if stop in known}
+
+
+def _is_byte(tokenizer: Any, token: int) -> bool:  # Any: a transformers tokenizer
+    return _BYTE.fullmatch(tokenizer.convert_ids_to_tokens(token) or "") is not None
 
 
 def decoded(tokenizer: Any, tokens: list[int]) -> str:  # Any: a transformers tokenizer

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from whet.data.encode import open_ids
 from whet.data.render import render_chat
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens
@@ -55,7 +56,7 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
     messages = prompt_or_messages
     if isinstance(messages, str):
         if not tokenizer.chat_template:
-            return _ids(tokenizer, messages, add_special_tokens=True)
+            return open_ids(tokenizer, _checked(messages))
         messages = [{"role": "user", "content": messages}]
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
@@ -65,15 +66,16 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
         raise DataError(
             "messages must be objects, with a role and a content", hint="pass plain text as a string"
         )
-    return _ids(tokenizer, render_chat(tokenizer, messages, prompt=True), add_special_tokens=False)
+    rendered = _checked(render_chat(tokenizer, messages, prompt=True))
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
-def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+def _checked(text: str) -> str:
     try:
         text.encode()  # half characters, which stand for bytes of a terminal that are none
     except UnicodeEncodeError as error:
         raise DataError("the prompt is not UTF-8 text") from error
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    return text
 
 
 def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:

@@ -35,10 +35,8 @@ def from_config(config: Config) -> ModelSpec:
 def read(config: Config, *, family: str) -> ModelSpec:
     """What Gemma 2 and Gemma 3 share."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    defaults = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": activation}
-    spec = llama.from_config(
-        {**defaults, **{key: value for key, value in config.items() if key != "hidden_act"}}
-    )
+    defaults = {"tie_word_embeddings": True, "head_dim": 256}
+    spec = llama.from_config({**defaults, **config, "hidden_act": activation, "mlp_bias": False})
     spec = with_windows(spec, common.windows({"sliding_window": 4096, **config}), family=family)
     blocks = tuple(
         replace(

@@ -8,6 +8,7 @@ from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpe
 
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
+NO_BIASES = {"attention_bias": False, "mlp_bias": False}  # for families that do not read these keys
 
 
 def unsupported(config: Config) -> str | None:

@@ -16,7 +16,7 @@ hf_name = llama.hf_name
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
     windows = common.windows({"sliding_window": 4096, **config})
-    return with_windows(llama.from_config(config), windows, family=MODEL_TYPE)
+    return with_windows(llama.from_config({**config, **llama.NO_BIASES}), windows, family=MODEL_TYPE)
 
 
 def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> ModelSpec:

@@ -19,7 +19,7 @@ def unsupported(config: Config) -> str | None:
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, **config}
+    config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, **config, **llama.NO_BIASES}
     windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
     spec = mistral.with_windows(llama.from_config(config), windows, family=MODEL_TYPE)
     read = experts.read_experts(

@@ -15,7 +15,7 @@ hf_name = llama.hf_name
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    spec = llama.from_config({"rms_norm_eps": 1e-5, **config})
+    spec = llama.from_config({"rms_norm_eps": 1e-5, **config, "mlp_bias": False})
     blocks = tuple(
         replace(block, placement="post", attention=replace(block.grouped, qk_norm="all"))
         for block in spec.blocks

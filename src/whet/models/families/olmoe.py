@@ -20,7 +20,7 @@ def unsupported(config: Config) -> str | None:
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    spec = llama.from_config({"rms_norm_eps": 1e-5, **config})
+    spec = llama.from_config({"rms_norm_eps": 1e-5, **config, "mlp_bias": False})
     blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="all")) for b in spec.blocks)
     read = experts.read_experts(
         {"num_experts": 64, "num_experts_per_tok": 8, **config},

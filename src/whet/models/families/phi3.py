@@ -22,7 +22,7 @@ def unsupported(config: Config) -> str | None:
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    spec = llama.from_config({"rms_norm_eps": 1e-5, **config})
+    spec = llama.from_config({"rms_norm_eps": 1e-5, **config, **llama.NO_BIASES})
     windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
     spec = with_windows(spec, windows, family=MODEL_TYPE)
     blocks = tuple(

@@ -17,7 +17,9 @@ hf_name = llama.hf_name
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
     spec = with_windows(
-        llama.from_config({**config, "attention_bias": True}), windows(config), family=MODEL_TYPE
+        llama.from_config({**config, "attention_bias": True, "mlp_bias": False}),
+        windows(config),
+        family=MODEL_TYPE,
     )
     # the biases are on the three inputs of the attention, not on its output
     blocks = tuple(replace(b, attention=replace(b.grouped, out_bias=False)) for b in spec.blocks)

@@ -17,7 +17,7 @@ hf_name = llama.hf_name
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    sized = {**config, "head_dim": config.get("head_dim") or 128}
+    sized = {**config, "head_dim": config.get("head_dim") or 128, "mlp_bias": False}
     spec = with_windows(llama.from_config(sized), windows(config), family=MODEL_TYPE)
     blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="head")) for b in spec.blocks)
     return replace(spec, blocks=blocks)

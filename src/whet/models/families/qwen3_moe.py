@@ -17,7 +17,7 @@ stored_parts = experts.parts_by("gate_proj", "up_proj", "down_proj")
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    config = {"intermediate_size": config.get("moe_intermediate_size"), **config}
+    config = {"intermediate_size": config.get("moe_intermediate_size"), **config, "mlp_bias": False}
     layers = integer(config, "num_hidden_layers")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     spec = with_windows(llama.from_config(config), [window] * layers, family=MODEL_TYPE)
