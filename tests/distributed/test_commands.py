@@ -137,6 +137,21 @@ def test_what_was_stopped_does_not_start_again(tiny_directory, tmp_path, pause_s
     assert "was ended by" not in err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_before_it_met_the_others_is_noticed(tiny_directory, tmp_path, rank):
+    config = write_config(tmp_path / "c.yaml", tiny_directory, data={"valid": None})
+    with started("whet", "train", config, "--nproc", "2") as process:
+        launcher = psutil.Process(process.pid)
+        while len(ranks := launcher.children()) < 2:
+            time.sleep(0.01)
+        sorted(ranks, key=lambda each: each.pid)[rank].kill()
+        began = time.monotonic()
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - began < 30
+    assert process.returncode == 1
+    assert f"rank {rank} of 2 was ended by SIGKILL" in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["rank", "launcher"])
 def test_nobody_is_left_behind(tiny_directory, tmp_path, whom):

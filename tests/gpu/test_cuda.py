@@ -381,7 +381,7 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path):
     saver = Saver(tmp_path, Checkpoint(keep=3))
     for step in (1, 2):
         expected = model.weight.detach().cpu().clone()
-        saver.save(step, contents_of(model, None, step, None), best_step=None)
+        saver.save(step, contents_of(model, None, step, None), best_steps=())
         saver.before_update()
         with torch.no_grad():
             model.weight.add_(1.0)

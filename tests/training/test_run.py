@@ -291,6 +291,22 @@ def test_an_existing_run_is_never_overwritten(finished, tiny_directory):
     assert sorted((finished.directory).rglob("*")) == before
 
 
+def test_processes_that_start_again_go_on_with_their_own_run_only(tiny_directory, tmp_path, monkeypatch):
+    class Stop(Callback):
+        def on_step_end(self, step, metrics):
+            return StopRun("enough", unfinished=True) if step == 2 else None
+
+    config = run_config(tiny_directory, tmp_path)
+    directory = whet.train(config, [Stop()]).directory
+    before = (directory / "metrics.jsonl").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ConfigError, match="exists already, and whet overwrites no run"):
+        whet.train(run_config(tiny_directory, tmp_path, optim={"lr": 0.5}))
+    assert (directory / "metrics.jsonl").read_bytes() == before
+    assert whet.train(config).steps == 4
+    assert [row["step"] for row in rows(directory) if "loss" in row] == [1, 2, 3, 4]
+
+
 def test_early_stopping_leaves_the_best_weights_in_final(tiny_directory, tmp_path, monkeypatch):
     losses = iter([5.0, 4.0, 3.0, 3.5, 3.5, 3.5])
     monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})

@@ -1,5 +1,6 @@
 """Saving in the background: what is written is the moment it was asked for, and the loop hardly waits."""
 
+import errno
 import json
 import threading
 import time
@@ -50,7 +51,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
     weights = model.weight.detach().clone()
     moment = optimizer.state[model.weight]["exp_avg"].clone()
     saver = Saver(tmp_path, Checkpoint())
-    saver.save(1, contents_of(model, optimizer, 1, {"counts": counts}), best_step=None)
+    saver.save(1, contents_of(model, optimizer, 1, {"counts": counts}), best_steps=())
     saver.before_update()
     step(model, optimizer)  # while the disk still waits
     counts["seen"].append(3)
@@ -100,7 +101,7 @@ def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tm
     for number in (1, 2, 3):
         expected[number] = model.weight.detach().clone()
         started = time.perf_counter()
-        saver.save(number, contents_of(model, optimizer, number, None), best_step=None)
+        saver.save(number, contents_of(model, optimizer, number, None), best_steps=())
         if number == 2:
             assert time.perf_counter() - started > 0.1, "at most one in flight"
         saver.before_update()
@@ -115,7 +116,7 @@ def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tm
 def test_without_async_a_save_is_on_disk_when_it_returns(tmp_path):
     model, optimizer = parts()
     saver = Saver(tmp_path, Checkpoint(**{"async": False}))
-    saver.save(1, contents_of(model, optimizer, 1, None), best_step=None)
+    saver.save(1, contents_of(model, optimizer, 1, None), best_steps=())
     assert (checkpoint_path(tmp_path, 1) / "MANIFEST.json").is_file()
     assert threading.active_count() == 1 or not any(t.name == "whet-save" for t in threading.enumerate())
 
@@ -214,6 +215,32 @@ def test_a_best_checkpoint_that_is_lost_costs_the_choice_and_not_the_run(
     final = load_file(result.directory / "final" / "adapter_model.safetensors")
     name = "layers.0.self_attn.q_proj.lora_B"
     assert torch.equal(final[f"base_model.model.model.{name}.weight"], last[name])
+
+
+def test_a_best_step_that_cannot_be_saved_does_not_cost_the_best_before_it(
+    tiny_directory, tmp_path, monkeypatch, caplog
+):
+    losses = iter([9.0, 5.0, 4.0, 8.0, 8.0, 8.0, 8.0])
+    monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})
+
+    def boundary(operation, path):
+        if "step-000002" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("whet.storage.boundary", boundary)
+    sections = {
+        "run": {"steps": 6}, "checkpoint": {"every": 1, "keep": 1, "async": False},
+        "eval": {"every": 1, "early_stop": {"patience": 9}},
+    }  # fmt: skip
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    assert result.best["step"] == 2
+    kept = sorted(path.name for path in (result.directory / "checkpoints").iterdir())
+    assert kept == ["step-000001", "step-000006"]
+    assert "the weights of step 2, the best by eval_loss, are lost: those of step 1" in caplog.text
+    before = load_file(result.directory / "checkpoints" / "step-000001" / "weights.safetensors")
+    final = load_file(result.directory / "final" / "adapter_model.safetensors")
+    name = "layers.0.self_attn.q_proj.lora_B"
+    assert torch.equal(final[f"base_model.model.model.{name}.weight"], before[name])
 
 
 def test_the_state_of_a_checkpoint_may_be_large(tmp_path):

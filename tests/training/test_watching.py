@@ -1,6 +1,7 @@
 """Throughput, budgets and samples: right numbers, the right end, and rows that can be read."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from whet.objectives.sft import SFT
 from whet.training import throughput
 from whet.training.callbacks import Callback, StopRun
 from whet.training.flops import training_flops_per_token
+from whet.training.samples import SampleGenerations
 
 
 def rows(directory, name="metrics.jsonl"):
@@ -149,6 +151,17 @@ def test_samples_of_a_resumed_run_come_once(tiny_directory, tmp_path):
     whet.resume(directory)
     assert rows(directory, "samples.jsonl") == rows(plain.directory, "samples.jsonl")
     assert [row["step"] for row in rows(directory, "samples.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_says_it_has_finished_has_all_its_samples(tiny_directory, tmp_path, monkeypatch):
+    log = {"samples": {"prompts": ["Hello"], "max_tokens": 3}}
+    config = run_config(tiny_directory, tmp_path, log=log)
+    with monkeypatch.context() as context:
+        context.setattr(SampleGenerations, "on_train_end", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            whet.train(config)
+    whet.resume(tmp_path / "runs" / "test")
+    assert [row["step"] for row in rows(tmp_path / "runs" / "test", "samples.jsonl")] == [0, 4]
 
 
 def test_samples_that_cannot_be_made_are_refused(tiny_directory, tmp_path):

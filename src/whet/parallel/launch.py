@@ -101,22 +101,25 @@ def _pass_on(number: int, started: Sequence["subprocess.Popen[bytes]"]) -> None:
 def _wait(started: Sequence["subprocess.Popen[bytes]"], stopped: Sequence[int]) -> int:
     """Until all have ended; 0 only where all of them did well."""
     failed_at: float | None = None
-    first = 0  # the exit code of whoever failed first
-    while any(process.poll() is None for process in started):
-        bad = [code for process in started if (code := process.returncode) not in (None, 0, UNFINISHED)]
+    bad: list[int] = []  # ranks that failed, the first one first
+    while True:
+        now = [process.poll() for process in started]
+        failed = (rank for rank, code in enumerate(now) if code not in (None, 0, UNFINISHED))
+        bad += [rank for rank in failed if rank not in bad]
+        if None not in now:
+            break
         if bad and failed_at is None:
-            failed_at, first = time.monotonic(), bad[0]
+            failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > _GRACE_S:
             _pass_on(signal.SIGKILL, started)
         time.sleep(0.05)
     codes = [process.returncode for process in started]
-    killed = [rank for rank, code in enumerate(codes) if code < 0]
-    said = [code for code in (first, *codes) if code > 0 and code != UNFINISHED]
+    said = [codes[rank] for rank in bad if codes[rank] > 0]
     if stopped and any(codes):  # whatever a rank made of it: a second signal ends some where they are
         return UNFINISHED if UNFINISHED in codes else INTERRUPTED
-    if killed and not said:  # else: one that failed has said why, and the others were ended for it
-        by = signal.Signals(-codes[killed[0]]).name
-        raise RunError(f"rank {killed[0]} of {len(codes)} was ended by {by}")
+    if bad and not said:  # else: one that failed has said why, and the others were ended for it
+        by = signal.Signals(-codes[bad[0]]).name
+        raise RunError(f"rank {bad[0]} of {len(codes)} was ended by {by}")
     return said[0] if said else max(codes)
 
 

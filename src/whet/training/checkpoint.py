@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,12 +231,11 @@ def newest_valid(directory: Path) -> Path | None:
     return None
 
 
-def prune(directory: Path, *, keep: int, best_step: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one."""
+def prune(directory: Path, *, keep: int, best_steps: Sequence[int]) -> None:
+    """Remove all but the newest `keep` checkpoints and the last of the best ones that could be saved."""
     paths = _by_step(directory)
-    spared = set(paths[-keep:])
-    if best_step is not None:
-        spared.add(checkpoint_path(directory, best_step))
+    best = [path for step in best_steps if (path := checkpoint_path(directory, step)) in paths]
+    spared = {*paths[-keep:], *best[-1:]}
     for path in paths:
         if path not in spared:
             remove_directory(path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.config.load import flat_keys, to_dict
+from whet.config.load import flat_keys, load_config, to_dict
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.models.weights import read_json
@@ -93,6 +93,12 @@ def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) ->
             f"{', '.join(changed)} gives other tokens than {directory} was trained on",
             hint=f"restore the tokenizer and chat template of {model}, or start a new run",
         )
+
+
+def is_run_of(config: RunConfig, directory: Path) -> bool:
+    """Whether a directory holds a run of this very config, and not somebody else's of the same name."""
+    file = directory / "config.yaml"
+    return file.is_file() and not differences(to_dict(load_config(file)), to_dict(config))
 
 
 def refuse_taken_name(directory: Path) -> None:

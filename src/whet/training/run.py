@@ -36,6 +36,7 @@ from whet.training.kinds import work_for
 from whet.training.provenance import provenance
 from whet.training.resuming import (
     is_finished,
+    is_run_of,
     refuse_changes,
     refuse_other_origins,
     refuse_taken_name,
@@ -63,7 +64,7 @@ def train(
     elif not isinstance(config, RunConfig):
         config = make_config(config)
     directory = config.directory
-    if was_restarted() and (directory / "config.yaml").is_file():
+    if was_restarted() and is_run_of(config, directory):
         return resume(directory, callbacks)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
         world = agreed(group, config)

@@ -13,7 +13,7 @@ from whet.generation.text import encode_prompt, stop_tokens
 from whet.models.language_model import LanguageModel
 from whet.parallel.shard import gathered
 from whet.storage import append_text
-from whet.training.callbacks import Callback, Metrics
+from whet.training.callbacks import Injector, Metrics
 from whet.training.resuming import set_aside_later_rows
 from whet.training.undisturbed import undisturbed
 
@@ -26,7 +26,7 @@ log = logging.getLogger("whet")
 _SHOWN = 160  # characters of a line
 
 
-class SampleGenerations(Callback):
+class SampleGenerations(Injector):  # so that its last rows are written before the summary
     """Greedy answers to some prompts, as rows {step, prompt, completion} of a file.
 
     Before the first step, every `every` steps, and after the last with the weights that `final/` has.

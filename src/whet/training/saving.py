@@ -7,7 +7,7 @@ backward pass. Only the next update has to wait for it.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ class Saver:
         by_clock = minutes is not None and time.monotonic() - self._last_save >= minutes * 60
         return by_clock or (every is not None and step % every == 0)
 
-    def save(self, step: int, contents: Contents, *, best_step: int | None) -> None:
+    def save(self, step: int, contents: Contents, *, best_steps: Sequence[int]) -> None:
         """Save what the run is now; with `checkpoint.async`, up to the next update training may go on."""
         self.wait()
         self.saved_step = step
@@ -59,11 +59,11 @@ class Saver:
         if contents.in_shards and self._group is None:
             self._group = self.world.new_group()
         if not self.settings.asynchronous:
-            self._write(step, contents, best_step)
+            self._write(step, contents, best_steps)
             self._settle()
             return
         self._copied.clear()
-        arguments = (step, contents, best_step)
+        arguments = (step, contents, best_steps)
         # a daemon: a second Ctrl-C must end the process, not wait for the disk
         self._thread = threading.Thread(
             target=self._copy_and_write, args=arguments, name="whet-save", daemon=True
@@ -89,7 +89,7 @@ class Saver:
             step = self._written.pop(0)
             yield step, checkpoint_path(self.directory, step)
 
-    def _copy_and_write(self, step: int, contents: Contents, best_step: int | None) -> None:
+    def _copy_and_write(self, step: int, contents: Contents, best_steps: Sequence[int]) -> None:
         try:
             copy = self._snapshot(contents)
         except BaseException as error:  # no memory, say: raised where the run can hear it
@@ -97,13 +97,13 @@ class Saver:
             return
         finally:
             self._copied.set()
-        self._write(step, copy, best_step)
+        self._write(step, copy, best_steps)
 
-    def _write(self, step: int, contents: Contents, best_step: int | None) -> None:
+    def _write(self, step: int, contents: Contents, best_steps: Sequence[int]) -> None:
         try:
             write_contents(checkpoint_path(self.directory, step), contents, self._group)
             if self.world.is_main:
-                prune(self.directory, keep=self.settings.keep, best_step=best_step)
+                prune(self.directory, keep=self.settings.keep, best_steps=best_steps)
         except BaseException as error:  # raised, or said, where the run can hear it
             self._error = error
 

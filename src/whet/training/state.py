@@ -16,6 +16,7 @@ class RunState:
     tokens_total: int = 0
     elapsed_s: float = 0.0
     best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
+    best_steps: list[int] = field(default_factory=list)  # that one and those that were the best before it
     evaluated_step: int | None = None  # where the last evaluation was
     latest: Metrics = field(default_factory=dict)  # the last number of each kind
     nonfinite_in_a_row: int = 0
@@ -24,6 +25,8 @@ class RunState:
     def __post_init__(self) -> None:
         if isinstance(self.loss_scale, dict):  # from a checkpoint
             self.loss_scale = LossScale(**self.loss_scale)
+        if self.best is not None and not self.best_steps:  # of a version that did not keep them
+            self.best_steps = [self.best["step"]]
 
     stopped: str | None = None  # why it is over before its last step, if a callback said so
 

@@ -141,9 +141,8 @@ class Trainer(Stepper):
         if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
             return
         contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
-        best_step = self.state.best["step"] if self.state.best else None
         with self.world.watch.patiently("saving"):
-            self._saver.save(self.state.step, contents, best_step=best_step)
+            self._saver.save(self.state.step, contents, best_steps=tuple(self.state.best_steps))
 
     def _before_update(self) -> None:
         if self._saver is not None:
@@ -225,6 +224,7 @@ class Trainer(Stepper):
         best = self.state.best
         if watched in metrics and is_better(watched, metrics[watched], best["value"] if best else None):
             self.state.best = {"metric": watched, "value": metrics[watched], "step": self.state.step}
+            self.state.best_steps.append(self.state.step)
             if self.state.step or early is not None:  # nobody asks for untouched weights back otherwise
                 self.save()
 
@@ -313,10 +313,25 @@ class Trainer(Stepper):
         """With early stopping, a finished run has the weights of its best step."""
         if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
             return
-        try:
-            best = checkpoint_path(self.directory, self.state.best["step"])
-            load_checkpoint(best, self.learner, world=self.world)
-        except CheckpointError as error:
-            log.warning("the best weights are lost, and the last ones are used: %s", error.message)
-        else:
-            log.info("the weights are those of step %(step)d, the best by %(metric)s", self.state.best)
+        best, problem = self.state.best, "it is not there"
+        for step in reversed(self.state.best_steps):
+            path = checkpoint_path(self.directory, step)
+            if not path.is_dir():  # it could not be saved, or made room for a better one
+                continue
+            try:
+                load_checkpoint(path, self.learner, world=self.world)
+            except CheckpointError as error:
+                problem = error.message
+                continue
+            if step == best["step"]:
+                log.info("the weights are those of step %(step)d, the best by %(metric)s", best)
+            else:
+                log.warning(
+                    "the weights of step %d, the best by %s, are lost: those of step %d, the best before "
+                    "it, are used",
+                    best["step"],
+                    best["metric"],
+                    step,
+                )
+            return
+        log.warning("the best weights are lost, and the last ones are used: %s", problem)
