@@ -7,7 +7,9 @@ docs/config.md.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -94,6 +96,23 @@ def test_configs_are_valid(fence, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(fence.text)
     load_config(path)
+
+
+PACKED = {
+    "packing=True": ("per_device_train_batch_size=", "gradient_accumulation_steps=", "max_length="),
+    "packed: True": ("batch_size: ", "gradient_accumulation_steps: ", "max_seq_len: "),
+}
+
+
+@pytest.mark.parametrize(("word", "keys"), list(PACKED.items()))
+def test_packed_rows_of_other_tools_become_tokens(word, keys, tmp_path):
+    """A batch size of theirs counts rows that are full; whet's own counts examples."""
+    page = fences(ROOT / "docs" / "coming-from.md")
+    [(theirs, ours)] = [pair for pair in itertools.pairwise(page) if word in pair[0].text]
+    numbers = [int(re.search(rf"{key}(\d+)", theirs.text)[1]) for key in keys]
+    (tmp_path / "config.yaml").write_text(ours.text)
+    run = load_config(tmp_path / "config.yaml").run
+    assert (run.batch_tokens, run.batch_size) == (math.prod(numbers), None)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,14 @@ def plain_logprob(model, tokens, learned):
     return sum(logs[place - 1, tokens[place]] for place in range(1, len(tokens)) if learned[place])
 
 
+def test_ipo_of_means_asks_for_the_margin_of_a_beta_divided_by_the_tokens():
+    """As TRL has it, for answers of the same length: all losses are the same number of times smaller."""
+    sums, tokens = columns(), 7
+    assert tokens**2 * ipo_loss(*(sums / tokens), beta=0.1) == pytest.approx(
+        ipo_loss(*sums, beta=0.1 / tokens).item()
+    )
+
+
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "orpo", "simpo"])
 @pytest.mark.parametrize("pack", [True, False])
 def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kind, pack):

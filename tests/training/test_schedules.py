@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -24,6 +25,19 @@ def test_cosine_with_warmup_gives_the_documented_values():
     assert rate(12) == pytest.approx(0.55)
     assert rate(19) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 15 / 16)) / 2)  # 0.10865
     assert [rate(step) for step in (20, 21, 500)] == pytest.approx([0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("kind", ["constant_with_warmup", "linear", "cosine"])
+def test_transformers_is_one_update_behind(kind):
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=20)
+    ours = lr_at(schedule=kind.partition("_")[0], min_lr_ratio=0.0)
+    for update in range(1, 21):
+        assert theirs.get_last_lr() == pytest.approx([ours(update - 1)])
+        optimizer.step()
+        theirs.step()
 
 
 def test_linear_falls_in_equal_pieces():
