@@ -254,6 +254,27 @@ def test_chat_answers_line_by_line_and_remembers(cli, trained):
     assert out == f"{answer}\n{answer}\n"
 
 
+def test_without_a_chat_template_whet_generate_is_named_and_chat_ends_at_once(cli, tmp_path):
+    write_tiny_model(tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    data = {"train": str(write_records(tmp_path, *[{"text": "hello there"}] * 4)), "valid": None}
+    config = write_config(tmp_path / "plain", tmp_path, data=data, run={"steps": 1})
+    code, out, err = cli("train", config)
+    run = tmp_path / "runs" / "test"
+    assert code == 0, err
+    assert out.splitlines()[-1] == f'try it: whet generate {run} "some text"'
+    code, out, err = cli("chat", run, stdin="hello\nhello\n")
+    assert (code, out) == (2, "")
+    assert err.count("its tokenizer has no chat template") == 1
+    assert "q ends" not in err
+    assert f'whet generate {run} "some text"' in err
+    for file in (tmp_path / "plain").glob("tokenizer*"):
+        file.unlink()
+    code, _, err = cli("chat", tmp_path / "plain", stdin="hello\n")
+    assert code == 2
+    assert "plain cannot chat: it has no tokenizer" in err
+
+
 def test_chat_survives_a_message_that_is_too_long(cli, trained):
     code, out, err = cli("chat", trained, "--max-tokens", 2, stdin="x" * 2000 + "\nhello\n")
     assert code == 0

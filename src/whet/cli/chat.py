@@ -1,5 +1,7 @@
 """whet chat: talk to a model."""
 
+import shlex
+
 import typer
 
 from whet.cli.generate import MAX_TOKENS, MIN_P, REPETITION_PENALTY, SEED, STOP, TEMPERATURE, TOP_K, TOP_P
@@ -26,6 +28,13 @@ def command(
     from whet.generation.text import generate
 
     talker, tokenizer = load(model)
+    if tokenizer is None:
+        raise DataError(f"{model} cannot chat: it has no tokenizer")
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{model} cannot chat: its tokenizer has no chat template",
+            hint=f'whet generate {shlex.quote(model)} "some text" goes on with a text',
+        )
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     notes().print(f"{model}: {HELP}", highlight=False)

@@ -140,9 +140,19 @@ def _shown(run: "Callable[[list[Callback]], RunResult]") -> int:
     if summary.get("classification"):
         show_classification(result.directory)
         say(f'try it: whet classify {name} "some text"')
-    else:
+    elif _chats(result.directory):
         say(f"try it: whet chat {name}")
+    else:
+        say(f'try it: whet generate {name} "some text"')
     return 0
+
+
+def _chats(run: "Path | None") -> bool:
+    """Whether the tokenizer of a run has a chat template."""
+    from whet.adapters.load import tokenizer_of
+
+    assert run is not None
+    return bool(getattr(tokenizer_of(run), "chat_template", None))
 
 
 def show_classification(run: "Path | None") -> None:
