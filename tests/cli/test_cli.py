@@ -275,6 +275,14 @@ def test_without_a_chat_template_whet_generate_is_named_and_chat_ends_at_once(cl
     assert "plain cannot chat: it has no tokenizer" in err
 
 
+def test_eval_says_that_pairs_are_evaluated_in_their_run(cli, trained, tmp_path):
+    path = write_records(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    code, out, err = cli("eval", trained, "--data", path)
+    assert (code, out) == (2, "")
+    assert "data.jsonl:1: whet eval measures the loss of next tokens, and a preference record has none" in err
+    assert "give messages, prompt + completion or text; pairs are evaluated in their run" in err
+
+
 def test_chat_survives_a_message_that_is_too_long(cli, trained):
     code, out, err = cli("chat", trained, "--max-tokens", 2, stdin="x" * 2000 + "\nhello\n")
     assert code == 0

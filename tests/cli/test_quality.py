@@ -52,6 +52,22 @@ def test_a_run_ends_with_its_summary_line(cli, config):
     assert "rows/s" in err
 
 
+def test_commands_for_language_models_say_what_opens_it(cli, config, tmp_path, monkeypatch):
+    assert cli("train", config)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    for command, *options in (
+        ("eval", "--data", "synth:house:4"),
+        ("generate", "hi"),
+        ("chat",),
+        ("export", "--to", "hf"),
+    ):
+        for name in ("runs/q", tmp_path / "runs" / "q", "./runs/q/final"):
+            code, out, err = cli(command, name, *options)
+            assert (code, out) == (2, "")
+            assert "final is a quality model: it reads rows of numbers, and is no language model" in err
+            assert "load_quality" in err
+
+
 def test_a_dry_run_says_and_writes_the_same_without_a_model(cli, config, tmp_path):
     code, out, err = cli("train", config, "model.quality=tiny", "--dry-run")
     assert code == 0, err

@@ -41,6 +41,17 @@ class AskedRendering:
     group: str | None
 
 
+class NothingToLearnError(DataError):
+    """A record of a shape that has no next tokens to learn."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(
+            f"{record.origin}: a {record.shape} record holds nothing to learn for this objective",
+            hint="it needs messages, prompt + completion or text",
+        )
+        self.record = record
+
+
 class Renderer:
     """Turns records into text with one tokenizer's chat template."""
 
@@ -276,7 +287,4 @@ def _plain_parts(record: Record) -> tuple[str, str]:
         return record.fields["prompt"], record.fields["completion"]
     if record.shape in ("text", "distrust"):
         return "", record.fields["text"]
-    raise DataError(
-        f"{record.origin}: a {record.shape} record holds nothing to learn for this objective",
-        hint="it needs messages, prompt + completion or text",
-    )
+    raise NothingToLearnError(record)

@@ -166,6 +166,13 @@ def _local(name: str, progress: Progress) -> Path | None:
 
 
 def _no_model(name: str) -> ModelError:
+    from whet.models.tabular import ARCH
+
+    if (Path(name).expanduser() / ARCH).is_file():
+        return ModelError(
+            f"{name} is a quality model: it reads rows of numbers, and is no language model",
+            hint="whet.models.tabular.load_quality opens it; its run evaluates data.valid and data.test",
+        )
     return ModelError(
         f"{name} is not a model directory: it has no config.json",
         hint="give the directory that has config.json and the weights in it, or a .gguf file",

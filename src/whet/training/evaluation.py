@@ -15,8 +15,8 @@ from whet.data.encode import Question, token_bytes
 from whet.data.examples import TooLong, cut
 from whet.data.plan import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
 from whet.data.prepare import Preparation
-from whet.data.render import Supervise
-from whet.data.sources import Source
+from whet.data.render import NothingToLearnError, Supervise
+from whet.data.sources import Record, Source
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.exact_match import exact_match
@@ -157,6 +157,17 @@ def evaluate_loss(
     return {**found, "eval_s": time.perf_counter() - started}
 
 
+def _unmeasured(record: Record) -> DataError:
+    """Why the loss of next tokens cannot be told of a record."""
+    hint = "give messages, prompt + completion or text"
+    if record.shape == "preference":
+        hint += "; pairs are evaluated in their run, as data.valid or data.test"
+    return DataError(
+        f"{record.origin}: whet eval measures the loss of next tokens, and a {record.shape} record has none",
+        hint=hint,
+    )
+
+
 class ModelEvaluation:
     """A model on some records: loss, exact match, and a few answers to look at."""
 
@@ -173,7 +184,10 @@ class ModelEvaluation:
         self.model = model
         self.tokenizer = tokenizer
         preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise)
-        examples = cut(preparation.store(source), max_length=max_length, too_long=too_long)
+        try:
+            examples = cut(preparation.store(source), max_length=max_length, too_long=too_long)
+        except NothingToLearnError as error:
+            raise _unmeasured(error.record) from error
         self.summary = examples.summary()
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
         settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")
