@@ -13,7 +13,7 @@ from tiny import random_examples, run_config
 from whet.config.load import make_config
 from whet.data.batches import BatchStream, evaluation_batches, make_batch
 from whet.data.plan import StepSettings
-from whet.errors import ConfigError, DataError, RunError
+from whet.errors import CheckpointError, ConfigError, DataError, RunError
 from whet.objectives.base import Loss
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, EarlyStopping, Injector, MetricsLogger, StopRun
@@ -321,6 +321,24 @@ def test_a_checkpoint_round_trips_weights_optimizer_and_metadata(tiny_directory,
         assert torch.equal(a, b)
         for key, value in run.optimizer.state[a].items():
             assert torch.equal(value, other.optimizer.state[b][key])
+
+
+@pytest.mark.parametrize(
+    ("step", "metadata", "message"),
+    [
+        (5, {"step": 9}, "metadata must not have a 'step'"),
+        (5, {"note": torch.zeros(1)}, "cannot be written as JSON: Object of type Tensor"),
+        (5, {"note": {"a", "b"}}, "cannot be written as JSON"),
+        (5, {1: "one"}, "metadata must have names for keys"),
+        (5, ["note"], "metadata must have names for keys"),
+        (-1, None, "a whole number from 0, not -1"),
+        (1.5, None, "a whole number from 0, not 1.5"),
+    ],
+)
+def test_a_checkpoint_that_would_not_come_back_as_it_is_is_refused(tiny, tmp_path, step, metadata, message):
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path / "c", tiny[0], step=step, metadata=metadata)
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,25 @@ def save_checkpoint(
     step: int = 0,
     metadata: State | None = None,
 ) -> None:
-    """Write a checkpoint; of a model with frozen weights, only the trained ones."""
+    """Write a checkpoint; of a model with frozen weights, only the trained ones. `metadata` is any JSON."""
+    _check_state(step, metadata)
     write_contents(Path(path), contents_of(model, optimizer, step, metadata))
+
+
+def _check_state(step: int, metadata: State | None) -> None:
+    """Refuse what would come back as something else, or not at all."""
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"the step of a checkpoint is a whole number from 0, not {step!r}")
+    if "step" in (metadata or {}):
+        raise CheckpointError(
+            "metadata must not have a 'step'", hint="it is an argument of its own: step=..."
+        )
+    if not isinstance(metadata, dict | None) or not all(isinstance(name, str) for name in metadata or {}):
+        raise CheckpointError("metadata must have names for keys, as an object in JSON has")
+    try:
+        json.dumps(metadata)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"metadata cannot be written as JSON: {error}") from error
 
 
 def load_checkpoint(
