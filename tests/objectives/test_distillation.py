@@ -1,6 +1,7 @@
 """Distillation: both forms equal the formula, no gradient reaches a teacher, and tokenizers must agree."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ import whet
 from tiny import random_examples, run_config, write_tiny_model
 from whet.data.batches import make_batch
 from whet.errors import ConfigError, ModelError
+from whet.hardware import Precision
 from whet.objectives.distillation import Distillation, distillation_loss, soft_target_loss
+from whet.objectives.sft import SFT
+from whet.training.evaluation import evaluate_loss
 
 
 def kl(teacher, student, temperature):
@@ -97,7 +101,22 @@ def test_a_student_comes_closer_to_its_teacher(pair, tiny_directory, tmp_path, p
     losses = [row["loss"] for row in result.history if "loss" in row]
     assert losses[-1] < 0.8 * losses[0]
     assert "eval_cross_entropy" in result.metrics
-    assert "eval_perplexity" not in result.metrics
+
+
+@pytest.mark.parametrize("alpha", [0.7, 1.0])
+def test_evaluations_tell_the_perplexity_of_the_text(pair, alpha):
+    student, teacher, _ = pair
+    batches = [
+        make_batch([examples]) for examples in (random_examples(3, seed=1), random_examples(2, seed=2))
+    ]
+    batches = [replace(batch, supervised_bytes=batch.supervised) for batch in batches]
+    precision = Precision(torch.float32, torch.float32, torch.float32, "as loaded")
+    plain = evaluate_loss(student, SFT(), batches, precision=precision)
+    found = evaluate_loss(student, Distillation([(teacher, 1.0)], alpha=alpha), batches, precision=precision)
+    assert found["eval_loss"] != pytest.approx(plain["eval_loss"])
+    assert found["eval_cross_entropy"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+    for name in ("eval_perplexity", "eval_bits_per_byte"):
+        assert found[name] == pytest.approx(plain[name], rel=1e-5)
 
 
 def test_a_teacher_with_other_tokens_is_refused(pair, tiny_directory, tmp_path):

@@ -52,7 +52,7 @@ class Distillation:
     With `matching`, the distance of hidden states from those of the one teacher is added, as weighted there.
     """
 
-    likelihood = False
+    likelihood = "cross_entropy"
 
     def __init__(
         self,
@@ -129,6 +129,8 @@ class Distillation:
         if "hard_loss" in self.coefficients:
             sums["hard_loss"] = linear_cross_entropy(hidden, head, targets)
             metrics["cross_entropy"] = sums["hard_loss"].detach()
+        elif not torch.is_grad_enabled():  # evaluations also say what the model makes of the text
+            metrics["cross_entropy"] = linear_cross_entropy(hidden, head, targets)
         if matching is not None:
             sums["hidden_loss"] = matching.distance(own, theirs, chosen)
             metrics["hidden_loss"] = sums["hidden_loss"].detach()
