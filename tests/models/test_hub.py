@@ -319,9 +319,13 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one(world: World, na
 
 @pytest.mark.parametrize("name", ["", "qqq", "a/b/c", "a b", "models/.hidden"])
 def test_a_name_like_no_other_lists_the_known_ones_and_asks_nobody(world: World, name: str) -> None:
+    make_model(cache_dir() / "models" / "my-model")
+    make_model(cache_dir() / "models" / "gguf-1878ffa0c4f5e21b")
     with pytest.raises(ModelError, match="no model called") as caught:
         world.resolve(name)
     assert caught.value.hint
+    assert "/" in name or "my-model, smollm2" in caught.value.hint
+    assert "gguf-" not in caught.value.hint  # what a file became, which has another name
     assert world.asked == []
 
 

