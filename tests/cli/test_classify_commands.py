@@ -69,7 +69,7 @@ def test_records_are_reported_on_by_classify_and_by_eval(cli, run):
 def test_mistakes_get_one_message(cli, run, tiny_directory):
     for arguments, said in (
         (("classify", run), "give either texts or --data"),
-        (("classify", tiny_directory, "x"), "is not a classifier"),
+        (("classify", tiny_directory, "x"), r"(?s)is not a classifier.* in Python, Classifier\.load"),
         (("classify", run, ""), "a text without a token cannot be classified"),
         (("chat", run), "is a classifier, not a language model"),
         (("eval", run, "--data", "synth:house:3"), "synth:house:3#1: .*needs"),

@@ -133,7 +133,8 @@ class Classifier:
         if not checkpointed and not is_classifier(target):
             raise ModelError(
                 f"{name_or_path} is not a classifier",
-                hint="name a run with objective.kind: classify, or give the classes of a new head",
+                hint="name a run with objective.kind: classify; in Python, Classifier.load(..., classes) "
+                "puts a new head on any model",
             )
         run = run_of(path) if checkpointed else target.parent
         given = objective.get("class_weights")
