@@ -116,6 +116,30 @@ def test_every_problem_is_named_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "model: m\ndata: a: b\n",
+            ", line 2, column 8, is not valid YAML: mapping values are not allowed here",
+        ),
+        (
+            "model: m\nrun: {steps: 1\ndata: [\n",
+            ", line 3, column 5, is not valid YAML: while parsing a flow mapping from line 2, "
+            "expected ',' or '}', but got ':'",
+        ),
+        ("model: m\nmodel: b\n", ", line 2, column 1, is not valid YAML: the key 'model' is given twice"),
+        ("model: m\nrun: \0", ", line 2, column 6, is not valid YAML: special characters are not allowed"),
+        ("[" * 2000, " is not valid YAML: it is nested too deeply"),
+    ],
+)
+def test_the_place_of_a_mistake_in_yaml_follows_the_file(tmp_path, text, said):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.message == f"{path}{said}"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [", "is not valid YAML"),

@@ -67,20 +67,37 @@ for _resolving in (_Loader, _Dumper):
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config from a YAML file and apply `section.key=value` overrides."""
     path = Path(source)
+    text = ""
     try:
-        values = parse_yaml(path.read_text())
+        text = path.read_text()
+        values = parse_yaml(text)
     except FileNotFoundError as error:
         hint = "the config file comes first, KEY=VALUE after it" if "=" in path.name else None
         raise ConfigError(f"{path} does not exist", hint=hint) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        place, problem = _yaml_problem(error, text)
+        raise ConfigError(f"{path}{place} is not valid YAML: {problem}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections (model, data, run, ...)")
     for override in overrides:
         _apply(values, override)
     return make_config(values, origin=str(path))
+
+
+def _yaml_problem(error: yaml.YAMLError, text: str) -> tuple[str, str]:
+    """Where a YAML text is wrong, as it follows the name of its file, and what is."""
+    match error:
+        case yaml.MarkedYAMLError(problem=str(problem), problem_mark=yaml.Mark(line=line, column=column)):
+            if error.context and error.context_mark:
+                problem = f"{error.context} from line {error.context_mark.line + 1}, {problem}"
+        case yaml.reader.ReaderError(position=position, reason=str(problem)):
+            before = text[:position].split("\n")
+            line, column = len(before) - 1, len(before[-1])
+        case _:
+            return "", str(error)
+    return f", line {line + 1}, column {column + 1},", problem
 
 
 def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConfig:  # Any: checked here
