@@ -445,6 +445,72 @@ def test_a_scaled_rate_moves_weights_as_that_rate_would(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_step_uses_the_scaled_rate(name):
+    scaled, plain = Model(96), Model(96)
+    section = Optim(name=name, lr=0.2, weight_decay=0.3, groups={".": {"lr_scale": 0.25}})
+    first = create_optimizer(section, scaled)
+    second = create_optimizer(section.model_copy(update={"lr": 0.05, "groups": {}}), plain)
+    for step in range(1, 4):
+        gradients(scaled, step)
+        gradients(plain, step)
+        first.step()
+        masked_step(second, lr=0.05, skip=torch.tensor(0.0))
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("adam", torch.optim.Adam),
+        ("sgd", torch.optim.SGD),
+        ("adafactor", torch.optim.Adafactor),
+    ],
+)
+def test_groups_under_a_scheduler_of_torch_move_as_those_of_torch(name, kind):
+    groups = {"^up": {"lr_scale": 0.1}, "stack|norm": {"lr_scale": 3, "weight_decay": 0.4}}
+    ours, theirs = Model(), Model()
+    section = Optim(name=name, lr=0.02, weight_decay=0.2, groups=groups)
+    first = create_optimizer(section, ours)
+    expected = {
+        "embed.weight": (0.02, 0.0),
+        "up.weight": (0.002, 0.2),
+        "up.bias": (0.002, 0.0),
+        "linear.weight": (0.02, 0.2),
+        "linear.bias": (0.02, 0.0),
+        "stack": (0.06, 0.4),
+        "norm.weight": (0.06, 0.4),
+        "norm.bias": (0.06, 0.4),
+    }
+    lone = [
+        {"params": [p], "lr": expected[key][0], "weight_decay": expected[key][1]}
+        for key, p in theirs.named_parameters()
+    ]
+    second = kind(lone, lr=9.0, **({"momentum": 0.9} if name == "sgd" else {}))
+    schedulers = [torch.optim.lr_scheduler.LinearLR(each, 0.2, total_iters=5) for each in (first, second)]
+    for step in range(1, 9):
+        for model, optimizer, scheduler in zip((ours, theirs), (first, second), schedulers, strict=True):
+            gradients(model, step)
+            optimizer.step()
+            scheduler.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_go_on_at_their_rates_after_a_checkpoint(tmp_path):
+    model, section = Model(), Optim(lr=0.5, groups={"^up": {"lr_scale": 0.1}})
+    optimizer = create_optimizer(section, model)
+    gradients(model, 1)
+    masked_step(optimizer, lr=0.25, skip=torch.tensor(0.0))
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    again = create_optimizer(section, model)
+    load_checkpoint(tmp_path / "saved", model, again)
+    rates = {name: rate for name, (rate, _) in settings(model, again).items()}
+    assert rates == {name: 0.05 if name.startswith("up") else 0.5 for name in rates}
+
+
 @pytest.mark.parametrize("groups", [{"router": {}}, {"up": {}, r"up\.bias": {}}, {"frozen": {}}])
 def test_a_pattern_without_parameters_is_an_error_that_shows_names(groups):
     model = Model()

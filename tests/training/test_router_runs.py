@@ -9,6 +9,7 @@ import torch
 
 import whet
 from whet.config.load import make_config
+from whet.config.optim import Optim
 from whet.errors import ConfigError
 from whet.models.experts import MixtureOfExperts, mixtures
 from whet.models.initialise import from_scratch
@@ -186,6 +187,14 @@ def test_routers_have_a_rate_of_their_own_by_name(tmp_path):
     groups = parameter_groups(made.optim_groups, model)
     [routers] = [group for group in groups if group.lr_scale == 0.1]
     assert {id(p) for p in routers.parameters} == {id(layer.gate.weight) for layer in mixtures(model)}
+
+
+def test_routers_have_it_in_a_loop_of_ones_own_too():
+    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
+    optimizer = whet.create_optimizer(Optim(lr=0.5, router_lr_scale=0.1), model)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    routers = {id(layer.gate.weight) for layer in mixtures(model)}
+    assert rates == {number: 0.05 if number in routers else 0.5 for number in rates}
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,14 @@ class Optim(Section):
         """The schedule as a list, however it was given."""
         return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
 
+    @property
+    def with_router_group(self) -> "Optim":
+        """The same, with the rate of routers as the last group."""
+        if self.router_lr_scale is None:
+            return self
+        routers = ParameterGroup(lr_scale=self.router_lr_scale)
+        return self.model_copy(update={"groups": {**self.groups, ROUTERS: routers}})
+
     @field_validator("groups")
     @classmethod
     def _patterns_are_valid(cls, groups: dict[str, ParameterGroup]) -> dict[str, ParameterGroup]:

@@ -13,7 +13,7 @@ from whet.config.grpo import GRPOObjective
 from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives import AnyObjective, RegressionObjective, SFTObjective
-from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup, unfit_for_mup
+from whet.config.optim import LORA_B, Optim, ParameterGroup, unfit_for_mup
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
@@ -314,9 +314,7 @@ class RunConfig(Section):
     @property
     def optim_groups(self) -> Optim:
         """`optim`, with the rates of routers and of LoRA+ as its last groups."""
-        groups = dict(self.optim.groups)
-        if self.optim.router_lr_scale is not None:
-            groups[ROUTERS] = ParameterGroup(lr_scale=self.optim.router_lr_scale)
+        groups = dict(self.optim.with_router_group.groups)
         if self.method.kind != "full" and self.method.lr_ratio is not None:
             groups[LORA_B] = ParameterGroup(lr_scale=self.method.lr_ratio)
         return self.optim.model_copy(update={"groups": groups})

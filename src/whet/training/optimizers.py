@@ -24,11 +24,13 @@ Groups = list[dict[str, Any]]  # Any: torch's parameter groups
 def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -> torch.optim.Optimizer:
     """The configured optimizer over the model's trainable parameters.
 
-    Each of them obeys a `found_inf` flag: with it set, weights and state stay exactly as they are. Torch's
-    fused kernels read it themselves, the others get it from MaskedOptimizer.
+    A group starts at its own rate, `lr` times its lr_scale, so that a plain `step()` and torch's schedulers
+    are right. Each optimizer obeys a `found_inf` flag: with it set, weights and state stay exactly as they
+    are. Torch's fused kernels read it themselves, the others get it from MaskedOptimizer.
     """
+    section = section.with_router_group
     found = parameter_groups(section, model)
-    optimizer = _create(section, _apart([group.for_torch() for group in found]), model)
+    optimizer = _create(section, _apart([group.for_torch(section.lr) for group in found]), model)
     if not quiet:
         said = (group.describe(section.weight_decay) for group in found)
         log.info("optimizer: %s", "; ".join([section.name, *said]))

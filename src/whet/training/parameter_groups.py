@@ -25,14 +25,14 @@ class Group:
     parameters: list[nn.Parameter]
     mup: float = 1.0  # what muP multiplies the rate by
 
-    def for_torch(self) -> dict[str, Any]:  # Any: torch's parameter groups
-        """As torch's optimizers take it; `masked_step` reads lr_scale.
+    def for_torch(self, lr: float) -> dict[str, Any]:  # Any: torch's parameter groups
+        """As torch's optimizers take it, for a rate of `lr`; `masked_step` reads lr_scale.
 
         They shrink weights by rate * decay, which muP's factor must leave as it is: weights of a wide model
         are to be forgotten as fast as those of a narrow one (arXiv 2203.03466, appendix B.3).
         """
         scale, decay = self.lr_scale * self.mup, self.weight_decay / self.mup
-        return {"params": self.parameters, "weight_decay": decay, "lr_scale": scale}
+        return {"params": self.parameters, "lr": lr * scale, "weight_decay": decay, "lr_scale": scale}
 
     def describe(self, usual_decay: float) -> str:
         """One phrase for the log."""
