@@ -1,5 +1,6 @@
 """The report's numbers: scikit-learn's, by scikit-learn's own functions, and those it does not have by hand."""
 
+import itertools
 import json
 import tracemalloc
 
@@ -69,6 +70,29 @@ def test_a_report_holds_what_scikit_learn_computes():
     assert worst["count"] == off.max()
     assert worst["examples"][0]["text"].startswith("text ")
     json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 1], [2]])  # some without a class
+def test_guessing_at_random_is_the_mean_over_all_guesses(labels):
+    labels = np.array(labels)
+    guesses = itertools.product(range(3), repeat=len(labels))
+    every = [confusion_metrics(confusion_matrix(labels, np.array(guess), 3)) for guess in guesses]
+    report = single_report(np.full((len(labels), 3), 1 / 3), labels, ["a", "b", "c"])
+    found = report["baselines"]["random"]
+    assert found["accuracy"] == found["balanced_accuracy"] == 1 / 3
+    for name, value in found.items():
+        assert value == pytest.approx(np.mean([each[name] for each in every]), abs=0.03), name
+
+
+def test_guessing_marks_at_random_is_the_mean_over_all_guesses():
+    marks = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]])
+    guesses = itertools.product((False, True), repeat=marks.size)
+    every = [mark_metrics(marks == 1, np.array(guess).reshape(marks.shape)) for guess in guesses]
+    report = marked_report(np.full(marks.shape, 0.5), marks, ["a", "b", "c"])
+    found = report["baselines"]["random"]
+    assert found["accuracy"] == 1 / 8
+    for name, value in found.items():
+        assert value == pytest.approx(np.mean([each[name] for each in every]), abs=0.03), name
 
 
 def test_calibration_error_by_hand():

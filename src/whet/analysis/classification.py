@@ -11,7 +11,7 @@ from whet.errors import ConfigError
 Report = dict[str, Any]  # Any: JSON values
 
 BINS = 10  # of the reliability diagram
-RESAMPLES = 1000  # of the bootstrap
+RESAMPLES = 1000  # of the bootstrap, and guesses that a mean is taken over
 CONFIDENCE = 0.95
 PAIRS_SHOWN = 5
 EXAMPLES_SHOWN = 3
@@ -140,7 +140,10 @@ def marked_report(chances: np.ndarray, marks: np.ndarray, names: Sequence[str], 
         },
         "reliability": bins,
         "curves": {name: _curves(metrics, marks[:, n], chances[:, n]) for n, name in enumerate(names)},
-        "baselines": {"majority": mark_metrics(marks, np.broadcast_to(usual, marks.shape))},
+        "baselines": {
+            "majority": mark_metrics(marks, np.broadcast_to(usual, marks.shape)),
+            "random": _guessed_marks(marks, seed=seed),
+        },
     }
 
 
@@ -220,18 +223,38 @@ def _percentiles(values: np.ndarray) -> list[float]:
 
 
 def _baselines(labels: np.ndarray, classes: int, *, seed: int) -> dict[str, dict[str, float]]:
-    """Always the most frequent class, and every class as likely as any other."""
-    rng = np.random.default_rng(seed)
-    guesses = {
-        "majority": np.full(len(labels), np.bincount(labels).argmax()),
-        "random": rng.integers(classes, size=len(labels)),
-    }
+    """Always the most frequent class, and what to expect where every class is as likely as any other."""
+    largest = np.full(len(labels), np.bincount(labels).argmax())
+    majority = confusion_metrics(confusion_matrix(labels, largest, classes))
     return {
-        name: {
-            metric: float(value)
-            for metric, value in confusion_metrics(confusion_matrix(labels, guess, classes)).items()
-        }
-        for name, guess in guesses.items()
+        "majority": {metric: float(value) for metric, value in majority.items()},
+        "random": _guessed_classes(labels, classes, seed=seed),
+    }
+
+
+def _guessed_classes(labels: np.ndarray, classes: int, *, seed: int) -> dict[str, float]:
+    """What to expect of guesses; F1 is a mean over draws of how often each class is guessed."""
+    true, total = np.bincount(labels, minlength=classes), len(labels)
+    guessed = np.random.default_rng(seed).multinomial(total, np.full(classes, 1 / classes), size=RESAMPLES)
+    f1 = count_metrics(true * guessed / total, true, guessed)["f1_macro"]
+    return {
+        "accuracy": 1 / classes,
+        "balanced_accuracy": 1 / classes,
+        "f1_macro": float(f1.mean()),
+        "mcc": 0.0,
+    }
+
+
+def _guessed_marks(marks: np.ndarray, *, seed: int) -> dict[str, float]:
+    """The same where a coin decides on each class of each text."""
+    total, classes = marks.shape
+    support, rng = marks.sum(0), np.random.default_rng(seed)
+    guessed = rng.binomial(total, 0.5, size=(RESAMPLES, classes))
+    both, sizes = support * guessed / total, support + guessed
+    return {
+        "accuracy": 0.5**classes,
+        "f1_macro": float((2 * both / np.maximum(sizes, 1)).mean()),
+        "f1_micro": float((2 * both.sum(1) / np.maximum(sizes.sum(1), 1)).mean()),
     }
 
 
