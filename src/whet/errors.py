@@ -47,3 +47,10 @@ class RunError(WhetError):
 
 class StorageError(RunError):
     """The disk is full, or a directory is gone or may not be written to."""
+
+
+def check_positive(**counts: int) -> None:
+    """Refuse a count below one, by its name."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")

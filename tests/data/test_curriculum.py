@@ -179,6 +179,42 @@ def test_a_curriculum_is_counted_in_steps_and_needs_to_know_what_is_hard(tiny_di
         whet.train(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", -3),
+        ("min_seq_len", 0),
+        ("min_seq_len", 41),  # above max_seq_len
+        ("max_seq_len", 0),
+        ("n_stages", 0),
+        ("batches_per_stage", 0),
+    ],
+)
+def test_a_curriculum_by_length_names_a_number_that_cannot_be(name, value):
+    given = {"batch_size": 2, "min_seq_len": 8, "max_seq_len": 40, name: value}
+    with pytest.raises(ConfigError, match=f"^{name} "):
+        length_curriculum(range(200), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", -1),
+        ("seq_len", 0),
+        ("n_batches", 0),
+        ("warmup_fraction", -0.1),
+        ("warmup_fraction", 1.5),
+        ("warmup_fraction", float("nan")),
+    ],
+)
+def test_a_curriculum_by_difficulty_names_a_number_that_cannot_be(name, value):
+    given = {"batch_size": 2, "seq_len": 8, name: value}
+    with pytest.raises(ConfigError, match=f"^{name} "):
+        difficulty_curriculum(range(200), range(200), **given)
+
+
 def test_a_single_stage_has_all_examples():
     examples = random_examples(20, shortest=4, longest=40)
     [(found, _)] = stages_by_length(

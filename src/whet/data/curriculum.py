@@ -9,7 +9,7 @@ import numpy as np
 from whet.data.batches import Batch, BatchStream, check_lengths, step_batches
 from whet.data.examples import Example, lengths_of
 from whet.data.plan import StepSettings, permutation
-from whet.errors import CheckpointError, DataError
+from whet.errors import CheckpointError, ConfigError, DataError, check_positive
 
 Position = dict[str, int]
 
@@ -199,6 +199,15 @@ def length_curriculum(
 
     A stage for whose windows the text is too short is left out.
     """
+    check_positive(
+        batch_size=batch_size,
+        min_seq_len=min_seq_len,
+        max_seq_len=max_seq_len,
+        n_stages=n_stages,
+        batches_per_stage=batches_per_stage,
+    )
+    if min_seq_len > max_seq_len:
+        raise ConfigError(f"min_seq_len {min_seq_len} is above max_seq_len, which is {max_seq_len}")
     stages: list[tuple[Sequence[Any], int]] = []
     lengths = np.linspace(min_seq_len, max_seq_len, n_stages).round().astype(int).tolist()
     for length in [*lengths[:-1], max_seq_len]:
@@ -219,6 +228,9 @@ def difficulty_curriculum(
     seed: int = 0,
 ) -> EasyToHardStream:
     """Steps of `batch_size` windows of two texts; the hard one has all of it after the warm-up."""
+    check_positive(batch_size=batch_size, seq_len=seq_len, n_batches=n_batches)
+    if not 0 <= warmup_fraction <= 1:
+        raise ConfigError(f"warmup_fraction {warmup_fraction} is not in [0, 1]")
     ramp = round(warmup_fraction * n_batches)
     parts = (_windows(easy, seq_len), _windows(hard, seq_len))
     return EasyToHardStream(*parts, _rows(batch_size, seq_len), seed=seed, ramp=ramp)

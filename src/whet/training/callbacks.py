@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.config.metrics import falls
-from whet.errors import ConfigError, StorageError
+from whet.errors import ConfigError, StorageError, check_positive
 from whet.hardware import used_gib
 from whet.storage import append_text
 
@@ -172,13 +172,6 @@ def plain(value: Any) -> Any:  # Any: a metric; JSON values
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def check_positive(**counts: int) -> None:
-    """Refuse a count below one, by its name."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} must be at least 1, not {count}")
 
 
 def _jsonable(value: Any) -> Any:  # Any: JSON values

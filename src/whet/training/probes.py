@@ -15,11 +15,11 @@ from whet.analysis.attention import visit_attention
 from whet.analysis.capture import ActivationCapture
 from whet.analysis.measures import attention_entropy, effective_rank, gradient_noise
 from whet.data.batches import Batch
-from whet.errors import StorageError
+from whet.errors import StorageError, check_positive
 from whet.models.language_model import LanguageModel
 from whet.storage import new_file, write_safetensors
 from whet.training.ahead import Reading
-from whet.training.callbacks import Injector, Metrics, check_positive
+from whet.training.callbacks import Injector, Metrics
 from whet.training.evaluation import total_weights, weighted_loss
 from whet.training.layers import Layers, mean, spread
 from whet.training.probe_batches import texts_of, units

@@ -10,7 +10,7 @@ from typing import Any
 from whet.config.load import to_dict
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
-from whet.errors import CheckpointError, RunError
+from whet.errors import CheckpointError, RunError, check_positive
 from whet.hardware import Precision
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
@@ -21,7 +21,6 @@ from whet.training.callbacks import (
     Injector,
     Metrics,
     StopRun,
-    check_positive,
     in_order,
     is_better,
     named,
