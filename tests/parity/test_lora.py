@@ -177,6 +177,8 @@ def test_layers_counts_from_the_end_or_lists(tiny_directory):
     ("settings", "message"),
     [
         ({"rank": 0}, "rank 0: an adapter needs a rank of at least 1"),
+        ({"alpha": 0}, "alpha 0: it must be above 0"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha -1: it must be above 0"),
         ({"targets": ["q_prj"]}, "did you mean q_proj"),
         (
             {"targets": "experts"},

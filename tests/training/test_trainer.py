@@ -396,6 +396,11 @@ def test_counts_below_one_are_refused(make, message):
         make()
 
 
+def test_early_stopping_has_no_change_below_zero():
+    with pytest.raises(ConfigError, match="min_delta must not be negative, and is -1"):
+        EarlyStopping(min_delta=-1)
+
+
 def test_a_trainer_needs_a_step(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     config = make_config(run_config(tiny_directory, "."))

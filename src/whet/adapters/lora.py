@@ -60,6 +60,8 @@ def attach_lora(
     settings = {name: LoRASettings(ranks[name], alphas[name], dropout, variant) for name in chosen}
     fused = fused_weights(model)
     for name, each in settings.items():
+        if not each.alpha > 0:
+            raise ConfigError(f"alpha {each.alpha:g}: it must be above 0, or the adapter does nothing")
         _check_rank(name, each.rank, _shape(model, name, is_fused=name in fused))
         if dropout and name not in fused and model.get_submodule(name).weight is model.head().weight:
             raise ConfigError(

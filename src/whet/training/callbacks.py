@@ -188,6 +188,8 @@ class EarlyStopping(NumbersOnly):
 
     def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
         check_positive(patience=patience)
+        if not min_delta >= 0:
+            raise ConfigError(f"min_delta must not be negative, and is {min_delta:g}")
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
