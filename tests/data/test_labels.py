@@ -49,6 +49,9 @@ def test_what_labels_mean(labels, fields, expected):
     [
         (ONE, {"label": 3}, "label 3 is out of range: there are 3 classes, 0 to 2"),
         (ONE, {"label": "d"}, "label 'd' is none of objective.classes"),
+        (ONE, {"label": True}, "label True is none of objective.classes"),
+        (MANY, {"label": False}, "label False is none of objective.classes"),
+        (MANY, {"labels": [True, False]}, "label True is none of objective.classes"),
         (ONE, {"labels": ["a"]}, "one class is asked for"),
         (MANY, {"labels": [0, 3]}, "label 3 is out of range"),
         (MANY, {"labels": ["a", "cc"]}, "did you mean 'c'|label 'cc' is none"),

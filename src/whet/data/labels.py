@@ -43,6 +43,10 @@ class Labels:
         for each in (name, name.lower()) if isinstance(label, bool) else (name,):
             if each in self._places:
                 return self._places[each]
+        if isinstance(label, bool) and count != 2:
+            raise DataError(
+                f"label {label} is none of objective.classes", hint="a truth value can only mean one of two"
+            )
         if isinstance(label, str):
             near = get_close_matches(label, self.names, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
