@@ -47,6 +47,14 @@ def test_steps_learn_and_say_what_came_of_them(tiny_directory):
     assert step["total"] == 1
 
 
+def test_classes_without_names_are_called_by_their_numbers(tiny_directory):
+    classifier = whet.Classifier.load(tiny_directory, 3, **SETTINGS)
+    assert classifier.train_batch([("rose", 2), ("rose", "2")])["total"] == 2
+    [found] = classifier.predict(["rose"])
+    assert found in ("0", "1", "2")
+    assert classifier.train_step("rose", found)["total"] == 1
+
+
 def test_wrong_use_is_named(tiny_directory):
     classifier = new(tiny_directory)
     with pytest.raises(ConfigError, match="one text where a list of texts belongs"):

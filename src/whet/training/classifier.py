@@ -271,7 +271,10 @@ class Classifier:
         return (sigmoid if self.info.multi_label else softmax)(self.logits(texts))
 
     def predict(self, texts: Sequence[Text]) -> list[Any]:
-        """The name of the likeliest class of each text; of several a text, those above one half."""
+        """The name of the likeliest class of each text; of several a text, those above one half.
+
+        Names are strings, also those of classes that have only a number.
+        """
         chances = self.predict_proba(texts)
         names = self.info.classes
         if self.info.multi_label:
