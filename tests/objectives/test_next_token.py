@@ -66,3 +66,19 @@ def test_padding_is_never_a_target_as_it_is_in_mlx_lm(tiny):
 def test_wrong_shapes_and_no_targets_are_errors(tiny, tokens, lengths, message):
     with pytest.raises(DataError, match=message):
         next_token_loss(tiny[0], tokens, lengths)
+
+
+@pytest.mark.parametrize("place", [0, 5])  # one that is read, and one that is a target only
+@pytest.mark.parametrize("number", [-100, 999_999])
+def test_ids_outside_the_vocabulary_are_named(tiny, number, place):
+    tokens = torch.ones(1, 6, dtype=torch.long)
+    tokens[0, place] = number
+    with pytest.raises(DataError, match=f"the id {number} is outside the model's vocabulary of "):
+        next_token_loss(tiny[0], tokens, torch.tensor([[0, 6]]))
+
+
+def test_any_id_may_stand_behind_the_last_target(tiny):
+    tokens = torch.ones(1, 6, dtype=torch.long)
+    expected, _ = next_token_loss(tiny[0], tokens, torch.tensor([[0, 5]]))
+    tokens[0, 5] = -100
+    assert torch.equal(next_token_loss(tiny[0], tokens, torch.tensor([[0, 5]]))[0], expected)

@@ -29,9 +29,16 @@ def next_token_loss(
     chosen = ((offset <= steps) & (steps < length)).flatten().nonzero()[:, 0]
     if not len(chosen):
         raise DataError("no target is supervised: every offset is at or behind its length")
+    targets = tokens[:, 1:].flatten().index_select(0, chosen)
+    if tokens.device.type == "cpu":  # elsewhere one would have to wait for the answer
+        _refuse_unknown(tokens[:, :-1], model.vocab_size)
+        _refuse_unknown(targets, model.vocab_size)
     hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
-    targets = tokens[:, 1:].flatten()
-    total = linear_cross_entropy(
-        hidden.index_select(0, chosen), model.head(), targets.index_select(0, chosen)
-    )
+    total = linear_cross_entropy(hidden.index_select(0, chosen), model.head(), targets)
     return total / len(chosen), len(chosen)
+
+
+def _refuse_unknown(ids: torch.Tensor, size: int) -> None:
+    outside = ids[(ids < 0) | (ids >= size)]
+    if len(outside):
+        raise DataError(f"the id {int(outside[0])} is outside the model's vocabulary of {size:,}")
