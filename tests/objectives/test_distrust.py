@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,15 @@ def test_it_is_not_monotone():
 def test_values_out_of_range_are_refused(arguments):
     with pytest.raises(DataError):
         distrust(*arguments)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, list])
+def test_several_values_at_once_are_refused(make):
+    with pytest.raises(DataError, match="auth_weight must be one number, not several"):
+        distrust(make([0.05, 0.9]), make([7.5, 1.0]))
+    with pytest.raises(DataError, match="prov_entropy must be one number, not several"):
+        distrust(0.05, make([7.5, 1.0]))
+    assert distrust(torch.tensor(0.05), np.float64(7.5)) == pytest.approx(149.80, abs=0.01)
 
 
 VALUES = [(0.05, 7.5), (0.9, 1.0), (0.5, 3.5)]

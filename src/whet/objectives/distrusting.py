@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +25,9 @@ def distrust(auth_weight: float, prov_entropy: float, alpha: float = 2.7) -> flo
 
     It is not monotone: it is 0 where prov_entropy = -ln(1 - auth_weight), and rises on both sides of that.
     """
+    for name, value in {"auth_weight": auth_weight, "prov_entropy": prov_entropy, "alpha": alpha}.items():
+        if np.ndim(value):
+            raise DataError(f"{name} must be one number, not several")
     if not 0 <= auth_weight <= MAX_AUTHORITY:
         raise DataError(f"auth_weight must be from 0 to {MAX_AUTHORITY}, not {auth_weight:g}")
     if not prov_entropy >= 0:
