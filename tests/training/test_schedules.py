@@ -239,3 +239,11 @@ def test_parts_in_a_row_stay_within_bounds_and_end_at_the_floor(parts, last, res
     assert values[0] == 1.0
     assert all(0 <= value <= 1 + 1e-12 for value in values)
     assert values[-1] == 0.1
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_there_is_no_rate_before_the_start(warmup):
+    rate = lr_at(warmup=warmup)
+    assert rate(0) == (0 if warmup else 1)
+    with pytest.raises(ConfigError, match="counted from 1"):
+        rate(-1)

@@ -23,6 +23,8 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
     pieces = _pieces(section, last) if last > warmup else []
 
     def lr_at(step: int) -> float:
+        if step < 0:
+            raise ConfigError(f"lr_at({step}): updates are counted from 1, and 0 is before the first")
         if step < warmup:
             return peak * step / warmup
         if not pieces:
