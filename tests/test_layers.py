@@ -84,3 +84,12 @@ def test_help_appears_in_under_0_3_seconds():
         times.append(time.perf_counter() - started)
     assert "train" in found.stdout
     assert min(times) < 0.3
+
+
+@pytest.mark.parametrize(
+    "package", ["whet", "whet.analysis", "whet.data", "whet.objectives", "whet.parallel"]
+)
+def test_a_star_brings_every_public_name(package):
+    names = {}
+    exec(f"from {package} import *", names)
+    assert names.keys() - {"__builtins__"} == set(sys.modules[package]._HOME_OF)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from whet.analysis.probe import LinearProbe as LinearProbe
 
 _HOME_OF = {"attention_maps": "attention", "ActivationCapture": "capture", "LinearProbe": "probe"}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name is

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from whet.data.curriculum import length_curriculum as length_curriculum
 
 _HOME_OF = {"difficulty_curriculum": "curriculum", "length_curriculum": "curriculum"}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name is

@@ -29,6 +29,7 @@ _HOME_OF = {
     "odds_ratio_loss": "preference",
     "simpo_loss": "preference",
 }
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name is

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from whet.parallel.flat import set_flat_gradients as set_flat_gradients
 
 _HOME_OF = {"flat_gradients": "flat", "set_flat_gradients": "flat"}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name is
