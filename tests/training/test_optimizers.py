@@ -337,6 +337,27 @@ def step_without_values(create):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_closure_makes_the_gradients_of_its_step(name):
+    found = []
+    for closes in (False, True):
+        model = Model()
+        optimizer = create_optimizer(Optim(name=name, lr=0.1), model, quiet=True)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(1).square().sum()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure) if closes else closure()
+        if not closes:
+            optimizer.step()
+        found.append((loss, *model.parameters()))
+    for plain, closed in zip(*found, strict=True):
+        assert torch.equal(plain, closed)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_reads_nothing_back_to_the_host(name, monkeypatch):
     if name == "adamw8bit":  # made once, on the host, before the first step
         functional = pytest.importorskip("bitsandbytes.functional")

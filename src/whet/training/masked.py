@@ -30,12 +30,17 @@ class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Change a parameter and its state in place."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; there is no loss to return."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update, from the gradients that are there or that the closure makes; returns its loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._step_one(p, group)
+        return loss
 
     def _step_one(self, p: torch.Tensor, group: Group) -> None:
         assert p.grad is not None
