@@ -197,3 +197,21 @@ def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory
     with assembled(make_config(config)) as work:
         expected = sum((math.log(1 - a + 1e-8) + e) ** 2 for a, e in values.values()) / 2
         assert work.task.mean_square == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(0.0, 0.0)], [(0.0, 0.0), (1e-9, 0.0)], [(0.0, 0.0), (0.0, 1e-4)], VALUES]
+)
+def test_the_weights_of_a_run_are_those_of_the_formula(tiny_directory, tmp_path, pairs):
+    from whet.config.load import make_config
+    from whet.training.run import assembled
+
+    rows = [{"text": f"text {n}", "auth_weight": a, "prov_entropy": e} for n, (a, e) in enumerate(pairs)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": f"{tmp_path}/texts.jsonl", "valid": None}
+    config = run_config(tiny_directory, tmp_path, objective={"kind": "distrust"}, data=data)
+    squares = [(math.log(1 - a + 1e-8) + e) ** 2 for a, e in pairs]
+    expected = [square / (sum(squares) / len(squares)) for square in squares]
+    with assembled(make_config(config)) as work:
+        found = squared_distance(torch.tensor(pairs)) / work.task.mean_square  # fp32, as in a batch
+    assert found.tolist() == pytest.approx(expected, rel=1e-4)

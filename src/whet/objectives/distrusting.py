@@ -39,8 +39,8 @@ def distrust(auth_weight: float, prov_entropy: float, alpha: float = 2.7) -> flo
 
 
 def squared_distance(values: torch.Tensor) -> torch.Tensor:
-    """d^2 of each row [auth_weight, prov_entropy]."""
-    return (torch.log(1 - values[..., 0] + 1e-8) + values[..., 1]).square()
+    """d^2 of each row [auth_weight, prov_entropy]; in fp32, too, that of [0, 0] is above 0."""
+    return (torch.log1p(1e-8 - values[..., 0]) + values[..., 1]).square()
 
 
 class Distrust:

@@ -241,7 +241,8 @@ class ObjectiveBuilder:
 
     def _distrust(self, section: DistrustObjective) -> Objective:
         values = [np.array(examples.store.values)[examples.records, :2] for examples in self._learned()]
-        squares = squared_distance(torch.from_numpy(np.concatenate(values)))
+        # in fp32, as in the batches: what is 0 there is 0 here
+        squares = squared_distance(torch.from_numpy(np.concatenate(values)).float()).double()
         scale = section.scale
         if scale == "auto":
             scale = calibrated_scale(squares, alpha=section.alpha)
