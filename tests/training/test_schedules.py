@@ -175,6 +175,7 @@ def test_schedules_that_make_no_sense_are_refused(keys, message):
 def test_a_run_no_longer_than_its_warmup_holds_at_lr(steps, kind):
     rate = lr_at(steps=steps, schedule=kind, decay_every=1)
     assert rate(3) == 0.75
+    assert rate(steps) == steps / 4  # what docs/optimizers.md says its last step has
     assert [rate(step) for step in (4, 5, 50)] == [1.0, 1.0, 1.0]
 
 

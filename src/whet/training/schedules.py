@@ -14,7 +14,8 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
 
     A linear warm-up from 0, then the parts of the schedule in a row: each starts at the rate at which the one
     before it ended, and reaches its own end at its last step. After the run's last step its rate is held.
-    A run no longer than its warm-up holds at lr once the ramp is over. Without `steps` there is no last step.
+    A run no longer than its warm-up ends on the ramp, which goes on to lr if asked for. Without `steps` there
+    is no last step.
     """
     if steps is None:
         _refuse_one_that_ends(section)
