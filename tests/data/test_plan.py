@@ -212,6 +212,23 @@ def test_an_example_larger_than_a_micro_batch_is_refused_with_its_name():
         BatchStream(examples, sized(batch_tokens=60, micro=100), seed=0)
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+@pytest.mark.parametrize("limit", [1, 2, 3, 64])
+def test_what_it_is_told_to_be_cut_to_fits_and_one_more_does_not(limit, texts):
+    def stream(tokens):
+        [example] = random_examples(1, shortest=tokens, longest=tokens)
+        item = example if texts == 1 else (example, example)
+        return BatchStream([item], sized(batch_size=2, micro=limit), seed=0)
+
+    fits = limit // texts + 1
+    with pytest.raises(DataError) as error:
+        stream(fits + 1)
+    told = f", or lower data.max_length to {fits}" if fits > 1 else ""  # which cannot be 1
+    assert error.value.hint == f"raise run.micro_batch_tokens{told}"
+    if told:
+        stream(fits)
+
+
 def test_evaluation_covers_everything_once_in_at_most_the_batches_asked_for():
     examples = random_examples(20)
     batches = evaluation_batches(examples, sized(batch_size=1))

@@ -180,7 +180,8 @@ def check_lengths(examples: Sequence[Example] | Sequence[Pair], settings: StepSe
     """The examples' lengths, all of which fit a micro-batch and a step."""
     lengths = lengths_of(examples)
     longest = int(lengths.argmax())
-    settings.check(int(lengths[longest]), members(examples[longest])[0].origin)
+    texts = members(examples[longest])
+    settings.check(int(lengths[longest]), texts[0].origin, texts=len(texts))
     return lengths
 
 

@@ -44,13 +44,19 @@ class StepSettings:
         width = -(-(length + (self.order == "mlx")) // PAD_TO) * PAD_TO
         return max(length, min(width, self.micro_tokens))
 
-    def check(self, longest: int, origin: str) -> None:
-        """Refuse an example that no micro-batch or no step can hold."""
+    def check(self, longest: int, origin: str, *, texts: int = 1) -> None:
+        """Refuse an example that no micro-batch or no step can hold.
+
+        `texts`: how many it is made of, each cut at data.max_length; 0: it is not cut.
+        """
         for key, limit in (("batch_tokens", self.batch_tokens), ("micro_batch_tokens", self.micro_tokens)):
             if limit is not None and longest > limit:
+                # the last token of a text is only a target, and takes no room
+                fits = limit // texts + 1 if texts else 0
+                lower = f", or lower data.max_length to {fits}" if fits > 1 else ""
                 raise DataError(
                     f"{origin}: {longest + 1} tokens do not fit run.{key}={limit}",
-                    hint=f"raise run.{key}, or lower data.max_length to {limit}",
+                    hint=f"raise run.{key}{lower}",
                 )
 
 

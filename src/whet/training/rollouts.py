@@ -75,7 +75,8 @@ class RolloutStream:
         self._per_step = steps.batch_size
         self._per_rollout = steps.batch_size * self.settings.minibatches
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-        steps.check(len(longest.tokens) + self.settings.max_new_tokens - 1, longest.question.origin)
+        tokens = len(longest.tokens) + self.settings.max_new_tokens
+        steps.check(tokens - 1, longest.question.origin, texts=0)
         what = (len(prompts), self._per_rollout, seed, steps.order, self.settings.group_size)
         self._mark = zlib.crc32(repr(what).encode())
 
