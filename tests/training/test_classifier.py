@@ -67,6 +67,10 @@ def test_wrong_use_is_named(tiny_directory):
     ):
         with pytest.raises(DataError, match=message):
             classifier.predict([ids])
+    for sample in ("rose", "ab", ("rose",), ("rose", "red", 1), {"input": "rose", "label": "red"}, 5):
+        with pytest.raises(DataError, match=r"a sample is \(text, label\), not"):
+            classifier.train_batch([("moss", "green"), sample])
+    assert classifier.accumulate([]) == 0
     with pytest.raises(DataError, match="there is no record to evaluate"):
         classifier.evaluate([])
 

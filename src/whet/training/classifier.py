@@ -198,7 +198,7 @@ class Classifier:
 
     def accumulate(self, samples: Sequence[Sample]) -> int:
         """Keep samples for the next update; returns how many it will have."""
-        self._waiting += [self._example(text, label) for text, label in samples]
+        self._waiting += [self._example(*_text_and_label(sample)) for sample in samples]
         return len(self._waiting)
 
     def apply(self) -> dict[str, float]:
@@ -407,6 +407,16 @@ def _for_the_head(config: RunConfig, learner: WithHeads) -> RunConfig:
     optim = config.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
     method = config.method.model_copy(update={"lr_ratio": None})
     return config.model_copy(update={"optim": optim, "method": method})
+
+
+def _text_and_label(sample: Any) -> Sample:  # Any: whatever was given as one
+    if not isinstance(sample, str | Mapping):
+        try:
+            text, label = sample
+            return text, label
+        except (TypeError, ValueError):
+            pass
+    raise DataError(f"a sample is (text, label), not {str(sample)[:50]!r}", hint="write [(text, label), ...]")
 
 
 def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
