@@ -161,8 +161,9 @@ def test_records_are_ranked_by_a_field(tiny_directory, tmp_path):
     assert whet.train(config).steps == 4
     config["run"]["name"] = "again"
     config["data"]["curriculum"]["score"] = "missing"
-    with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not None"):
+    with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not None") as error:
         whet.train(config)
+    assert "there is no such field, only 'text', 'hardness'" in error.value.message
     path.write_text(json.dumps({"text": "text", "missing": 10**400}))
     with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not 10000"):
         whet.train(config)

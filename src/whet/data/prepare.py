@@ -16,7 +16,7 @@ from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
 from whet.data.labels import Labels
 from whet.data.render import Renderer, Rendering, Supervise
-from whet.data.shapes import number
+from whet.data.shapes import number, seen
 from whet.data.sources import REASONS_KEPT, Format, Record, Skipped, Source
 from whet.data.store import TokenStore, open_store, write_store
 from whet.errors import DataError
@@ -186,10 +186,7 @@ class Preparation:
         return (self.renderer.render(record) if self.labels is None else self.renderer.judged(record),)
 
     def _values(self, record: Record) -> tuple[float, ...]:
-        try:
-            numbers = tuple(number(record.fields.get(name), name) for name in self.columns)
-        except DataError as error:
-            raise DataError(f"{record.origin}: {error.message}") from None
+        numbers = tuple(_number(record, name) for name in self.columns)
         return self._classes(record) + numbers
 
     def _classes(self, record: Record) -> tuple[float, ...]:
@@ -204,3 +201,11 @@ class Preparation:
         if not self.skip_bad:
             raise error
         skipped.add(error)
+
+
+def _number(record: Record, name: str) -> float:
+    try:
+        return number(record.fields.get(name), name)
+    except DataError as error:
+        why = "" if name in record.fields else f": there is no such field, only {seen(record.fields)}"
+        raise DataError(f"{record.origin}: {error.message}{why}") from None

@@ -36,7 +36,7 @@ def recognise(fields: Fields) -> Shape:
     shape = _told_by(tuple(name for name, value in fields.items() if value is not None))
     if shape is not None:
         return shape
-    raise DataError(f"a record with the fields {_seen(fields)} fits no shape", hint=_hint(fields))
+    raise DataError(f"a record with the fields {seen(fields)} fits no shape", hint=_hint(fields))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,7 +66,7 @@ def _find(fields: Fields, wanted: ShapeName) -> Shape:
             return shape
     needs = " or ".join(" + ".join(shape.needs) for shape in SHAPES if shape.name == wanted)
     raise DataError(
-        f"a record with the fields {_seen(fields)} has not what data.format {wanted} needs: {needs}"
+        f"a record with the fields {seen(fields)} has not what data.format {wanted} needs: {needs}"
     )
 
 
@@ -230,7 +230,7 @@ def _hint(fields: Fields) -> str:
     return f"{meant}known shapes: {'; '.join(known)}"
 
 
-def _seen(fields: Fields) -> str:
+def seen(fields: Fields) -> str:
     """The names of a record's fields, the first few of very many, cut where they are very long."""
     names = [repr(name[:40]) + (" (null)" if value is None else "") for name, value in fields.items()]
     return ", ".join([*names[:20], *(["..."] if len(names) > 20 else [])]) or "none"
