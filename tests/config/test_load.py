@@ -216,6 +216,14 @@ def test_sources_are_names_lists_or_weighted_lists(tmp_path):
             "data.train=[{source: a, weigth: 1, weight: 1}]",
             "unknown key 'data.train.0.weigth', did you mean 'weight'?",
         ),
+        (
+            "data.train={source: a, weight: 1}",
+            "run.yaml: data.train: write a name, a list of names, or a list of {source, weight}: not one mapping",
+        ),
+        (
+            "data.curriculum={kind: difficulty, hard: {source: a, weight: 1}}",
+            "run.yaml: data.curriculum.hard: write a name, a list of names, or a list of {source, weight}",
+        ),
         ("data.train=[a, {source: b, weight: 1}]", "data.train.1: Input should be a valid string"),
     ],
 )

@@ -30,6 +30,12 @@ class WeightedSource(Section):
     weight: float = Field(gt=0, description="its share of the records, relative to the others")
 
 
+def _names_or_a_list(value: Any) -> Any:  # Any: YAML values
+    if isinstance(value, dict | WeightedSource):
+        raise ValueError("write a name, a list of names, or a list of {source, weight}: not one mapping")
+    return value
+
+
 Sources = Text | list[Text] | list[WeightedSource]
 
 
@@ -51,6 +57,8 @@ class Curriculum(Section):
     ramp: float = Field(
         0.5, ge=0, le=1, description="difficulty: share of the run after which all examples are hard"
     )
+
+    _sources = field_validator("hard", mode="before")(_names_or_a_list)
 
     @model_validator(mode="after")
     def _hard_is_known(self) -> "Curriculum":
@@ -94,6 +102,8 @@ class Data(Section):
     supervise: Literal["assistant", "last", "all"] = Field(
         "assistant", description="which tokens are learned: assistant turns, the last one, or everything"
     )
+
+    _sources = field_validator("train", "valid", "test", mode="before")(_names_or_a_list)
 
     @field_validator("train", "valid", "test")
     @classmethod
