@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.data.mixing import mix
+from whet.data.mixing import check_pass, mix
+from whet.errors import DataError
 
 sources = st.lists(
     st.tuples(st.integers(1, 12), st.sampled_from([0.1, 0.25, 0.3, 1, 1.5, 2, 7])), min_size=1, max_size=5
@@ -47,3 +48,37 @@ def test_the_order_is_fixed(weights, expected):
 def test_scaled_weights_are_the_same_weights():
     parts = ["a" * 7, "b" * 11, "c" * 5]
     assert list(mix(parts, [0.1, 0.2, 0.7])) == list(mix(parts, [1, 2, 7])) == list(mix(parts, [10, 20, 70]))
+
+
+def counted(count):
+    """A source that says how often it was read."""
+
+    class Source:
+        read = 0
+
+        def __iter__(self):
+            self.read += 1
+            return iter(range(count))
+
+    return Source()
+
+
+def test_a_pass_of_absurd_length_is_refused_before_it_is_read():
+    with pytest.raises(
+        DataError, match=r"would have 50,000,050 records, of 70 .* only then has all of rare been read"
+    ):
+        check_pass([counted(20), counted(50)], [1_000_000, 1], ["often", "rare"])
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights", "reads"),
+    [
+        ((20, 50), (99, 1), (0, 0)),  # too close together to be absurd, so nobody counts
+        ((20, 50), (100_000, 1), (0, 1)),  # 5 million records: long, and perhaps meant
+        ((200_000, 20), (1_000_000, 1), (1, 1)),  # 20 million records, each of them 100 times at most
+    ],
+)
+def test_what_may_be_meant_is_read_no_more_than_it_must_be(counts, weights, reads):
+    sources = [counted(count) for count in counts]
+    check_pass(sources, weights, ["often", "rare"])
+    assert tuple(source.read for source in sources) == reads

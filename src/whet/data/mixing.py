@@ -5,7 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Generic, TypeVar
 
+from whet.errors import DataError
+
 T = TypeVar("T")
+
+# a pass that has more records than this, and each that is there this often: nobody means that
+MOST_RECORDS = 10_000_000
+MOST_TIMES = 100
 
 
 def mix(sources: Sequence[Iterable[T]], weights: Sequence[float]) -> Iterator[T]:
@@ -26,6 +32,29 @@ def mix(sources: Sequence[Iterable[T]], weights: Sequence[float]) -> Iterator[T]
         chosen = behind.index(max(behind))
         taken[chosen] += 1
         yield readers[chosen].take()
+
+
+def check_pass(sources: Sequence[Iterable[T]], weights: Sequence[float], names: Sequence[str]) -> None:
+    """Refuse weights so far apart that a pass is absurdly long; records are counted only where it may be."""
+    shares = _whole_shares(weights)
+    total = sum(shares)
+    rare = [place for place, share in enumerate(shares) if total > MOST_TIMES * share]
+    counts = {place: _count(sources[place]) for place in rare}
+    passes = {place: counts[place] * total // shares[place] for place in rare}
+    if max(passes.values(), default=0) <= MOST_RECORDS:
+        return
+    there = sum(counts[place] if place in counts else _count(source) for place, source in enumerate(sources))
+    last = max(passes, key=passes.__getitem__)
+    if passes[last] > MOST_TIMES * there:
+        raise DataError(
+            f"a pass over the weighted sources would have {passes[last]:,} records, of {there:,} that are "
+            f"there: only then has all of {names[last]} been read",
+            hint="choose weights that are closer together",
+        )
+
+
+def _count(source: Iterable[T]) -> int:
+    return sum(1 for _ in source)
 
 
 def _whole_shares(weights: Sequence[float]) -> list[int]:

@@ -9,7 +9,7 @@ from whet.config.sections import WeightedSource
 from whet.data import hugging_face
 from whet.data.files import not_found
 from whet.data.ledgers import holds_ledgers, ledgers_content
-from whet.data.mixing import mix
+from whet.data.mixing import check_pass, mix
 from whet.data.readers import Content, Row, digest_text, files_content
 from whet.data.shapes import ShapeName, shaped
 from whet.data.splits import Split, directory_content, has_split
@@ -123,6 +123,7 @@ class SeveralSources:
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
         self.sources = sources
         self.weights = weights
+        self._checked = False  # whether a pass is known to be of a sane length
         names = [source.name for source in sources]
         if weights is None:
             self.name = " + ".join(names)
@@ -133,6 +134,9 @@ class SeveralSources:
     def __iter__(self) -> Iterator[Record]:
         if self.weights is None:
             return (record for source in self.sources for record in source)
+        if not self._checked:
+            check_pass(self.sources, self.weights, [source.name for source in self.sources])
+            self._checked = True
         return mix(self.sources, self.weights)
 
     @property
