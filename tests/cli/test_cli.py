@@ -89,6 +89,19 @@ def test_bad_input_gets_one_message_and_exit_code_2(cli, tiny_directory, tmp_pat
     assert not out
 
 
+def test_a_key_without_effect_is_mentioned_when_a_run_begins_and_not_when_it_goes_on(
+    cli, tiny_directory, tmp_path
+):
+    config = write_config(tiny_directory, tmp_path)
+    said = "method.dropout has no effect with method.kind: full"
+    changes = ("method={kind: full, dropout: 0.1}", "run.steps=2")
+    code, out, _ = cli("train", config, *changes, "--dry-run")
+    assert (code, said in out) == (0, True)
+    code, _, err = cli("train", config, *changes)
+    assert (code, err.count(said)) == (0, 1)
+    assert said not in cli("resume", str(tmp_path / "runs" / "test"))[2]
+
+
 GOOD = {"prompt": "a", "completion": "b"}
 
 

@@ -280,3 +280,14 @@ def test_mlx_batches_do_not_go_from_easy_to_hard(tiny_directory, tmp_path):
         make_config(run_config(tiny_directory, tmp_path, data=data))
     data["curriculum"] = {"kind": "length"}
     assert make_config(run_config(tiny_directory, tmp_path, data=data)).data.order == "mlx"
+
+
+def test_a_curriculum_by_length_reads_nothing_that_is_about_difficulty(tiny_directory, tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(40)))
+    curriculum = {"kind": "length", "shortest": 4, "score": "grade"}  # which no record has
+    data = {"train": str(path), "valid": None, "curriculum": curriculum}
+    assert whet.train(run_config(tiny_directory, tmp_path, data=data, run={"steps": 2})).steps == 2
+    curriculum["hard"] = str(path)
+    with pytest.raises(ConfigError, match="hard is for a curriculum by difficulty"):
+        whet.train(run_config(tiny_directory, tmp_path, data=data, run={"name": "again", "steps": 2}))

@@ -52,6 +52,7 @@ def plan(config: str, overrides: list[str]) -> None:
     """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
     from whet.cli.console import set_up_logging
     from whet.config.load import load_config
+    from whet.config.unread import unread_lines
     from whet.reporting.data_problems import Problem, find_problems, find_refusals
     from whet.reporting.data_text import DataText
     from whet.reporting.data_view import view_parts
@@ -69,7 +70,7 @@ def plan(config: str, overrides: list[str]) -> None:
         text.show_plan(view)
         problems += find_problems(view)
         steps = settings.run.steps or (view.steps.steps if view.steps is not None else None)
-    problems = [*find_refusals(settings, steps=steps), *problems]
+    problems = [*find_refusals(settings, steps=steps), *problems, *map(Problem, unread_lines(settings))]
     text.show_problems(problems, every_record=False)
     if any(problem.stops for problem in problems):
         raise typer.Exit(2)

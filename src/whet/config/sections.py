@@ -64,6 +64,8 @@ class Curriculum(Section):
     def _hard_is_known(self) -> "Curriculum":
         if self.kind == "difficulty" and (self.score is None) == (self.hard is None):
             raise ValueError("a curriculum by difficulty needs either score or hard")
+        if self.kind == "length" and self.hard is not None:
+            raise ValueError("hard is for a curriculum by difficulty: one by length orders data.train alone")
         return self
 
 

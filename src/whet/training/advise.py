@@ -11,6 +11,7 @@ from whet.adapters.load import tokenizer_of
 from whet.config.classify import ClassifyObjective
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
+from whet.config.unread import unread
 from whet.data.batches import BatchStream
 from whet.data.examples import StoredExamples
 from whet.errors import ModelError
@@ -48,6 +49,7 @@ def advise(config: RunConfig) -> list[Advice]:
         *_alpha(config),
         *_clip(config),
         *_schedule(config, data),
+        *(Advice(key, "warn", f"it has no effect with {choice}") for key, choice in unread(config).items()),
     ]
     if isinstance(data, RunData):
         found += _of_examples(config, data)

@@ -13,6 +13,7 @@ import torch
 
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
+from whet.config.unread import unread_lines
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.parallel.group import SOLO, World, joined, was_restarted
@@ -72,6 +73,8 @@ def train(
             if world.is_main:
                 refuse_taken_name(directory)
                 clear_leftovers(directory.parent, of=directory.name)
+                for line in unread_lines(config):
+                    log.warning("%s", line)
         return _Assembly(config, directory, run_log, world).go([signals, *callbacks])
 
 

@@ -135,8 +135,9 @@ class RunData:
     def _columns(self, name: str) -> tuple[str, ...]:
         """Numbers of a record that the objective reads, then the one that a curriculum goes by."""
         curriculum = self.config.data.curriculum
-        score = curriculum.score if curriculum is not None and name == "train" else None
-        return (*self.needs.columns, *([score] if score else []))
+        if curriculum is None or curriculum.kind == "length" or not curriculum.score or name != "train":
+            return self.needs.columns
+        return (*self.needs.columns, curriculum.score)
 
     def prepare_source(self, name: str) -> StoredExamples | StoredPairs:
         """Tokenise one source, or find that it was done before."""
