@@ -268,3 +268,102 @@ def test_numbers_beyond_all_reason_stop_no_comparison(new_run, last):
     assert Page(comparison_page(found)).said
     [group] = [group for group in found.groups if group.name == "lr=1"]
     assert group.values("eval_perplexity") == []
+
+
+CLASSIFY = {"kind": "classify", "classes": ["a", "b"], "focal": 0.0}
+DPO = {"kind": "dpo", "beta": 0.1}
+MIX = {
+    "kind": "mix",
+    "parts": [
+        {"weight": 1.0, "objective": {"kind": "sft"}, "data": {"train": "a"}},
+        {"weight": 0.5, "objective": DPO, "data": {"train": "b"}},
+    ],
+}
+
+
+def other_mix(**changes):
+    return {**MIX, "parts": [MIX["parts"][0], {**MIX["parts"][1], **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "metric", "keys"),
+    [
+        ({"objective": CLASSIFY}, {"objective": {**CLASSIFY, "focal": 2.0}}, "eval_loss", "objective.focal differs"),
+        ({"objective": CLASSIFY}, {"objective": {**CLASSIFY, "focal": 2.0}}, "loss", "objective.focal differs"),
+        (
+            {"objective": {**CLASSIFY, "focal": 0.0, "normalise": "samples"}},
+            {"objective": {**CLASSIFY, "focal": 2.0, "normalise": "weights"}},
+            "best_eval_loss",
+            "objective.focal, objective.normalise differ",
+        ),
+        ({"objective": DPO}, {"objective": {**DPO, "beta": 0.5}}, "test_loss", "objective.beta differs"),
+        ({"objective": DPO}, {"objective": {"kind": "ipo", "beta": 0.1}}, "eval_loss", "objective.kind differs"),
+        ({}, {"objective": {"kind": "mtp", "weight": 0.3}}, "eval_loss", "objective.kind differs"),
+        ({"objective": MIX}, {"objective": other_mix(weight=1.0)}, "eval_loss", "objective.parts.1.weight differs"),
+        (
+            {"objective": MIX},
+            {"objective": other_mix(objective={**DPO, "beta": 0.5})},
+            "eval_dpo.loss",
+            "objective.parts.1.objective.beta differs",
+        ),
+        ({"data": {"supervise": "all"}}, {"data": {"supervise": "last"}}, "eval_bits_per_byte", "data.supervise differs"),
+        (
+            {"model": {"preset": "nano", "tokenizer": "bytes"}},
+            {"model": {"preset": "nano", "tokenizer": "bpe:300"}},
+            "eval_perplexity",
+            "model.tokenizer differs",
+        ),
+        ({"experts": {"z_loss": 0.0}}, {"experts": {"z_loss": 0.1}}, "loss", "experts.z_loss differs"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_is_another_quantity_in_each_group_ranks_none(
+    new_run, tmp_path, first, second, metric, keys
+):
+    found, text = two_settings(new_run, tmp_path, first, second, metric)
+    said = f"{metric} is not the same quantity in these groups: {keys}"
+    assert said in found.notes
+    assert f"note: {said}" in text
+    assert "best: " not in text.replace("no best: ", "")
+    assert f"cannot be ranked by {metric}; choose another number with --metric" in text
+    assert as_json(found)["not_comparable_by"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "metric"),
+    [
+        ({"objective": CLASSIFY}, {"objective": {**CLASSIFY, "focal": 2.0}}, "eval_accuracy"),
+        ({"objective": {**CLASSIFY, "pooling": "last"}}, {"objective": {**CLASSIFY, "pooling": "mean"}}, "eval_loss"),
+        ({"objective": {**DPO, "gamma": 1.0}}, {"objective": {**DPO, "gamma": 2.0}}, "eval_loss"),
+        ({}, {"objective": {"kind": "mtp", "weight": 0.3}}, "eval_perplexity"),
+        ({}, {"objective": {"kind": "distrust", "mode": "weight"}}, "eval_cross_entropy"),
+        ({"objective": MIX}, {"objective": other_mix(weight=1.0)}, "eval_dpo.loss"),
+        ({"objective": MIX}, {"objective": other_mix(batch_size=4)}, "eval_loss"),
+        ({"experts": {"z_loss": 0.0}}, {"experts": {"z_loss": 0.1}}, "eval_loss"),
+        ({"data": {"max_length": 64}}, {"data": {"max_length": 128}}, "eval_loss"),
+        (
+            {"model": {"preset": "nano", "tokenizer": "bytes"}},
+            {"model": {"preset": "nano", "tokenizer": "bpe:300"}},
+            "eval_bits_per_byte",
+        ),
+        (
+            {"objective": CLASSIFY, "model": {"preset": "nano", "tokenizer": "bytes"}},
+            {"objective": CLASSIFY, "model": {"preset": "nano", "tokenizer": "bpe:300"}},
+            "eval_loss",
+        ),
+    ],
+)  # fmt: skip
+def test_what_stays_the_same_quantity_is_judged_as_ever(new_run, tmp_path, first, second, metric):
+    found, text = two_settings(new_run, tmp_path, first, second, metric)
+    assert found.notes == []
+    assert found.unlike == []
+    assert "\nbest: " in text
+
+
+def two_settings(new_run, tmp_path, first, second, metric):
+    """Two settings with two seeds each, and what is said of them."""
+    for name, sections, value in (("one", first, 1.0), ("two", second, 2.0)):
+        for seed in (0, 1):
+            found = value + seed / 100
+            new_run(f"{name}-{seed}", found, seed=seed, rows=[{"step": 2, metric: found}], **sections)
+    compared = compare_runs([tmp_path / "runs"], metric=metric)
+    return compared, comparison_text(compared)

@@ -73,7 +73,12 @@ def spread_text(scores: Scores | None) -> str:
 
 
 def best_place(found: RunComparison) -> int | None:
-    """Which group has the best mean, of those that did not diverge; None where all are equal or alone."""
+    """Which group has the best mean, of those that did not diverge; None where all are equal or alone.
+
+    None, too, where the metric is another quantity in each group.
+    """
+    if found.unlike:
+        return None
     known = {
         place: scores.mean
         for place, group in enumerate(found.groups)
@@ -86,6 +91,8 @@ def best_place(found: RunComparison) -> int | None:
 
 def best_text(found: RunComparison) -> str:
     """Which group is best, and whether it can be told from the first."""
+    if found.unlike:
+        return f"no best: the groups cannot be ranked by {found.metric}; choose another number with --metric"
     place = best_place(found)
     if place is None:
         return ""

@@ -9,6 +9,7 @@ from statistics import median
 
 from whet.config.load import flat_keys
 from whet.errors import CheckpointError, ConfigError
+from whet.reporting.comparable import differing_keys
 from whet.reporting.run_files import RunFiles, Values, is_run, read_run, section
 from whet.reporting.series import LARGEST, Metric, as_number, metrics_of
 from whet.reporting.statistics import compare, deviation, hedges_g, holm, interval, mean
@@ -103,6 +104,7 @@ class RunComparison:
     metrics: list[str]  # all that can be compared, this one first
     differences: dict[str, list[object]]  # key: the value of each group
     notes: list[str]
+    unlike: list[str] = field(default_factory=list)  # keys that make `metric` another quantity in each group
 
     @property
     def runs(self) -> list[RunFiles]:
@@ -153,8 +155,12 @@ def compare_runs(places: Sequence[str | Path], *, metric: str | None = None) -> 
     chosen = metric or _judged_by(runs, known)
     differences = {key: [group.setting[key] for group in groups] for key in groups[0].setting}
     ordered = sorted(known, key=lambda name: (name != chosen, not name.startswith(("test_", "best_"))))
+    unlike = differing_keys([group.runs[0].config for group in groups], chosen)
     notes = [*_notes(runs), *_divergences(groups, chosen)]
-    return RunComparison(groups, chosen, ordered, differences, notes)
+    if unlike:
+        keys = f"{', '.join(unlike)} {'differs' if len(unlike) == 1 else 'differ'}"
+        notes.insert(0, f"{chosen} is not the same quantity in these groups: {keys}")
+    return RunComparison(groups, chosen, ordered, differences, notes, unlike)
 
 
 def _runs_at(place: Path) -> list[Path]:
@@ -302,6 +308,7 @@ def as_json(found: RunComparison) -> Values:
         "test": "paired t-test over the seeds both groups have, two-sided; p_adjusted by Holm",
         "groups": groups,
         "differences": found.differences,
+        "not_comparable_by": found.unlike,
         "notes": found.notes,
     }
 
