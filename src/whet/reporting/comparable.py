@@ -14,13 +14,8 @@ _NOT_OF_THE_LOSS = {
     *("probe", "calibrate", "valid_share", "pooling", "bias", "block", "reference"),
     *("reward_timeout", "reward_workers", "generate_rows", "mismatch_tolerance", "samples_every", "samples"),
 }
-_OF_WHOLE_ANSWERS = (
-    "classify",
-    "regression",
-    "grpo",
-    "dpo",
-    "ipo",
-)  # whose losses are not a mean over tokens
+# whose losses are not a mean over tokens
+_OF_WHOLE_ANSWERS = ("classify", "regression", "grpo", "dpo", "ipo")
 
 
 def differing_keys(configs: Sequence[Values], metric: str) -> list[str]:
