@@ -54,10 +54,14 @@ def adapters(tiny_directory, tmp_path):
 def write_adapter(base, directory, *, seed):
     model, _ = load_base(base, dtype=torch.float32, device="cpu")
     model.name = str(base)
+    return write_lora(model, directory, seed=seed, size=0.2)
+
+
+def write_lora(model, directory, *, seed, size):
     whet.attach_lora(model, rank=3, targets=["q_proj", "down_proj"])
     generator = torch.Generator().manual_seed(seed)
     for tensor in adapter_tensors(model).values():
-        tensor.data = 0.2 * torch.randn(tensor.shape, generator=generator)
+        tensor.data = size * torch.randn(tensor.shape, generator=generator)
     whet.save_adapter(model, directory)
     return directory
 
@@ -144,12 +148,7 @@ def test_adapters_of_one_base_are_merged_as_its_updates(tiny_directory, tmp_path
 
 def write_quantised_adapter(base, directory, *, seed):
     model = load_quantised(base, dtype=torch.bfloat16, device=torch.device("cpu"))
-    whet.attach_lora(model, rank=3, targets=["q_proj", "down_proj"])
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in adapter_tensors(model).values():
-        tensor.data = 0.02 * torch.randn(tensor.shape, generator=generator)
-    whet.save_adapter(model, directory)
-    return directory
+    return write_lora(model, directory, seed=seed, size=0.02)
 
 
 def dequantised(base):

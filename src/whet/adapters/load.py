@@ -114,8 +114,7 @@ def base_of(target: str | Path) -> str | None:
 
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """The tokenizer that `load` would give, without the weights; None where there is none."""
-    if (config := config_of_checkpoint(name_or_path)) is not None:
-        below = base_of(name_or_path) or config.language_model
+    if (below := below_checkpoint(name_or_path)) is not None:
         in_run = run_of(at_home(name_or_path)) / "tokenizer"
         return load_tokenizer(in_run) if isinstance(below, Preset) else tokenizer_of(below)
     target = usable_directory(name_or_path)
@@ -138,8 +137,8 @@ def _load_checkpointed(
             hint="build the model, then whet.load_checkpoint(path, model)",
         )
     check_manifest(checkpoint)
-    tokenizer = tokenizer_of(checkpoint)
-    base = base_of(checkpoint) or config.language_model
+    tokenizer, base = tokenizer_of(checkpoint), below_checkpoint(checkpoint)
+    assert base is not None
     if isinstance(base, Preset):
         model = new_model(base, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         where = choose_device(str(device or "auto"))
@@ -162,6 +161,12 @@ def config_of_checkpoint(name_or_path: str | Path) -> RunConfig | None:
     path = at_home(name_or_path)
     config = run_of(path) / "config.yaml"
     return load_config(config) if (path / MANIFEST).is_file() and config.is_file() else None
+
+
+def below_checkpoint(name_or_path: str | Path) -> str | Preset | None:
+    """The model that the run of a checkpoint began with; None for anything that is no checkpoint."""
+    config = config_of_checkpoint(name_or_path)
+    return None if config is None else base_of(name_or_path) or config.language_model
 
 
 def run_of(checkpoint: Path) -> Path:

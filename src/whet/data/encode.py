@@ -196,9 +196,14 @@ def token_bytes(tokenizer: Any, *, vocab_size: int) -> np.ndarray:  # Any: a tra
     return sizes
 
 
+def is_byte(token: str) -> bool:
+    """Whether a token is one byte, of a tokenizer that has no token for its character."""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
 def _size(token: str, *, byte_level: bool) -> int:
     if byte_level:  # a character stands for a byte
         return len(token)
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # a byte that had no token
+    if is_byte(token):
         return 1
     return len(token.replace("\u2581", " ").encode())

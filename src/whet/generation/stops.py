@@ -1,16 +1,11 @@
 """Stop strings: texts that end an answer, wherever tokens begin and end."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whet.data.encode import special_tokens
+from whet.data.encode import is_byte, special_tokens
 from whet.errors import ConfigError
 from whet.generation.engine import Watch
-
-_BYTE = re.compile(
-    "<0x[0-9A-F]{2}>"
-)  # a token that is one byte, of a tokenizer that has no characters for it
 
 
 def check_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
@@ -69,8 +64,8 @@ class TextStream:
         """The text without what bytes make of it at its end: a tokenizer reads all bytes in a row at once."""
         if self.on_text is None:
             return text
-        settled = len(tokens)
-        while settled and _is_byte(self.tokenizer, tokens[settled - 1]):
+        settled, name = len(tokens), self.tokenizer.convert_ids_to_tokens
+        while settled and is_byte(name(tokens[settled - 1]) or ""):
             settled -= 1
         return text if settled == len(tokens) else decoded(self.tokenizer, tokens[:settled])
 
@@ -90,10 +85,6 @@ def _special(tokenizer: Any, stops: Sequence[str]) -> set[int]:  # Any: a transf
     """The special tokens among stop strings: no text has them."""
     known = special_tokens(tokenizer) if stops and tokenizer is not None else {}
     return {known[stop] for stop in stops if stop in known}
-
-
-def _is_byte(tokenizer: Any, token: int) -> bool:  # Any: a transformers tokenizer
-    return _BYTE.fullmatch(tokenizer.convert_ids_to_tokens(token) or "") is not None
 
 
 def decoded(tokenizer: Any, tokens: list[int]) -> str:  # Any: a transformers tokenizer

@@ -213,9 +213,6 @@ def _first_few(names: list[str]) -> str:
     return ", ".join(names[:4]) + more
 
 
-_OLD_DTYPE = "torch_dtype"  # what `dtype` was called: of the file that was read, not of this one
-
-
 def write_model_directory(
     directory: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -236,7 +233,8 @@ def write_model_directory(
             tokenizer.save_pretrained(staging)
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copy(source / "generation_config.json", staging)
-        write_json(staging / "config.json", {key: config[key] for key in config if key != _OLD_DTYPE})
+        # the old name of `dtype` is of the file that was read, not of this one
+        write_json(staging / "config.json", {key: config[key] for key in config if key != "torch_dtype"})
         if beside is not None:
             beside(staging)
         shards = _shards(tensors, max_shard_bytes)

@@ -50,7 +50,7 @@ def _defining(config: Values, metric: str) -> Iterator[tuple[str, object]]:
         return
     if not part:
         yield "objective.kind", "mix"
-    for number, each in enumerate(part for part in parts if isinstance(part, dict)):
+    for number, each in enumerate(each for each in parts if isinstance(each, dict)):
         inner = section(each, "objective")
         if part and part != (each.get("name") or inner.get("kind")):
             continue

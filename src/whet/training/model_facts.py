@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from whet.adapters.load import base_of, config_of_checkpoint, usable_directory
+from whet.adapters.load import base_of, below_checkpoint, usable_directory
 from whet.config.preset import Preset
 from whet.errors import ModelError
 from whet.models import families
@@ -31,8 +31,7 @@ def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
     """Facts of the model that a config names; `tokens` is how many its tokenizer has."""
     if isinstance(model, Preset):
         return _of_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
-    if (trained := config_of_checkpoint(model)) is not None:
-        below = base_of(model) or trained.language_model
+    if (below := below_checkpoint(model)) is not None:
         return replace(model_facts(below, tokens=tokens), name=model)
     directory = weights_directory(model)
     config = read_json(directory / "config.json")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.adapters.load import base_of, config_of_checkpoint
+from whet.adapters.load import below_checkpoint
 from whet.adapters.lora import make_trainable
 from whet.adapters.nf4 import _table
 from whet.adapters.qlora import quantise_base
@@ -49,8 +49,8 @@ def read_model(model: str | Preset) -> LanguageModel:
     """The model that a config names, on the meta device: from its config.json or its preset alone."""
     if isinstance(model, Preset):
         return from_spec(new_spec(model, tokens=_tokens(model)))
-    if (trained := config_of_checkpoint(model)) is not None:
-        return read_model(base_of(model) or trained.language_model)
+    if (below := below_checkpoint(model)) is not None:
+        return read_model(below)
     directory = weights_directory(model, config_directory)
     config = read_json(directory / "config.json")
     family = families.choose(config).family
