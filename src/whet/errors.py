@@ -1,5 +1,7 @@
 """The errors a user can act on: what is wrong, where, and what to do about it."""
 
+_LONGEST_VALUE = 120
+
 
 class WhetError(Exception):
     """A failure with a message for the user and, where there is one, a hint how to mend it."""
@@ -54,3 +56,10 @@ def check_positive(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"{name} must be at least 1, not {count}")
+
+
+def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
+    """Return a text as a message shows it: cut in the middle where it has more characters than `longest`."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest * 2 // 3]} ... ({len(text)} characters) ... {text[-longest // 6 :]}"

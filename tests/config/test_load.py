@@ -147,7 +147,7 @@ def test_the_place_of_a_mistake_in_yaml_follows_the_file(tmp_path, text, said):
         ("", "must hold sections"),
         ("model: a\nmodel: b\n", "the key 'model' is given twice"),
         ("model: m\nrun: {steps: 1, steps: 2}\n", "the key 'steps' is given twice"),
-        ("model: m\n", "data is missing; run is missing"),
+        ("model: m\n", "data is missing\n  run is missing"),
         ("model: m\n? [a, b]\n: 1\n", "a key must be a single value"),
         ("model: m\nrun: {name: 2024-13-45}\n", "'2024-13-45' cannot be read (month must be in 1..12)"),
         ("model: !!bool m\n", "'m' cannot be read"),

@@ -35,7 +35,10 @@ from whet.cli import (
     tokenizer,
     train,
 )
-from whet.errors import WhetError
+from whet.errors import WhetError, shorten
+
+_MOST_LINES = 40
+_LONGEST_LINE = 2000
 
 app = typer.Typer(
     name="whet",
@@ -124,4 +127,9 @@ def _explained(error: Exception) -> str:
 
 
 def _complain(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    lines = message.splitlines() or [""]
+    if len(lines) > _MOST_LINES:  # the last one may be the hint
+        lines[_MOST_LINES - 2 : -1] = [
+            f"  ... {len(lines) - _MOST_LINES + 1} lines left out (--debug shows all)"
+        ]
+    print("error: " + "\n".join(shorten(line, _LONGEST_LINE) for line in lines), file=sys.stderr)

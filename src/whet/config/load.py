@@ -1,18 +1,15 @@
 """YAML in, `section.key=value` overrides, one clear message for what is wrong, resolved YAML out."""
 
-import difflib
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from whet.config.objectives import OBJECTIVE_KINDS
-from whet.config.quality import Quality
+from whet.config.problems import config_error, inner_sections
 from whet.config.sections import Part, RunConfig
 from whet.errors import ConfigError
 
@@ -105,8 +102,7 @@ def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConf
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        problems = list(_explain(error))
-        raise ConfigError(f"{origin}: " + "; ".join(problems)) from error
+        raise config_error(error, RunConfig, origin=origin) from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -133,7 +129,7 @@ def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
     for own_name, field in section.model_fields.items():
         name = field.alias or own_name
         # what a part of a mix has is described where a run has it
-        inner = [] if section is Part else list(_inner_sections(field.annotation))
+        inner = [] if section is Part else list(inner_sections(field.annotation))
         if not inner or prefix:
             default = "required" if field.is_required() else f"default {json.dumps(field.get_default())}"
             yield f"  {prefix}{name}: {field.description} ({default})"
@@ -179,68 +175,3 @@ def _place(items: list[Any], key: str, override: str) -> int:  # Any: YAML value
             f"override {override!r}: {key} is no place in a list of {len(items)}, counted from 0"
         )
     return int(key)
-
-
-def _explain(error: ValidationError) -> Iterator[str]:
-    problems = error.errors()
-    deepest: dict[tuple[int | str, ...], int] = {}
-    for problem in problems:
-        field = _before_union(problem["loc"])
-        deepest[field] = max(deepest.get(field, 0), len(problem["loc"]))
-    for problem in problems:
-        field = _before_union(problem["loc"])
-        if field != problem["loc"] and len(problem["loc"]) < deepest[field]:
-            continue  # of the ways to write a value, only the one that was nearly right is worth a word
-        place = ".".join(str(part) for part in problem["loc"] if not _names_a_union_branch(part))
-        if problem["type"] == "extra_forbidden":
-            yield f"unknown key {place!r}{_nearest(problem['loc'])}"
-        elif problem["type"] == "missing":
-            yield f"{place} is missing"
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
-            yield f"{place}: {message}{given}" if place else message
-
-
-def _names_a_union_branch(part: int | str) -> bool:
-    """Whether pydantic put a type here, which is no key that a reader wrote."""
-    return str(part) in ("str", "int", "float", "a-name", "a-preset", "a-quality", *OBJECTIVE_KINDS) or str(
-        part
-    ).startswith(("constrained", "list[", "function-before[", "literal["))
-
-
-def _before_union(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path of the field that may hold several types, or the whole path."""
-    return tuple(itertools.takewhile(lambda part: not _names_a_union_branch(part), location))
-
-
-def _nearest(location: tuple[int | str, ...]) -> str:
-    section = _section_at(location[:-1])
-    if section is None:
-        return ""
-    known = [field.alias or name for name, field in section.model_fields.items()]
-    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
-
-
-def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    found: list[type[BaseModel]] = [RunConfig]
-    for key in location:
-        if key in OBJECTIVE_KINDS:  # which of several
-            found = [section for section in found if key in get_args(section.model_fields["kind"].annotation)]
-        if key == "a-quality":
-            found = [Quality]
-        if not found or _names_a_union_branch(key):
-            continue
-        # in a list or mapping of sections, the next part is an index or a user's own key: the section stays
-        if (field := found[0].model_fields.get(str(key))) is not None:
-            found = list(_inner_sections(field.annotation))
-    return found[0] if found else None
-
-
-def _inner_sections(annotation: object) -> Iterator[type[BaseModel]]:
-    """The sections a field may hold, alone or as the items of a list or mapping."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _inner_sections(inner)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 PrecisionName = Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"]
@@ -24,6 +24,18 @@ class Section(BaseModel):
     """A strict, frozen group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, /, **values: Any) -> None:  # Any: checked here
+        """Validate the keys; every problem is in one ConfigError."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from whet.config.problems import config_error  # which needs every section
+
+            raise config_error(error, type(self), origin=type(self).__name__) from error
+
+    # pydantic validates nested sections itself, without their __init__, so that it reports all errors at once
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod

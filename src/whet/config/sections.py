@@ -1,6 +1,7 @@
 """The sections of a run's config: every key, its default and its one-line meaning, in one place."""
 
 import os
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,9 +31,16 @@ class WeightedSource(Section):
     weight: float = Field(gt=0, description="its share of the records, relative to the others")
 
 
+_IN_A_FILE = "write the records to a JSON Lines file, one object per line, and give its path"
+
+
 def _names_or_a_list(value: Any) -> Any:  # Any: YAML values
     if isinstance(value, dict | WeightedSource):
         raise ValueError("write a name, a list of names, or a list of {source, weight}: not one mapping")
+    if isinstance(value, list) and any(isinstance(each, dict) and "source" not in each for each in value):
+        raise ValueError(f"a list of {len(value)} records in memory is not a source: {_IN_A_FILE}")
+    if value is not None and not isinstance(value, str | int | float | date | Path | list):
+        raise ValueError(f"an object of type {type(value).__name__} is not a source: {_IN_A_FILE}")
     return value
 
 
