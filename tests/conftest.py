@@ -9,6 +9,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import atexit
 import importlib.util
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -19,6 +20,11 @@ from tiny import write_tiny_model
 if "WHET_TOKENS" not in os.environ:  # token stores of the tests, and of the processes they start
     os.environ["WHET_TOKENS"] = tempfile.mkdtemp(prefix="whet-tokens-")
     atexit.register(shutil.rmtree, os.environ["WHET_TOKENS"], ignore_errors=True)
+
+# started by nohup or in the background, these are ignored, also in the processes that tests start and signal
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # several workers with several threads each wait for one another

@@ -146,6 +146,23 @@ def test_a_signal_while_the_model_loads_ends_at_once_with_a_line(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_from_the_start_does_not_stop_a_run(tiny_directory, tmp_path, number):
+    """SIGHUP under nohup, SIGINT in a background job of a script."""
+
+    class Send(Callback):
+        def on_step_end(self, step, metrics):
+            os.kill(os.getpid(), number)
+
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        result = whet.train(run_config(tiny_directory, tmp_path, run={"steps": 2}), [Send()])
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert (result.steps, result.unfinished) == (2, False)
+
+
 def test_a_second_signal_ends_at_once(tiny_directory, tmp_path, monkeypatch):
     """Even with a disk that takes forever; what was saved before stays."""
     case = Case(

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 from whet.errors import ConfigError, RunError
 
@@ -36,6 +37,17 @@ def launch(arguments: Sequence[str], count: int, *, restarts: int = 0) -> int:
     return _launch_once(arguments, count, restarts, stopped)
 
 
+def catch_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:  # Any: handlers
+    """Install a handler for Ctrl-C, SIGTERM and SIGHUP, and return the handlers that were there before.
+
+    A signal that the process was started with as ignored stays ignored: SIGHUP under nohup, SIGINT in a
+    background job of a script. Such a run is stopped with SIGTERM.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in caught}
+
+
 def end_with_parent() -> None:
     """End this process as soon as the thread that started it is gone, however it goes."""
     if sys.platform == "linux":
@@ -56,9 +68,7 @@ def _launch_once(arguments: Sequence[str], count: int, restart: int, stopped: li
         stopped.append(number)
         _pass_on(number, started)
 
-    before = {
-        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    before = catch_stop_signals(pass_on)
     try:
         return _wait(started, stopped)
     finally:

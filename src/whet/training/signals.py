@@ -6,6 +6,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from whet.parallel.launch import catch_stop_signals
 from whet.training.callbacks import Metrics, NumbersOnly, StopRun
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ class StopOnSignal(NumbersOnly):
 
     def __enter__(self) -> "StopOnSignal":
         if threading.current_thread() is threading.main_thread():  # handlers can be set nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self._before[number] = signal.signal(number, self._note)
+            self._before = catch_stop_signals(self._note)
         return self
 
     def __exit__(
