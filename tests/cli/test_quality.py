@@ -1,6 +1,7 @@
 """The commands of the quality task."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -50,13 +51,35 @@ def test_a_run_ends_with_its_summary_line(cli, config):
     assert "whet chat" not in out
     assert "3 steps, 96 rows in" in out
     assert "rows/s" in err
+    assert re.search(r"step 3/3  loss \d\.\d{4}  grad norm \d+\.\d{4}  router entropy \d\.\d{4}  lr", err)
+    assert found["arch_path"] == found["arch"]
+
+
+def test_a_quiet_run_prints_its_result_alone(cli, config, tmp_path):
+    code, out, err = cli("train", config, "--quiet")
+    assert (code, err) == (0, "")
+    assert fields_of(out)["steps_run"] == "3"
+    assert "precision" in (tmp_path / "runs" / "q" / "log.txt").read_text(), "the log is whole"
+
+
+def test_a_finished_run_is_evaluated(cli, config, tmp_path, monkeypatch):
+    assert cli("train", config)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/q", tmp_path / "runs" / "q", "./runs/q/final"):
+        code, out, err = cli("eval", name, "--data", "synth:quality-valid:32", "--json")
+        assert code == 0, err
+        assert json.loads(out)["eval_loss"] > 0
+    code, out, err = cli("eval", "runs/q", "--data", "synth:regression:8")
+    assert (code, "eval loss" in out, "eval router entropy mean" in out) == (0, True, True)
+    code, out, err = cli("eval", "runs/q", "--data", "synth:house:4")
+    assert (code, out) == (2, "")
+    assert "synth:house:4#1" in err
 
 
 def test_commands_for_language_models_say_what_opens_it(cli, config, tmp_path, monkeypatch):
     assert cli("train", config)[0] == 0
     monkeypatch.chdir(tmp_path)
     for command, *options in (
-        ("eval", "--data", "synth:house:4"),
         ("generate", "hi"),
         ("chat",),
         ("export", "--to", "hf"),

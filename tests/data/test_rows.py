@@ -133,3 +133,40 @@ def test_records_that_are_no_rows_or_too_short_are_named(tmp_path):
     path.write_text('{"features": [1], "target": [NaN]}\n')
     with pytest.raises(DataError, match="rows.jsonl:1"):
         read_rows(open_source(str(path)), inputs=1, outputs=1)
+
+
+@pytest.mark.parametrize("name", ["quality", "quality-valid", "regression", "regression-valid"])
+def test_a_seed_draws_other_rows_of_the_same_task(name):
+    features, targets = table(f"synth:{name}:200:7")
+    again, _ = table(f"synth:{name}:300:7")
+    assert np.array_equal(again[:200], features), "fewer rows are the first of more"
+    other, _ = table(f"synth:{name}:200:8")
+    plain, _ = table(f"synth:{name}:200")
+    large, _ = table(f"synth:{name}:200:{2**64 - 1}")
+    tables = [features, other, plain, large]
+    assert all(not np.array_equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
+    digests = {open_source(f"synth:{name}:200{seed}").digest() for seed in ("", ":7", ":8")}
+    assert len(digests) == 3
+
+
+def test_the_right_answer_to_a_row_does_not_depend_on_the_seed():
+    features, targets = table("synth:regression:2000:3")
+    found = np.linalg.lstsq(features, targets, rcond=None)[0]
+    assert np.abs(found - regression_weights()).max() < 0.01
+    (train, _), (valid, _) = table("synth:quality:50:3"), table("synth:quality-valid:50:3")
+    assert not np.array_equal(train, valid)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("synth:quality:8:x", "the seed must be a whole number from 0"),
+        (f"synth:quality:8:{2**64}", "the seed must be a whole number from 0"),
+        ("synth:quality:8:1:2", "the seed must be a whole number from 0"),
+        ("synth:quality::1", "the number of records must be"),
+        ("synth:house:8:1", "house takes no seed"),
+    ],
+)
+def test_wrong_seeds_are_named(spec, message):
+    with pytest.raises(DataError, match=message):
+        list(open_source(spec))

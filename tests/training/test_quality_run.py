@@ -19,7 +19,7 @@ from whet.models.tabular import QualitySpec, architecture, load_quality, new_qua
 from whet.models.tkp1 import read_tkp1, restore_tkp1
 from whet.objectives.regression import Regression
 from whet.training.callbacks import Callback, StopRun
-from whet.training.quality_run import dry_run
+from whet.training.quality_run import dry_run, evaluate_quality
 from whet.training.trainer import Trainer
 
 
@@ -74,7 +74,10 @@ def test_a_config_may_say_no_more_than_the_size():
         ({"experts": {"load_balancing": 0.1}}, "experts.load_balancing needs a language model"),
         ({"experts": {"z_loss": 1e-3}}, "experts.z_loss needs a language model"),
         ({"experts": {"bias_rate": 1e-3}}, "experts.bias_rate needs a language model"),
-        ({"optim": {"router_lr_scale": 0.1}}, "optim.router_lr_scale needs a language model"),
+        (
+            {"model": {"quality": "nano", "arm": "dense"}, "optim": {"router_lr_scale": 0.1}},
+            "optim.router_lr_scale needs a router, and model.arm: dense has none",
+        ),
         ({"run": {"steps": 0}}, "run.steps"),
         ({"run": {"batch_size": 0}}, "run.batch_size"),
         ({"data": {"format": "text"}}, "data.format must be tabular"),
@@ -274,6 +277,60 @@ def test_the_router_learns_at_its_own_rate_found_by_name(tmp_path):
     assert {name for name, scale in names.items() if scale == 0.1} == {"router.weight", "router.bias"}
 
 
+def test_router_lr_scale_multiplies_the_rate_of_the_router_alone(tmp_path):
+    """Plain SGD moves a weight by lr * scale * gradient: the gradients are those of an independent backward."""
+    optim = {"name": "sgd", "momentum": 0.0, "lr": 0.5, "warmup": 0, "schedule": "constant", "clip": None}
+    settings = config(tmp_path, optim={**optim, "router_lr_scale": 0.25}, run={"steps": 1, "batch_size": 96})
+    assert make_config(settings).optim.groups == {}, "the key stands for the task's default group"
+    result = whet.train(settings)
+    model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
+    rows = read_rows(open_source("synth:quality:96"), inputs=96, outputs=20)
+    ((model(rows.features) - rows.outcomes) ** 2).mean().backward()
+    trained = dict(load_quality(result.directory).named_parameters())
+    for name, p in model.named_parameters():
+        scale = 0.25 if name.startswith("router.") else 1.0
+        expected = p.detach() - 0.5 * scale * p.grad
+        torch.testing.assert_close(trained[name].detach(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_have_the_names_that_parsers_of_the_task_expect(tmp_path):
+    result = whet.train(config(tmp_path))
+    rows = rows_of(result.directory)
+    trained = [row for row in rows if "loss" in row]
+    for row in trained:
+        assert row["final_loss"] == row["loss"]
+        assert row["model_size"] == "nano"
+        assert row["elapsed_ms"] == pytest.approx(1000 * row["elapsed_s"])
+        assert {"step", "grad_norm", "lr", "router_entropy_mean", "per_expert_share"} <= set(row)
+    times = [row["elapsed_ms"] for row in trained]
+    assert times == sorted(times)
+    assert times[0] > 0
+    said = rows[-1]["summary"]["quality"]
+    assert said["final_loss"] == trained[-1]["final_loss"]
+    assert said["metrics_path"] == str(result.directory / "metrics.jsonl")
+    assert said["arch_path"] == str(result.directory / "arch.json")
+
+
+@pytest.mark.parametrize("gluing", [0.0, 0.5])
+def test_a_finished_run_is_evaluated_on_any_rows(tmp_path, gluing):
+    settings = config(tmp_path, objective={"kind": "regression", "gluing": gluing})
+    result = whet.train(settings)
+    same = evaluate_quality(result.directory, "synth:quality-valid:32")
+    assert same["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
+    create_ledgers(tmp_path / "ledgers", 60)
+    found = evaluate_quality(result.directory / "final", str(tmp_path / "ledgers"))
+    rows = read_rows(open_source(str(tmp_path / "ledgers")), inputs=96, outputs=20)
+    model = load_quality(result.directory).double()
+    with torch.no_grad():
+        decision = model.decide(rows.features.double())
+        expected = ((decision.outputs - rows.outcomes) ** 2).mean()
+        a, b = decision.sections.unbind(1)
+        apart = ((a - b) ** 2).sum(1) / ((a**2).sum(1) + (b**2).sum(1))
+    assert found["eval_loss"] == pytest.approx(float(expected + gluing * apart.mean()), rel=1e-4)
+    assert sum(found["eval_per_expert_share"]) == pytest.approx(1)
+    assert set(found["eval_gluing_residual"]) <= {"0-1", "0-2", "0-3", "1-2", "1-3", "2-3"}
+
+
 def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was built")
@@ -298,6 +355,12 @@ def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
     assert [row["lr"] for row in rows][:2] == [0.005, 0.01]
     assert rows[-1]["lr"] == pytest.approx(0.001)
     assert rows[0]["router_entropy_mean"] == math.log(4)
+    assert [row["final_loss"] for row in rows] == [row["loss"] for row in rows]
+    assert {row["model_size"] for row in rows} == {"full"}
+    times = [row["elapsed_ms"] for row in rows]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert summary["summary"]["time_elapsed_sec"] * 1000 >= times[-1]
     assert rows[0]["per_expert_share"] == [0.25] * 4
     checkpoint = read_tkp1(directory / "final" / "checkpoint.tkp1")
     assert checkpoint.records == []

@@ -83,23 +83,28 @@ class _NotesHandler(logging.Handler):
         notes().print(self.format(record), highlight=False, markup=False)
 
 
-def set_up_logging() -> None:
-    """Show whet's own lines, and keep the libraries below quiet."""
+def set_up_logging(*, quiet: bool = False) -> None:
+    """Show whet's own lines (`quiet`: only warnings), and keep the libraries below quiet."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
     if not logger.handlers:
         logger.addHandler(_NotesHandler())
         logger.propagate = False
+    for handler in logger.handlers:
+        if isinstance(handler, _NotesHandler):  # the logger itself also feeds log.txt
+            handler.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 @contextlib.contextmanager
-def progress_shown() -> "Iterator[RunProgress]":
-    """Show how runs go; an interruption is said, and exits with 130."""
+def progress_shown(*, quiet: bool = False) -> "Iterator[RunProgress]":
+    """Show the progress of runs, unless `quiet`; an interruption is reported, and exits with 130."""
+    from rich.console import Console
+
     from whet.reporting.progress import RunProgress
 
-    set_up_logging()
-    progress = RunProgress(notes())
+    set_up_logging(quiet=quiet)
+    progress = RunProgress(Console(quiet=True) if quiet else notes())
     try:
         yield progress
     except KeyboardInterrupt as interrupted:

@@ -2,6 +2,7 @@
 
 import json
 from enum import Enum
+from pathlib import Path
 
 import typer
 
@@ -17,7 +18,9 @@ class Supervised(Enum):
 def command(
     model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
     data: str = typer.Option(
-        ..., "--data", help="Records: a file, a directory (its test split), hf:NAME or synth:NAME:N."
+        ...,
+        "--data",
+        help="Records: a file, a directory (its test split, or ledgers), hf:NAME or synth:NAME:N.",
     ),
     generate: bool = typer.Option(True, help="Also generate each answer, for exact match."),
     samples: int = typer.Option(3, min=0, help="Show this many questions with their answers."),
@@ -34,10 +37,17 @@ def command(
     from whet.cli.console import notes, set_up_logging
     from whet.data.sources import open_source
     from whet.errors import DataError
+    from whet.models.tabular import ARCH
     from whet.reporting.progress import describe
     from whet.training.evaluation import ModelEvaluation
+    from whet.training.quality_run import evaluate_quality
 
     set_up_logging()
+    directory = Path(usable_directory(model)).expanduser()
+    if (directory / ARCH).is_file() and not (directory / "config.json").is_file():
+        rows = evaluate_quality(directory, data)
+        print(json.dumps(rows) if as_json else describe(rows))
+        return
     if is_classifier(usable_directory(model)):
         report_classifier(model, data, as_json=as_json)
         return

@@ -2,17 +2,18 @@
 
 import typer
 
-from whet.cli.train import NPROC, RESTARTS, follow, in_processes
+from whet.cli.train import NPROC, QUIET, RESTARTS, follow, in_processes
 
 
 def command(
     run: str = typer.Argument(help="The directory of a run, e.g. runs/demo."),
     nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
     max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help=QUIET),
 ) -> None:
     """Go on from the newest valid checkpoint of RUN, on as many processes as wanted."""
     if nproc > 1:
-        in_processes(nproc, ["resume", run], restarts=max_restarts)
+        in_processes(nproc, ["resume", run, *(["--quiet"] if quiet else [])], restarts=max_restarts)
     from whet.training.run import resume
 
-    follow(lambda callbacks: resume(run, callbacks))
+    follow(lambda callbacks: resume(run, callbacks), quiet=quiet)

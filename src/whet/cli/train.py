@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.training.state import RunResult
 
 NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
+QUIET = "Show no progress: only the result, warnings and errors."
 RESTARTS = "With --nproc: how often to start again from the last checkpoint when a process fails."
 
 
@@ -38,6 +39,7 @@ def command(
     ),
     nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
     max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help=QUIET),
     _: bool = typer.Option(
         False,
         "--help",
@@ -53,7 +55,8 @@ def command(
     if nproc > 1 and not dry_run:
         # what is wrong with it is said before anything starts
         load_config(config, overrides or ()).parallel.check_processes(nproc)
-        in_processes(nproc, ["train", config, *(overrides or ())], restarts=max_restarts)
+        arguments = ["train", config, *(overrides or ()), *(["--quiet"] if quiet else [])]
+        in_processes(nproc, arguments, restarts=max_restarts)
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan
     from whet.config.quality import Quality
@@ -62,11 +65,11 @@ def command(
     from whet.training.run import train
 
     if not dry_run:
-        follow(lambda callbacks: train(load_config(config, overrides or ()), callbacks))
+        follow(lambda callbacks: train(load_config(config, overrides or ()), callbacks), quiet=quiet)
         return
     settings = load_config(config, overrides or ())
     if isinstance(settings.model, Quality):
-        set_up_logging()
+        set_up_logging(quiet=quiet)
         say(summary_line(quality_run.dry_run(settings)))
         return
     plan(config, overrides or [])
@@ -80,7 +83,7 @@ def in_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> No
     raise typer.Exit(launch([*arguments, *debug], count, restarts=restarts))
 
 
-def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
+def follow(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool = False) -> None:
     """Do a run, alone or as one of several processes, of which the first shows it; exit 3: there is more."""
     from whet.parallel.group import UnreachableError, joined
 
@@ -88,7 +91,7 @@ def follow(run: "Callable[[list[Callback]], RunResult]") -> None:
     try:
         with joined() as world:
             try:
-                code = _shown(run) if world.is_main else _unseen(run)
+                code = _shown(run, quiet=quiet) if world.is_main else _unseen(run)
             except typer.Exit:
                 raise
             except Exception as error:
@@ -114,13 +117,13 @@ def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
         raise typer.Exit(130) from interrupted
 
 
-def _shown(run: "Callable[[list[Callback]], RunResult]") -> int:
+def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
     """Show a run's progress, and say what came of it."""
     from whet.cli.console import notes, progress_shown, say
     from whet.reporting.progress import describe
     from whet.training.quality_run import summary_line
 
-    with progress_shown() as progress:
+    with progress_shown(quiet=quiet) as progress:
         result = run([progress])
     if result.unfinished:
         notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)

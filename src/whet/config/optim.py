@@ -10,7 +10,7 @@ from whet.config.section import Factor, Positive, Section
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
 
 # parameters that have a rate by a key of their own, by name
-ROUTERS = r"\.mlp\.gate\."
+ROUTERS = r"\.mlp\.gate\.|^router\."  # of language models, and of the quality models
 LORA_B = r"\.lora_(embedding_)?B(\.|$)"
 
 

@@ -64,7 +64,7 @@ def with_quality_defaults(values: dict[str, Any]) -> dict[str, Any]:  # Any: not
             "weight_decay": 0.0 if optim.get("name") == "sgd" else 0.01,
             "clip": 0.5,
             "warmup": 5,
-            "groups": {} if arm == "dense" else {ROUTER: {"lr_scale": 0.1}},
+            "groups": {} if arm == "dense" or optim.get("router_lr_scale") else {ROUTER: {"lr_scale": 0.1}},
         },
         "run": {},
     }
@@ -78,7 +78,9 @@ def with_quality_defaults(values: dict[str, Any]) -> dict[str, Any]:  # Any: not
 
 
 def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a checked config
-    """The first key that asks for something that these models have not, in words."""
+    """Return what is wrong with the first key that asks for something these models do not have."""
+    if values["model"].arm == "dense" and values["optim"].router_lr_scale is not None:
+        return "optim.router_lr_scale needs a router, and model.arm: dense has none"
     wrong = {
         "method.kind must be full": values["method"].kind != "full",
         "objective.kind must be regression": values["objective"].kind != "regression",
@@ -86,7 +88,6 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
         "data.curriculum needs a language model": values["data"].curriculum is not None,
         "data.format must be tabular": values["data"].format not in ("auto", "tabular"),
         "optim.mup needs a language model": values["optim"].mup is not None,
-        "optim.router_lr_scale needs a language model": values["optim"].router_lr_scale is not None,
         "run.fp8 needs a language model": values["run"].fp8,
         "run.compile needs a language model": values["run"].compile,
         "run.grad_checkpoint needs a language model": values["run"].grad_checkpoint,
@@ -97,4 +98,6 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
         f"data.{key} is about texts": getattr(data, key) != fields[key].get_default() for key in of_texts
     }
     wrong |= {f"experts.{key} needs a language model": bool(given) for key, given in values["experts"]}
-    return next((message for message, is_wrong in wrong.items() if is_wrong), None)
+    return next(
+        (f"{key}: model.quality reads rows of numbers" for key, is_wrong in wrong.items() if is_wrong), None
+    )

@@ -385,7 +385,7 @@ class RunConfig(Section):
     def _model_and_objective_fit(self) -> "RunConfig":
         if isinstance(self.model, Quality):
             if (problem := unfit_key(dict(self))) is not None:
-                raise ValueError(f"{problem}: model.quality reads rows of numbers")
+                raise ValueError(problem)
         elif self.objective.kind == "regression":
             raise ValueError("objective.kind regression needs rows of numbers: see model.quality")
         return self

@@ -23,9 +23,12 @@ _SEEDS = {"world": 5, "train": 101, "valid": 202}
 Records = list[dict[str, Any]]  # Any: JSON values
 
 
-def quality(split: str, n: int) -> Records:
-    """The first n rows of a split: soft one-hot categories and numericals, and the right answers."""
-    draw = np.random.RandomState(_SEEDS[split])
+def quality(split: str, n: int, seed: int | None = None) -> Records:
+    """Return the first n rows of a split: soft one-hot categories and numericals, and the right answers.
+
+    A `seed` draws other rows of the same task: what is right for a row does not depend on it.
+    """
+    draw = _random(_SEEDS[split], seed)
     columns = 3 * len(CATEGORIES) + NUMERICALS + 1
     drawn = draw.random_sample((n, columns))  # row by row, so that fewer rows are the first of more
     picks, rest = drawn[:, : 3 * len(CATEGORIES)].reshape(n, -1, 3), drawn[:, 3 * len(CATEGORIES) :]
@@ -78,12 +81,19 @@ class _World:
         return found
 
 
-def regression(split: str, n: int) -> Records:
-    """The first n rows of y = x w + noise, x uniform in -0.5 .. 0.5."""
-    draw = np.random.RandomState(_SEEDS[split])
+def regression(split: str, n: int, seed: int | None = None) -> Records:
+    """Return the first n rows of y = x w + noise, x uniform in -0.5 .. 0.5; w is the same for every seed."""
+    draw = _random(_SEEDS[split], seed)
     features = draw.random_sample((n, INPUTS)) - 0.5
-    noise = np.random.RandomState(_SEEDS[split] + 1).standard_normal((n, OUTPUTS)) * _NOISE
+    noise = _random(_SEEDS[split] + 1, seed).standard_normal((n, OUTPUTS)) * _NOISE
     return _records(features, features @ regression_weights() + noise)
+
+
+def _random(stream: int, seed: int | None) -> np.random.RandomState:
+    """Return the numbers of a stream; those of a seed (64 bits) are independent of those without one."""
+    if seed is None:
+        return np.random.RandomState(stream)
+    return np.random.RandomState([stream, seed & 0xFFFFFFFF, seed >> 32])
 
 
 def regression_weights() -> np.ndarray:

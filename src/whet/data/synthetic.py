@@ -20,6 +20,14 @@ class Generator(NamedTuple):
     make: Callable[[int], list[dict[str, Any]]]  # records are JSON objects
     default_n: int
     version: str  # changes when the records it makes do
+    make_seeded: Callable[[int, int], list[dict[str, Any]]] | None = None  # by number and seed
+
+
+def _rows(make: Callable[..., list[dict[str, Any]]], split: str, *, default_n: int) -> Generator:
+    """Return a generator of rows of numbers, which can be drawn with other seeds."""
+    return Generator(
+        lambda n: make(split, n), default_n, version="1", make_seeded=lambda n, seed: make(split, n, seed)
+    )
 
 
 GENERATORS: dict[str, Generator] = {
@@ -41,36 +49,53 @@ GENERATORS: dict[str, Generator] = {
     "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
     "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
     "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
-    "quality": Generator(lambda n: quality("train", n), default_n=512, version="1"),
-    "quality-valid": Generator(lambda n: quality("valid", n), default_n=128, version="1"),
-    "regression": Generator(lambda n: regression("train", n), default_n=512, version="1"),
-    "regression-valid": Generator(lambda n: regression("valid", n), default_n=128, version="1"),
+    "quality": _rows(quality, "train", default_n=512),
+    "quality-valid": _rows(quality, "valid", default_n=128),
+    "regression": _rows(regression, "train", default_n=512),
+    "regression-valid": _rows(regression, "valid", default_n=128),
 }
 
 
 def generate(spec: str) -> list[dict[str, Any]]:
-    """The records that `synth:NAME[:N]` names."""
-    name, n = _parse(spec)
+    """Return the records that `synth:NAME[:N[:SEED]]` names."""
+    name, n, seed = _parse(spec)
+    generator = GENERATORS[name]
     try:
-        return GENERATORS[name].make(n)
+        if seed is not None and generator.make_seeded is not None:
+            return generator.make_seeded(n, seed)
+        return generator.make(n)
     except DataError as error:
         raise DataError(f"{spec!r}: {error.message}", hint=error.hint) from None
 
 
 def identity(spec: str) -> str:
     """What tells the records of a spec from others, without making them."""
-    name, n = _parse(spec)
-    return f"synth:{name}:{n} version {GENERATORS[name].version}"
+    name, n, seed = _parse(spec)
+    seeded = "" if seed is None else f":{seed}"
+    return f"synth:{name}:{n}{seeded} version {GENERATORS[name].version}"
 
 
-def _parse(spec: str) -> tuple[str, int]:
+def _parse(spec: str) -> tuple[str, int, int | None]:
     scheme, _, rest = spec.partition(":")
-    name, colon, count = rest.partition(":")
+    name, *numbers = rest.split(":", 2)
     if scheme != "synth":
         raise DataError(f"{spec!r} is not a synthetic source", hint="write synth:NAME or synth:NAME:N")
     if name not in GENERATORS:
         raise DataError(f"{spec!r}: no synthetic source is called {name!r}", hint=_suggestion(name))
-    return name, _positive(count, spec) if colon else GENERATORS[name].default_n
+    n = _positive(numbers[0], spec) if numbers else GENERATORS[name].default_n
+    return name, n, _seed(numbers[1], name, spec) if len(numbers) > 1 else None
+
+
+def _seed(seed: str, name: str, spec: str) -> int:
+    seeded = [known for known, generator in GENERATORS.items() if generator.make_seeded is not None]
+    if name not in seeded:
+        raise DataError(
+            f"{spec!r}: {name} takes no seed",
+            hint=f"those that do: {', '.join(seeded)}; write synth:{name}:N",
+        )
+    if not re.fullmatch(r"[0-9]{1,20}", seed) or int(seed) >= 2**64:
+        raise DataError(f"{spec!r}: the seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
+    return int(seed)
 
 
 def _positive(count: str, spec: str) -> int:

@@ -172,7 +172,7 @@ def _no_model(name: str) -> ModelError:
     if (Path(name).expanduser() / ARCH).is_file():
         return ModelError(
             f"{name} is a quality model: it reads rows of numbers, and is no language model",
-            hint="whet.models.tabular.load_quality opens it; its run evaluates data.valid and data.test",
+            hint="whet.models.tabular.load_quality opens it; whet eval measures its loss on rows",
         )
     return ModelError(
         f"{name} is not a model directory: it has no config.json",

@@ -57,13 +57,16 @@ class RunProgress(NumbersOnly):
         """Move the bar, or print a line now and then."""
         if self.bar is not None:
             self.bar.update(
-                self.task, completed=step, loss=f"{metrics['loss']:.4f}", speed=self._speed(metrics)
+                self.task,
+                completed=step,
+                loss=self._loss(metrics),
+                speed=self._speed(metrics),
             )
         elif step in (1, self.total) or step % max(1, self.total // _PLAIN_LINES) == 0:
             done = step - self.started_at
             left = (time.perf_counter() - self.started) / done * (self.total - step)
             self.console.print(
-                f"step {step}/{self.total}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.3g}  "
+                f"step {step}/{self.total}  loss {self._loss(metrics)}  lr {metrics['lr']:.3g}  "
                 f"{self._speed(metrics)}  {metrics['peak_gib']:.2f} GiB  {left:.0f} s left",
                 highlight=False,
             )
@@ -76,8 +79,17 @@ class RunProgress(NumbersOnly):
         """Close the bar."""
         self.close()
 
+    def _loss(self, metrics: Metrics) -> str:
+        """Return the loss; of the quality models also what shows early that a router collapses."""
+        shown = f"{metrics['loss']:.4f}"
+        if self.unit == "rows":
+            shown += f"  grad norm {metrics['grad_norm']:.4f}"
+            if "router_entropy_mean" in metrics:
+                shown += f"  router entropy {metrics['router_entropy_mean']:.4f}"
+        return shown
+
     def _speed(self, metrics: Metrics) -> str:
-        """Tokens or rows a second, and what share of the device that takes, where its peak is known."""
+        """Tokens or rows per second, and what share of the device that takes, where its peak is known."""
         share = f"  {metrics['mfu']:.0%} MFU" if "mfu" in metrics else ""
         return f"{metrics['tokens_per_s']:.0f} {self.unit}/s{share}"
 

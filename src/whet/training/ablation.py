@@ -94,6 +94,8 @@ def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:
         "dir": str(config.directory),
         "name": f"{arm}-seed-{seed}",
     }
+    if arm == "dense":
+        values["optim"]["router_lr_scale"] = None
     groups = dict(values["optim"]["groups"])
     if config.model.arm == "dense":  # its own config could not name a router
         groups.setdefault(ROUTER, {"lr_scale": 0.1})

@@ -19,7 +19,7 @@ from whet.parallel.group import SOLO, World
 from whet.training.callbacks import Callback
 from whet.training.classifier_report import ClassificationEnd
 from whet.training.provenance import weights_digest
-from whet.training.quality_run import Gluing, QualitySummary, RowData, write_final
+from whet.training.quality_run import Gluing, QualityRow, QualitySummary, RowData, write_final
 from whet.training.reinforcement import Reinforcement, RolloutMetrics, check_config
 from whet.training.rewards.pool import RewardPool
 from whet.training.run_data import EvaluationSplit, RunData
@@ -143,8 +143,8 @@ class RowWork(Work):
         self.objective = Regression(gluing=objective.gluing)
 
     def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
-        """How experts agree, and the last line."""
-        return [Gluing(), QualitySummary(self.model.spec, self.directory)]
+        """How experts agree, the rows' other names, and the last line."""
+        return [Gluing(), QualityRow(self.model.spec), QualitySummary(self.model.spec, self.directory)]
 
     def files(self) -> dict[str, str]:
         """The architecture, as the task's other tools read it."""

@@ -3,12 +3,14 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from whet.config.load import to_yaml
+from whet.config.load import load_config, to_yaml
+from whet.config.objectives import RegressionObjective
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
@@ -16,13 +18,24 @@ from whet.data.plan import StepSettings
 from whet.data.rows import Part, Rows, RowStream, read_rows, row_batches
 from whet.data.sources import Source, open_source
 from whet.errors import ConfigError
-from whet.hardware import choose_device
+from whet.hardware import Precision, choose_device
 from whet.models.routers import EXPERTS, IN_DIM
-from whet.models.tabular import ARCH, OUT_DIM, PAIRS, QualitySpec, TabularModel, architecture, save_quality
+from whet.models.tabular import (
+    ARCH,
+    OUT_DIM,
+    PAIRS,
+    QualitySpec,
+    TabularModel,
+    architecture,
+    load_quality,
+    save_quality,
+)
 from whet.models.tkp1 import tkp1_records, write_tkp1
 from whet.models.weights import read_json
+from whet.objectives.regression import Regression
 from whet.storage import append_text, new_directory, write_json, write_text
-from whet.training.callbacks import Injector, Metrics
+from whet.training.callbacks import Injector, Metrics, NumbersOnly
+from whet.training.evaluation import evaluate_loss
 from whet.training.provenance import provenance
 from whet.training.run_data import SPLITS, EvaluationSplit
 from whet.training.schedules import create_schedule
@@ -32,6 +45,8 @@ from whet.training.trainer import Trainer
 log = logging.getLogger("whet")
 
 CHECKPOINT = "checkpoint.tkp1"
+_EVALUATED_ROWS = 4096  # at once
+METRICS = "metrics.jsonl"
 DRY = "dry_run"
 
 
@@ -117,6 +132,22 @@ def glue(metrics: Metrics, *, prefix: str = "") -> None:
         }
 
 
+class QualityRow(NumbersOnly, Injector):
+    """Adds to every training row what parsers of this task's metrics expect beside whet's own names."""
+
+    def __init__(self, spec: QualitySpec) -> None:
+        self.size = spec.size
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """Complete the row."""
+        metrics |= known_names(metrics["loss"], metrics["elapsed_s"], self.size)
+
+
+def known_names(loss: float, elapsed_s: float, size: str) -> Metrics:
+    """Return the loss as `final_loss`, the milliseconds since the run began, and the model's size."""
+    return {"final_loss": loss, "elapsed_ms": 1000 * elapsed_s, "model_size": size}
+
+
 class QualitySummary(Injector):
     """What the last line of a run says of it."""
 
@@ -153,6 +184,8 @@ def summary_fields(
         "last_router_entropy": entropy,
         "checkpoint": str(directory / "final" / CHECKPOINT),
         "arch": str(directory / ARCH),
+        "metrics_path": str(directory / METRICS),
+        "arch_path": str(directory / ARCH),
         "fingerprint": spec.fingerprint(),
     }
 
@@ -189,12 +222,40 @@ def write_final(trainer: Trainer, directory: Path) -> None:
         )
 
 
+def evaluate_quality(path: str | Path, data: str) -> Metrics:
+    """Return the loss of a finished run's model on every row of a source, and what its router does with them.
+
+    `eval_loss` has the weights of the run's own objective, so it compares with those of the run.
+    """
+    model = load_quality(path, device=choose_device())
+    rows = read_rows(open_source(data, split="test", form="tabular"), inputs=IN_DIM, outputs=OUT_DIM)
+    settings = StepSettings(None, _EVALUATED_ROWS, _EVALUATED_ROWS, pack=True, order="sequential")
+    dtype = next(model.parameters()).dtype
+    metrics = evaluate_loss(
+        model,
+        Regression(gluing=_gluing_of(Path(path))),
+        row_batches(rows, range(len(rows)), settings),
+        precision=Precision(dtype, dtype, dtype, "as loaded"),
+    )
+    glue(metrics, prefix="eval_")
+    return metrics
+
+
+def _gluing_of(path: Path) -> float:
+    """Return `objective.gluing` of the run that a model is from; 0 where its config is not there."""
+    files = [directory / "config.yaml" for directory in (path, path.absolute().parent)]
+    file = next((file for file in files if file.is_file()), None)
+    objective = None if file is None else load_config(file).objective
+    return objective.gluing if isinstance(objective, RegressionObjective) else 0.0
+
+
 def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summary line
     """Go through a run with no model: its rows are read and planned, and all its files are written.
 
     It lands beside the run, in NAME-dry-run, and may replace an earlier dry run.
     """
     assert isinstance(config.model, Quality)
+    began = time.perf_counter()
     spec = QualitySpec.from_config(config.model)
     directory = config.directory.with_name(f"{config.run.name}-dry-run")
     earlier = directory.is_dir() and _is_dry(directory)
@@ -206,7 +267,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
     run, optim = config.run, config.optim
     steps = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
     rate = create_schedule(optim, steps)
-    rows = [_dry_row(step, rate(step), spec) for step in range(1, steps + 1)]
+    rows = [_dry_row(step, rate(step), spec, began=began) for step in range(1, steps + 1)]
     marked = {
         "size": spec.size,
         "seed": run.seed,
@@ -215,7 +276,14 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
         "optimizer": optim.name,
         "momentum": optim.momentum,
     }
-    fields = summary_fields(spec, directory, loss=1 / steps, steps=steps, seconds=0.0, entropy=math.nan)
+    fields = summary_fields(
+        spec,
+        directory,
+        loss=1 / steps,
+        steps=steps,
+        seconds=time.perf_counter() - began,
+        entropy=math.nan,
+    )
     with new_directory(directory.resolve(), replace=earlier) as staging:
         write_text(staging / "config.yaml", to_yaml(config))
         write_json(staging / ARCH, architecture(spec))
@@ -223,8 +291,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
         origins = provenance(data.digests(), "none: a dry run", device=device, began=date.today(), tokens={})
         write_json(staging / "provenance.json", {DRY: True, **origins})
         summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
-        summary["summary"]["throughput_steps_per_sec"] = "nan"
-        append_text(staging / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+        append_text(staging / METRICS, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
         write_text(staging / "log.txt", f"a dry run: {steps} steps, no model\n")
         (staging / "final").mkdir()
         write_json(staging / "final" / ARCH, architecture(spec))
@@ -237,8 +304,17 @@ def _is_dry(directory: Path) -> bool:
     return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY) is True)
 
 
-def _dry_row(step: int, lr: float, spec: QualitySpec) -> Metrics:
-    """A row of a run that did not happen: a loss that falls as 1 / step, and rows spread evenly."""
+def _dry_row(step: int, lr: float, spec: QualitySpec, *, began: float) -> Metrics:
+    """Return a row of a run that did not happen: a loss of 1 / step, and rows spread evenly."""
+    elapsed_s = time.perf_counter() - began
     routed = {"router_entropy_mean": math.log(EXPERTS), "per_expert_share": [1 / EXPERTS] * EXPERTS}
-    row: Metrics = {"step": step, "loss": 1 / step, "grad_norm": 1 / step, "lr": lr, DRY: True}
+    row: Metrics = {
+        "step": step,
+        "loss": 1 / step,
+        "grad_norm": 1 / step,
+        "lr": lr,
+        "elapsed_s": elapsed_s,
+        **known_names(1 / step, elapsed_s, spec.size),
+        DRY: True,
+    }
     return row if spec.arm == "dense" else row | routed
