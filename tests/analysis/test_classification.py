@@ -6,6 +6,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from sklearn import metrics
 
 from whet.analysis.classification import _intervals, marked_report, reliability, single_report, softmax
@@ -148,6 +150,21 @@ def test_a_report_of_marks():
     )
     low, high = report["intervals"]["accuracy"]
     assert low <= report["accuracy"] <= high
+
+
+def test_a_report_of_soft_labels_scores_them_as_they_are_and_counts_those_above_one_half():
+    rng = np.random.default_rng(3)
+    targets, chances = rng.random((80, 3)), rng.random((80, 3))
+    targets[0, 0] = 0.5  # not above
+    report = marked_report(chances, targets, ["x", "y", "z"])
+    t, p = torch.from_numpy(targets), torch.from_numpy(chances)
+    assert report["log_loss"] == pytest.approx(F.binary_cross_entropy(p, t).item(), rel=1e-12)
+    assert report["brier"] == pytest.approx(F.mse_loss(p, t).item(), rel=1e-12)
+    hard = marked_report(chances, targets > 0.5, ["x", "y", "z"])
+    scored = {"log_loss", "brier"}
+    assert {k: v for k, v in report.items() if k not in scored} == {
+        k: v for k, v in hard.items() if k not in scored
+    }
 
 
 def test_a_report_of_marks_of_one_class(tmp_path):

@@ -38,6 +38,11 @@ MANY = Labels(["a", "b", "c"], multi_label=True)
         (Labels(["true", "false"]), {"label": False}, (1.0,)),
         (Labels(["True", "False", "x"], multi_label=True), {"labels": [False]}, (0.0, 1.0, 0.0)),
         (Labels(["ham", "spam"]), {"label": True}, (1.0,)),
+        (ONE, {"label": 2.0}, (2.0,)),  # as tables with gaps have them
+        (Labels(["1", "2", "3"]), {"label": 3.0}, (2.0,)),
+        (MANY, {"labels": [0.3, 0.7, 0.9]}, (0.3, 0.7, 0.9)),
+        (MANY, {"labels": [0, 0.5, True]}, (0.0, 0.5, 1.0)),
+        (MANY, {"labels": [0.0, 2.0]}, (1.0, 0.0, 1.0)),
     ],
 )
 def test_what_labels_mean(labels, fields, expected):
@@ -54,6 +59,9 @@ def test_what_labels_mean(labels, fields, expected):
         (MANY, {"labels": [True, False]}, "label True is none of objective.classes"),
         (ONE, {"labels": ["a"]}, "one class is asked for"),
         (MANY, {"labels": [0, 3]}, "label 3 is out of range"),
+        (ONE, {"label": 1.5}, "label 1.5 is not a class: a class is a name or a whole number"),
+        (MANY, {"labels": [0.3, 0.7]}, "2 soft labels, and there are 3 classes"),
+        (MANY, {"labels": [0.3, 0.7, 1.5]}, "label 0.3 is not a class"),
         (MANY, {"labels": ["a", "cc"]}, "did you mean 'c'|label 'cc' is none"),
     ],
 )

@@ -16,12 +16,13 @@ from whet.objectives.classify import Classify, balanced_weights, mark_weights
 WEIGHTS = [0.5, 2.0, 1.25, 0.25]
 
 
-def samples(count=12, *, marks=False, seed=0, longest=20):
+def samples(count=12, *, marks=False, soft=False, seed=0, longest=20):
     rng = np.random.default_rng(seed)
     found = []
     for number in range(count):
         tokens = rng.integers(0, 260, rng.integers(2, longest))
         values = tuple(map(float, rng.integers(0, 2, 4))) if marks else (float(rng.integers(4)),)
+        values = tuple(rng.random(4).tolist()) if soft else values
         found.append(Example(tokens, np.ones(len(tokens), dtype=bool), f"text {number}", values))
     return found
 
@@ -71,10 +72,11 @@ def test_focal_loss_is_the_plain_formula(tiny, gamma, smoothing):
     assert values_of(task, model, batch) == pytest.approx(total / 12, rel=1e-5)
 
 
+@pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights):
+def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights, soft):
     model, _ = tiny
-    batch = make_batch([samples(marks=True)])
+    batch = make_batch([samples(marks=True, soft=soft)])
     task = objective(multi_label=True, class_weights=weights)
     wide = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     expected = F.binary_cross_entropy_with_logits(
@@ -83,9 +85,10 @@ def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights):
     assert values_of(task, model, batch) == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_several_classes_with_focal_loss_and_smoothing_are_the_plain_formula(tiny):
+@pytest.mark.parametrize("soft", [False, True])
+def test_several_classes_with_focal_loss_and_smoothing_are_the_plain_formula(tiny, soft):
     model, _ = tiny
-    batch = make_batch([samples(marks=True)])
+    batch = make_batch([samples(marks=True, soft=soft)])
     task = objective(multi_label=True, class_weights=WEIGHTS, focal=2.0, label_smoothing=0.2)
     p = 1 / (1 + np.exp(-task.logits(model, batch).detach().double().numpy()))
     t = batch.values.double().numpy() * 0.8 + 0.1

@@ -152,6 +152,48 @@ def test_several_classes_and_token_ids(tiny_directory):
     assert report["multi_label"]
 
 
+def test_soft_labels_train_exactly_of_texts_and_of_token_ids(tiny_directory):
+    """The loss is binary cross-entropy in float64; the update is the same for a text and for its ids."""
+    targets = [0.3, 0.7, 0.9]
+    weights_of_classes = [2.0, 1.0, 0.5]
+    texts = new(tiny_directory, multi_label=True, class_weights=weights_of_classes)
+    ids = new(tiny_directory, multi_label=True, class_weights=weights_of_classes)
+    logits = torch.from_numpy(texts.logits(["fire"])).double()
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, torch.tensor([targets]).double(), pos_weight=torch.tensor(weights_of_classes).double()
+    )
+    one = texts.train_batch([("fire", targets)])
+    assert one["loss"] == pytest.approx(wanted.item(), rel=1e-6)
+    assert one == ids.train_batch([(ids.tokenizer("fire")["input_ids"], np.array(targets))])
+    assert torch.equal(weights(texts), weights(ids))
+    for _ in range(150):
+        texts.train_batch([("fire", targets)])
+    np.testing.assert_allclose(texts.predict_proba(["fire"])[0], targets, atol=0.2)
+    record = {"input": "fire", "labels": targets}
+    for report in (ids.evaluate([record]), ids.evaluate([{**record, "input": [5, 6, 7]}])):
+        assert report["log_loss"] > 0
+
+
+@pytest.mark.parametrize("text", ["fire", [5, 6, 7]])
+@pytest.mark.parametrize(
+    ("several", "label", "message"),
+    [
+        (False, 1.5, "label must be a name or a whole number from 0, not 1.5"),
+        (False, None, "a record with the fields"),
+        (False, [0.5, 0.5, 0.0], "one class is asked for"),
+        (True, [0.3, 0.7], "2 soft labels, and there are 3 classes"),
+        (True, [0.3, 0.7, 1.5], "labels must be"),
+        (True, [0.3, 0.7, float("nan")], "labels must be"),
+        (True, 0.5, "label must be a name or a whole number from 0, not 0.5"),
+    ],
+)
+def test_labels_that_cannot_be_are_refused_of_texts_and_of_token_ids(
+    tiny_directory, text, several, label, message
+):
+    with pytest.raises(DataError, match=message):
+        new(tiny_directory, multi_label=several).train_batch([(text, label)])
+
+
 def test_texts_are_cut_at_the_longest_length(tiny_directory):
     classifier = new(tiny_directory, max_length=5)
     np.testing.assert_array_equal(classifier.predict_proba(["abcdefgh"]), classifier.predict_proba(["abcde"]))

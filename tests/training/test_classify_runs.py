@@ -1,5 +1,6 @@
 """Runs that classify: everything moves, nothing is lost, records are held out, mistakes are named."""
 
+import hashlib
 import json
 import shutil
 
@@ -169,6 +170,76 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_directory, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_soft_labels_from_a_file_are_trained_weighted_held_out_probed_calibrated_and_reported(
+    tiny_directory, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="whet")
+    rng = np.random.default_rng(1)
+    rows = [{"input": f"text {n}", "labels": rng.random(3).round(3).tolist()} for n in range(40)]
+    rows[7]["labels"] = ["green"]  # as good as [0, 1, 0]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cells = [(row["input"], row["labels"]) for row in rows]
+    cells[7] = (cells[7][0], [0, 1, 0])
+    (tmp_path / "train.csv").write_text("input,labels\n" + "".join(f'{t},"{v}"\n' for t, v in cells))
+    objective = {"multi_label": True, "class_weights": "inverse", "calibrate": True, "probe": True}
+    settings = config(tiny_directory, tmp_path, objective=objective, eval={"every": 2})
+    result = whet.train(settings)
+    settings["data"]["train"] = str(tmp_path / "train.csv")
+    same = whet.train({**settings, "run": {**settings["run"], "name": "csv"}})
+    one, other = weights_at(result.directory, 4), weights_at(same.directory, 4)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    held = set(json.loads((result.directory / "held_out.json").read_text())["valid"])
+    tokenizer = whet.Classifier.load(result.directory).tokenizer
+    hashes = [hash_of(tokenizer, text) for text, _ in cells]
+    learned = np.array([v for (_, v), h in zip(cells, hashes, strict=True) if h not in held])
+    kept = json.loads((result.directory / "final" / "class_weights.json").read_text())
+    np.testing.assert_allclose(list(kept.values()), (1 - learned).sum(0) / learned.sum(0))
+    assert "linear probe of the untrained model" in caplog.text
+
+    report = json.loads((result.directory / "classification.json").read_text())
+    texts, targets = zip(*(c for c, h in zip(cells, hashes, strict=True) if h in held), strict=True)
+    chances = torch.from_numpy(whet.Classifier.load(result.directory).predict_proba(list(texts)))
+    wanted = torch.nn.functional.binary_cross_entropy(chances, torch.tensor(targets).double())
+    assert report["log_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert [each["support"] for each in report["per_class"].values()] == (
+        (np.array(targets) > 0.5).sum(0).tolist()
+    )
+
+
+def hash_of(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    return hashlib.sha256(np.array([*ids, ids[-1]], dtype=np.int64).tobytes()).hexdigest()
+
+
+def test_a_store_that_left_soft_labels_out_as_bad_records_is_not_used_again(
+    tiny_directory, tmp_path, monkeypatch, caplog
+):
+    """Earlier versions skipped such records; a store of theirs must not pass for the whole file."""
+    from whet.data import prepare
+    from whet.data.labels import Labels
+
+    def without_soft(labels, fields):
+        if 0.25 in fields["labels"]:
+            raise DataError("not a label")
+        return known(labels, fields)
+
+    known = Labels.values
+    caplog.set_level("INFO", logger="whet")
+    rows = [{"input": f"text {n}", "labels": [0, 1, 1] if n % 2 else [0.25, 0.5, 0.75]} for n in range(12)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = config(
+        tiny_directory, tmp_path, objective={"multi_label": True}, data={"on_bad_record": "skip"}
+    )
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Labels, "values", without_soft)
+        earlier.setattr(prepare, "_LABELS_VERSION", 0)
+        whet.train(settings)
+    assert "of 6 training records held out" in caplog.text
+    whet.train({**settings, "run": {**settings["run"], "name": "again"}})
+    assert "of 12 training records held out" in caplog.text
+
+
 def test_early_stopping_on_a_metric_takes_its_best_weights(tiny_directory, tmp_path):
     result = whet.train(
         config(
@@ -240,6 +311,10 @@ def test_a_temperature_undoes_what_was_scaled():
         ),
         ('{"input": "", "label": 0}', r"train.jsonl:61: a text without a token cannot be classified"),
         ('{"text": "only text"}', r"train.jsonl:61: .*classification needs"),
+        (
+            '{"input": "x", "label": 1.5}',
+            r"train.jsonl:61: label must be a name or a whole number from 0, not 1.5\n.*soft targets",
+        ),
     ],
 )
 def test_bad_records_are_named_with_their_line(tiny_directory, tmp_path, line, message):

@@ -95,10 +95,14 @@ def single_report(
     }
 
 
-def marked_report(chances: np.ndarray, marks: np.ndarray, names: Sequence[str], *, seed: int = 0) -> Report:
-    """Of probabilities and marks [texts, classes], where a text may have several classes; half is the bar."""
+def marked_report(chances: np.ndarray, targets: np.ndarray, names: Sequence[str], *, seed: int = 0) -> Report:
+    """Of probabilities and targets [texts, classes], where a text may have several classes.
+
+    Log loss and Brier score compare the two as they are. All else counts classes: a text has those whose
+    target is above one half, and is predicted to have those whose probability is.
+    """
     metrics = _metrics()
-    marks, predicted = marks.astype(bool), chances > 0.5
+    marks, predicted = targets > 0.5, chances > 0.5
     # not scikit-learn's: it reads the marks of a single class as the numbers of two
     both, support, guessed = (marks & predicted).sum(0), marks.sum(0), predicted.sum(0)
     neither = len(marks) - support - guessed + both
@@ -120,8 +124,8 @@ def marked_report(chances: np.ndarray, marks: np.ndarray, names: Sequence[str], 
         "f1_weighted": float(f1 @ support / max(1, support.sum())),
         "f1_samples": float(overlaps.mean()),
         "hamming": float((marks != predicted).mean()),
-        "log_loss": float(-np.where(marks, np.log(clipped), np.log(1 - clipped)).mean()),
-        "brier": float(((chances - marks) ** 2).mean()),
+        "log_loss": float(-(targets * np.log(clipped) + (1 - targets) * np.log(1 - clipped)).mean()),
+        "brier": float(((chances - targets) ** 2).mean()),
         "ece": ece,
         "roc_auc_macro": _mean_of([area["roc_auc"] for area in areas]),
         "pr_auc_macro": _mean_of([area["pr_auc"] for area in areas]),

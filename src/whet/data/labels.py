@@ -1,5 +1,6 @@
 """What class, or which classes, a record says it belongs to: numbers for the head."""
 
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -18,7 +19,7 @@ class Labels:
         self._places = {name: place for place, name in enumerate(self.names)}
 
     def values(self, fields: dict[str, Any]) -> tuple[float, ...]:  # Any: JSON values
-        """One number, the class; or of several a 0 or 1 for each class."""
+        """The index of the class; with `multi_label` a target from 0 to 1 for each class."""
         if self.multi_label:
             given = fields["labels"] if "labels" in fields else [fields["label"]]
             return self._marks(given)
@@ -30,9 +31,14 @@ class Labels:
         return (float(self._place(fields["label"])),)
 
     def _marks(self, labels: Sequence[Any]) -> tuple[float, ...]:  # Any: JSON values
-        """As many zeros and ones as there are classes are marks; anything else is a list of classes."""
+        """A number from 0 to 1 for each class is its target; anything else is a list of classes."""
         count = len(self.names)
-        if len(labels) == count and all(not isinstance(each, str) and each in (0, 1) for each in labels):
+        if len(labels) != count and any(is_fraction(each) for each in labels):
+            raise DataError(
+                f"{len(labels)} soft labels, and there are {count} classes",
+                hint="soft labels are one number from 0 to 1 for each of objective.classes, in that order",
+            )
+        if len(labels) == count and all(not isinstance(each, str) and 0 <= each <= 1 for each in labels):
             return tuple(float(each) for each in labels)
         chosen = {self._place(label) for label in labels}
         return tuple(float(place in chosen) for place in range(count))
@@ -40,6 +46,9 @@ class Labels:
     def _place(self, label: Any) -> int:  # Any: a JSON value
         """The class of this name; a number that is no name counts from 0."""
         count, name = len(self.names), str(label)
+        if isinstance(label, float) and name not in self._places and not is_fraction(label):
+            label = int(label)  # tables whose columns have gaps hold 1.0 for 1
+            name = str(label)
         for each in (name, name.lower()) if isinstance(label, bool) else (name,):
             if each in self._places:
                 return self._places[each]
@@ -55,9 +64,16 @@ class Labels:
             raise DataError(
                 f"label {label[:50]!r} is none of objective.classes", hint=f"{meant}they are: {shown}{quotes}"
             )
+        if is_fraction(label):
+            raise DataError(f"label {label} is not a class: a class is a name or a whole number")
         if not 0 <= label < count:
             raise DataError(
                 f"label {label} is out of range: there are {count} classes, 0 to {count - 1}",
                 hint="list or count all of them in objective.classes",
             )
         return int(label)
+
+
+def is_fraction(label: Any) -> bool:  # Any: a JSON value
+    """Whether a label is a number, and not a whole one."""
+    return isinstance(label, float) and not (math.isfinite(label) and label.is_integer())

@@ -24,6 +24,7 @@ from whet.errors import DataError
 log = logging.getLogger("whet")
 
 VERSION = 4  # of what rendering and encoding make of a record: a change makes all stores new
+_LABELS_VERSION = 1  # of what `Labels` makes of a record: 1 knows soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
 
@@ -120,7 +121,7 @@ class Preparation:
         if self.renderer.is_dated:
             parts["today"] = self.renderer.today.isoformat()
         if self.labels is not None:
-            parts["labels"] = [self.labels.names, self.labels.multi_label]
+            parts["labels"] = [self.labels.names, self.labels.multi_label, _LABELS_VERSION]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _examples(self, source: Source, skipped: Skipped, notes: dict[str, int]) -> Iterator[Example]:

@@ -115,8 +115,13 @@ def _alpaca(fields: Fields) -> Fields:
 
 def _labelled(fields: Fields) -> Fields:
     label = fields["label"]
-    if not isinstance(label, str | int) or (isinstance(label, int) and not 0 <= label < 2**31):
-        raise DataError(f"label must be a name or a whole number from 0, not {_short(label)}")
+    if not (isinstance(label, str) or _is_class_number(label)):
+        raise DataError(
+            f"label must be a name or a whole number from 0, not {_short(label)}",
+            hint="soft targets are for objective.multi_label: labels, a number from 0 to 1 for each class"
+            if isinstance(label, float)
+            else None,
+        )
     return {"input": _string(fields, "input"), "label": label}
 
 
@@ -124,17 +129,21 @@ def _multi_labelled(fields: Fields) -> Fields:
     labels = fields["labels"]
     names = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
     numbers = isinstance(labels, list) and all(_is_class_number(label) for label in labels)
-    if not (names or numbers):
+    soft = isinstance(labels, list) and all(_is_target(label) for label in labels)
+    if not (names or numbers or soft):
         raise DataError(
-            "labels must be a list of names, of whole numbers from 0, or of a 0 or 1 for each class, not "
-            + _short(labels)
+            "labels must be a list of names, of whole numbers from 0, or of a number from 0 to 1 for each "
+            f"class, not {_short(labels)}"
         )
-    whole = [int(label) if isinstance(label, float) else label for label in labels]
-    return {"input": _string(fields, "input"), "labels": whole}
+    return {"input": _string(fields, "input"), "labels": labels}
 
 
 def _is_class_number(label: Any) -> bool:  # Any: a JSON value
     return isinstance(label, int | float) and 0 <= label < 2**31 and label == int(label)
+
+
+def _is_target(label: Any) -> bool:  # Any: a JSON value
+    return isinstance(label, int | float) and 0 <= label <= 1
 
 
 def _tabular(fields: Fields) -> Fields:

@@ -17,9 +17,15 @@ def record_hashes(examples: StoredExamples) -> list[str]:
 
 
 def label_values(examples: StoredExamples, count: int) -> np.ndarray:
-    """[examples, count] the first numbers of each example: its class, or its marks."""
+    """[examples, count] the first numbers of each example: its class, or its targets."""
     found: np.ndarray = np.array(examples.store.values)[examples.records][:, :count]
     return found
+
+
+def to_marks(targets: np.ndarray) -> np.ndarray:
+    """Which classes a text has, as true and false: those whose target is above one half."""
+    marks: np.ndarray = targets > 0.5
+    return marks
 
 
 def held_out(hashes: list[str], labels: np.ndarray, *, share: float, seed: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from whet.config.classify import ClassifyObjective
 from whet.data.batches import Batch, one_pass
 from whet.data.examples import Example, StoredExamples
 from whet.data.plan import StepSettings
-from whet.data.strata import held_out, label_values, record_hashes
+from whet.data.strata import held_out, label_values, record_hashes, to_marks
 from whet.errors import DataError
 from whet.hardware import Precision
 from whet.models.heads import ClassificationHead
@@ -51,7 +51,8 @@ def build_classify(
 def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) -> list[float]:
     names, kind = section.names, section.class_weights
     counts = np.sum([class_counts(section, examples) for examples in train], axis=0)
-    log.info("classes: %s", ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=True)))
+    shown = (f"{count:,.1f}".removesuffix(".0") for count in counts)
+    log.info("classes: %s", ", ".join(f"{name} {count}" for name, count in zip(names, shown, strict=True)))
     if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
         log.warning("no training record is of the class %s", ", ".join(absent))
     if isinstance(kind, list):
@@ -77,10 +78,11 @@ def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) 
 
 
 def class_counts(section: ClassifyObjective, examples: StoredExamples) -> np.ndarray:
-    """[classes] how many examples there are of each."""
+    """[classes] how many examples there are of each; soft labels count as the fractions they are."""
     if section.multi_label:
-        found: np.ndarray = label_values(examples, len(section.names)).sum(0).astype(np.int64)
-        return found
+        totals: np.ndarray = label_values(examples, len(section.names)).sum(0)
+        whole: np.ndarray = totals.astype(np.int64)
+        return whole if np.array_equal(whole, totals) else totals
     return np.bincount(label_values(examples, 1)[:, 0].astype(np.int64), minlength=len(section.names))
 
 
@@ -89,7 +91,9 @@ def hold_out(
 ) -> tuple[StoredExamples, StoredExamples, Mapping[str, object]]:
     """The training examples, those held out of them, and what says so in the run."""
     hashes = record_hashes(train)
-    labels = label_values(train, len(section.names) if section.multi_label else 1)
+    labels = (
+        to_marks(label_values(train, len(section.names))) if section.multi_label else label_values(train, 1)
+    )
     chosen = held_out(hashes, labels, share=section.valid_share, seed=seed)
     if not chosen.any():
         raise DataError(
@@ -148,7 +152,7 @@ def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: b
 
     Where every label is the likeliest already, nothing is too sure: that is 1.
     """
-    if (((logits > 0) == (labels > 0.5)) if multi_label else logits.argmax(1) == labels).all():
+    if (((logits > 0) == labels) if multi_label else logits.argmax(1) == labels).all():  # soft ones never are
         log.warning("calibrate: every label is the likeliest already, which says nothing of a temperature")
         return 1.0
     wide = torch.from_numpy(logits).double()

@@ -351,7 +351,9 @@ class Classifier:
 
     def _judge(self, record: Record) -> Example:
         text = record.fields.get("input")
-        if isinstance(text, str) or text is None:
+        if text is not None and not isinstance(text, str):  # token ids: the labels are those of any record
+            record = checked(Record({**record.fields, "input": ""}, record.origin), "classification")
+        else:
             record = record if record.shape else checked(record, "classification")
             text = record.fields["input"]
         try:

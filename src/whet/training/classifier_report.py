@@ -18,7 +18,7 @@ from whet.config.classify import ClassifyObjective
 from whet.config.sections import RunConfig
 from whet.data.examples import StoredExamples
 from whet.data.splits import learned
-from whet.data.strata import label_values
+from whet.data.strata import label_values, to_marks
 from whet.errors import ConfigError, StorageError
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
@@ -120,14 +120,14 @@ class ClassificationEnd(NumbersOnly, Injector):
         every = -(-sum(map(len, train)) // PROBE_EXAMPLES)
         known = [examples.only(np.arange(len(examples))[::every]) for examples in train]
         found = [
-            (self._rows(examples, self.objective.features), self._labels(examples))
+            (self._rows(examples, self.objective.features), self._marks_or_classes(examples))
             for examples in (*known, self._examples(self.split))
         ]
         x, y = (np.concatenate(parts) for parts in zip(*found[:-1], strict=True))
         x_held, y_held = found[-1]
         guessed = probe.fit(x, y).predict(x_held)
         if self.section.multi_label:
-            scores = mark_metrics(y_held.astype(bool), guessed.astype(bool))
+            scores = mark_metrics(y_held, guessed)
         else:
             matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
             scores = {name: float(value) for name, value in confusion_metrics(matrix).items()}
@@ -150,6 +150,10 @@ class ClassificationEnd(NumbersOnly, Injector):
         return rows_of(
             compute, self.model, examples, self.data.steps, precision=self.precision, world=self.world
         )
+
+    def _marks_or_classes(self, examples: StoredExamples) -> np.ndarray:
+        labels = self._labels(examples)
+        return to_marks(labels) if self.section.multi_label else labels
 
     def _labels(self, examples: StoredExamples) -> np.ndarray:
         if self.section.multi_label:
