@@ -2,7 +2,7 @@
 
 import typer
 
-from whet.cli.train import NPROC, QUIET, RESTARTS, follow, in_processes
+from whet.cli.train import NPROC, QUIET, RESTARTS, draw_missing_plots, follow, in_processes
 
 
 def command(
@@ -12,6 +12,8 @@ def command(
     quiet: bool = typer.Option(False, "--quiet", "-q", help=QUIET),
 ) -> None:
     """Go on from the newest valid checkpoint of RUN, on as many processes as wanted."""
+    if draw_missing_plots(run):  # all that was left to do
+        return
     if nproc > 1:
         in_processes(nproc, ["resume", run, *(["--quiet"] if quiet else [])], restarts=max_restarts)
     from whet.training.run import resume

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
 QUIET = "Show no progress: only the result, warnings and errors."
 RESTARTS = "With --nproc: how often to start again from the last checkpoint when a process fails."
+PLOTS = "classification.png"
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:
@@ -158,6 +159,23 @@ def _chats(run: "Path | None") -> bool:
     return bool(getattr(tokenizer_of(run), "chat_template", None))
 
 
+def draw_missing_plots(run: str) -> bool:
+    """Draw the plots of a finished classifier that was killed while drawing them; whether it did."""
+    from pathlib import Path
+
+    from whet.storage import clear_leftovers
+    from whet.training.classifier_report import REPORT
+    from whet.training.resuming import is_finished
+
+    directory = Path(run)
+    plots = directory / PLOTS
+    if plots.exists() or not (directory / REPORT).is_file() or not is_finished(directory):
+        return False
+    clear_leftovers(directory, of=PLOTS)
+    show_classification(directory)
+    return plots.exists()
+
+
 def show_classification(run: "Path | None") -> None:
     """The report of a run that classifies, as a table, and its plots where they can be drawn."""
     from whet.cli.console import say
@@ -168,6 +186,6 @@ def show_classification(run: "Path | None") -> None:
     report = read_report(run)
     say(classification_text(report))
     try:
-        say(f"report: {draw(report, run / 'classification.png').with_suffix('.json')} and .png beside it")
+        say(f"report: {draw(report, run / PLOTS).with_suffix('.json')} and .png beside it")
     except ConfigError as error:
         say(f"report: {run / 'classification.json'} ({error.message}: {error.hint})")

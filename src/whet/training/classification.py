@@ -25,7 +25,9 @@ from whet.parallel.group import SOLO, World
 
 log = logging.getLogger("whet")
 
-_FURTHEST = 30.0  # logarithm of a temperature
+# Trained models need 1 to 10. Divided by 100, their probabilities are next to uniform: what asks for more has
+# learned nothing. On random labels the best temperature is infinite, which would wipe the head out.
+MAX_TEMPERATURE = 100.0
 CALIBRATION_STEPS = 80  # of a golden-section search: far below rounding
 UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
 
@@ -150,7 +152,8 @@ def rows_of(
 def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: bool) -> float:
     """What logits are divided by for the likeliest labels: a golden-section search over its logarithm.
 
-    Where every label is the likeliest already, nothing is too sure: that is 1.
+    It stays between 1 / MAX_TEMPERATURE and MAX_TEMPERATURE. Where every label is the likeliest already,
+    nothing is too sure: that is 1.
     """
     if (((logits > 0) == labels) if multi_label else logits.argmax(1) == labels).all():  # soft ones never are
         log.warning("calibrate: every label is the likeliest already, which says nothing of a temperature")
@@ -164,12 +167,19 @@ def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: b
             return F.binary_cross_entropy_with_logits(scaled, targets).item()
         return F.cross_entropy(scaled, targets).item()
 
-    low, high, part = -3.0, 3.0, (math.sqrt(5) - 1) / 2
-    while low > -_FURTHEST and loss(low) < loss(low + 1):  # the least is further down
-        low -= 3
-    while high < _FURTHEST and loss(high) < loss(high - 1):
-        high += 3
+    bound, (low, high), part = math.log(MAX_TEMPERATURE), (-3.0, 3.0), (math.sqrt(5) - 1) / 2
+    low = -bound if loss(low) < loss(low + 1) else low  # the least is further down
+    high = bound if loss(high) < loss(high - 1) else high
     for _ in range(CALIBRATION_STEPS):
         left, right = high - part * (high - low), low + part * (high - low)
         low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    return math.exp((low + high) / 2)
+    found = (low + high) / 2
+    if abs(found) < bound - 1e-3:
+        return math.exp(found)
+    temperature = MAX_TEMPERATURE if found > 0 else 1 / MAX_TEMPERATURE
+    log.warning(
+        "calibrate: the best temperature is beyond its bound, and %g is used; the head has hardly learned to "
+        "tell the validation records apart: train longer, or check the labels",
+        temperature,
+    )
+    return temperature

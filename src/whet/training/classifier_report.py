@@ -27,7 +27,7 @@ from whet.objectives.classify import Classify
 from whet.parallel.group import SOLO, World
 from whet.storage import replace_text
 from whet.training.callbacks import Injector, NumbersOnly
-from whet.training.class_weights import WeightedHead
+from whet.training.class_weights import WeightedHead, read_calibration
 from whet.training.classification import fitted_temperature, rows_of
 from whet.training.run_data import RunData
 from whet.training.state import RunResult
@@ -100,7 +100,6 @@ class ClassificationEnd(NumbersOnly, Injector):
         self.precision = precision
         self.world = world
         self.info = info_of(config, max_length=config.data.max_length)
-        self.calibration: dict[str, float] | None = None
         held = "test" if "test" in data.examples else "valid"
         self.split = held if held in data.examples else None
         self.probe = self._probe() if self.section.probe and self.split is not None else None
@@ -163,15 +162,15 @@ class ClassificationEnd(NumbersOnly, Injector):
 
     def stored_head(self) -> StoredHead:
         """The head as it is kept: calibrated, where the config asks for it."""
-        if self.section.calibrate:
-            self._calibrate()
-        stored = WeightedHead(self.objective.head, self.info, self.objective.class_weights.tolist())
+        calibration = {"temperature": self._calibrate()} if self.section.calibrate else None
+        weights = self.objective.class_weights.tolist()
+        stored = WeightedHead(self.objective.head, self.info, weights, calibration)
         if (reason := stored.unexportable(self.model)) is not None:
             log.info("whet alone can use this head: %s", reason)
         return stored
 
-    def _calibrate(self) -> None:
-        """Divide the head by the temperature that fits the validation records best."""
+    def _calibrate(self) -> float:
+        """Divide the head by the temperature that fits the validation records best, and return it."""
         valid = self._examples("valid")
         logits, labels = self._rows(valid, self.objective.logits), self._labels(valid)
         temperature = fitted_temperature(logits, labels, multi_label=self.section.multi_label)
@@ -179,13 +178,14 @@ class ClassificationEnd(NumbersOnly, Injector):
             for parameter in self.objective.head.parameters():
                 parameter.div_(temperature)
         log.info("calibrated: temperature %.3f, on %d validation records", temperature, len(valid))
-        self.calibration = {"temperature": temperature}
+        return temperature
 
     def on_train_end(self, result: RunResult) -> None:
         """Write the report of a finished run, on its test records or else its validation ones."""
         if result.unfinished or self.split is None:
             return
-        kept = read_head(self.directory / "final").head.to(self.model.device)
+        final = self.directory / "final"
+        kept = read_head(final).head.to(self.model.device)
         self.objective.head.load_state_dict(kept.state_dict())  # a run killed after final/ has another one
         examples = self._examples(self.split)
         started = time.perf_counter()
@@ -204,7 +204,7 @@ class ClassificationEnd(NumbersOnly, Injector):
         except ConfigError as error:
             log.warning("no classification report: %s (%s)", error.message, error.hint)
             return
-        found |= {"split": self.split, "calibration": self.calibration}
+        found |= {"split": self.split, "calibration": read_calibration(final)}
         if self.probe is not None:
             found["baselines"]["linear probe"] = self.probe
         try:
