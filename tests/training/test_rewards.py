@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+import whet
 from whet.config.grpo import BUILTIN_REWARDS, GRPOObjective
 from whet.errors import ConfigError, RunError
 from whet.training.rewards.builtin import (
@@ -216,6 +217,30 @@ def test_a_reward_that_cannot_be_used_is_refused_before_anything_is_trained(own,
     with pytest.raises(ConfigError, match=message) as caught, pool(reward):
         pass
     assert "objective.rewards" in caught.value.message
+
+
+def reward_of_this_file(prompt, completion, record):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([reward_of_this_file], "objective.rewards: reward_of_this_file is a Python object.*path/to/file.py:function"),
+        ([{"function": len, "weight": 2}], "objective.rewards: len is a Python object.*package.module:function"),
+        ([float], "objective.rewards: float is a Python object"),
+        (["__main__:rw"], "'__main__:rw' cannot be imported.*your script or notebook.*'rewards.py:rw'"),
+    ],
+)  # fmt: skip
+def test_functions_that_no_other_process_can_import_are_refused_with_what_to_write(rewards, message):
+    config = {
+        "model": "nano",
+        "objective": {"kind": "grpo", "rewards": rewards},
+        "data": {"train": "synth:house:8"},
+        "run": {"name": "x", "steps": 1, "batch_size": 2},
+    }
+    with pytest.raises(ConfigError, match=message):
+        whet.train(config)
 
 
 def test_a_reward_that_lets_nothing_else_run_has_a_time_limit_too(own):

@@ -32,14 +32,28 @@ class Reward(Section):
     @field_validator("function")
     @classmethod
     def _is_known(cls, function: str) -> str:
-        place, _, name = function.rpartition(":")
-        if function in BUILTIN_REWARDS or (place and name):
+        module, _, name = function.rpartition(":")
+        if module == "__main__":
+            raise ValueError(
+                f"{function!r} cannot be imported: rewards run in processes of their own, which do not have "
+                f"the functions of your script or notebook. Put it in a file and write 'rewards.py:{name}'"
+            )
+        if function in BUILTIN_REWARDS or (module and name):
             return function
         near = difflib.get_close_matches(function, BUILTIN_REWARDS, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"{function!r} is no reward: {meant}built in are {', '.join(BUILTIN_REWARDS)}; "
             "your own is package.module:function or path/to/file.py:function"
+        )
+
+
+def _refuse_callable(reward: Any) -> None:  # Any: what a caller gave
+    if callable(reward):
+        name = getattr(reward, "__name__", type(reward).__name__)
+        raise ValueError(
+            f"{name} is a Python object, and rewards are imported by name in processes of their own: put the "
+            "function in a module or a file and write 'package.module:function' or 'path/to/file.py:function'"
         )
 
 
@@ -56,6 +70,11 @@ class GRPOObjective(Section):
     reward_timeout: float = Field(10.0, gt=0, description="seconds that one call of a reward may take")
     reward_workers: Positive | None = Field(
         None, description="processes that rewards run in; null: one a core, at most 4"
+    )
+    reward_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of memory that a process of the rewards may allocate; null: half of the machine's",
     )
     group_size: Positive = Field(8, description="completions to each prompt")
     max_new_tokens: Positive = Field(256, description="longest completion")
@@ -107,6 +126,8 @@ class GRPOObjective(Section):
         """A reward without settings may be written as its name."""
         if not isinstance(rewards, list):
             return rewards
+        for reward in rewards:
+            _refuse_callable(reward.get("function") if isinstance(reward, dict) else reward)
         return [{"function": reward} if isinstance(reward, str) else reward for reward in rewards]
 
     @model_validator(mode="after")

@@ -48,10 +48,10 @@ def catch_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict
     return {number: signal.signal(number, handler) for number in caught}
 
 
-def end_with_parent() -> None:
-    """End this process as soon as the thread that started it is gone, however it goes."""
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get a signal as soon as the thread that started this process is gone, however it goes."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def _complain(message: str) -> int:

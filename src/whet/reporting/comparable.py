@@ -12,7 +12,8 @@ from whet.reporting.run_files import Values, section
 # what an objective has beside what defines its loss
 _NOT_OF_THE_LOSS = {
     *("probe", "calibrate", "valid_share", "pooling", "bias", "block", "reference"),
-    *("reward_timeout", "reward_workers", "generate_rows", "mismatch_tolerance", "samples_every", "samples"),
+    *("reward_timeout", "reward_workers", "reward_memory", "generate_rows", "mismatch_tolerance"),
+    *("samples_every", "samples"),
 }
 # whose losses are not a mean over tokens
 _OF_WHOLE_ANSWERS = ("classify", "regression", "grpo", "dpo", "ipo")

@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "eval.batches",
     "eval.max_new_tokens",
     "objective.reward_timeout",
+    "objective.reward_memory",
     "objective.reward_workers",
     "objective.samples_every",
     "checkpoint",

@@ -1,15 +1,19 @@
 """Rewards in processes of their own: in parallel, each call with a time limit, none left behind.
 
 The processes are plain ones that read lines, not multiprocessing's: those would run the user's script again.
+This isolates a run from accidents in rewards. It is not a sandbox: rewards run with the user's rights.
 """
 
 import json
 import os
 import queue
+import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,15 +21,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from whet.config.grpo import GRPOObjective, Reward
 from whet.errors import ConfigError, RunError
+from whet.training.rewards.supervisor import kill_session
 
 _START_S = 120.0  # to import somebody's module: it may bring torch along
 _TOGETHER = 32  # calls handed to a process at once: waiting for each answer takes longer than most rewards
 _SHOWN = 1000  # characters of a completion in an error
+_LONGEST = 2**16  # bytes of an answer
+_END_S = 15.0  # for a supervisor to end all processes of its worker
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from whet.training.rewards.worker import main; main()"
+    "from whet.training.rewards.supervisor import main; main()"
 )
 
 
@@ -51,9 +60,9 @@ class _FailedError(Exception):
 
 
 class _Worker:
-    """One process."""
+    """One process that runs rewards, with the supervisor that ends it and its children."""
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
+    def __init__(self, rewards: Sequence[Reward], *, memory: int) -> None:
         path = json.dumps([os.fspath(part) or str(Path.cwd()) for part in sys.path])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, path],
@@ -67,18 +76,18 @@ class _Worker:
         self._requests, self._answers = self._process.stdin, self._process.stdout
         os.set_blocking(self._requests.fileno(), False)
         self._unsent, self._rest = bytearray(), b""
-        self._send({"rewards": [{"function": r.function, "arguments": r.arguments} for r in rewards]})
+        self._sent: deque[str] = deque()  # ids of the requests without an answer yet
+        described = [{"function": r.function, "arguments": r.arguments} for r in rewards]
+        self._send({"rewards": described, "memory": memory})
 
     def wait_until_ready(self) -> None:
         """Until the rewards are imported, or cannot be."""
         try:
-            answer = self._receive(_START_S)
+            self.answer(timeout_s=_START_S)
         except EOFError:
             raise _FailedError("its process ended") from None
         except TimeoutError:
             raise _FailedError(f"it took more than {_START_S:g} s to load") from None
-        if "error" in answer:
-            raise _FailedError(answer["error"])
 
     def send(self, calls: Sequence[Call]) -> None:
         """Calls to be made one after the other."""
@@ -90,46 +99,63 @@ class _Worker:
 
     def answer(self, *, timeout_s: float) -> float:
         """What the next of the calls came to."""
-        answer = self._receive(timeout_s)
+        answer = self._receive(self._sent.popleft(), timeout_s)
         if "error" in answer:
             raise _FailedError(answer["error"])
         return float(answer["value"])
 
     def kill(self) -> None:
-        """End it, whatever it does; who waits for its answer finds out."""
-        self._process.kill()
+        """Let the supervisor end it, whatever it does; who waits for its answer finds out."""
+        self._process.terminate()
 
     def end(self) -> None:
-        """Kill it and forget it."""
+        """Kill it and all processes that it started, and forget it."""
         self.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode == -signal.SIGKILL:  # a reward can kill its supervisor, too
+            kill_session(self._process.pid)
         self._requests.close()
         self._answers.close()
 
     def _send(self, message: dict[str, Any]) -> None:  # Any: JSON values
         """To be written while `_receive` waits: a process that hangs reads nothing, and pipes are short."""
-        self._unsent += json.dumps(message, default=str).encode() + b"\n"
+        identity = secrets.token_hex(16)
+        self._sent.append(identity)
+        self._unsent += json.dumps({"id": identity, **message}, default=str).encode() + b"\n"
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:  # Any: JSON values
+    def _receive(self, identity: str, timeout_s: float) -> dict[str, Any]:  # Any: JSON values
+        """The answer to a request; whatever else comes through the pipe is not from the worker's own code."""
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as ready:
             ready.register(self._answers, selectors.EVENT_READ)
             if self._unsent:
                 ready.register(self._requests, selectors.EVENT_WRITE)
-            while b"\n" not in self._rest:
-                found = ready.select(max(0.0, deadline - time.monotonic()))
-                if not found:
+            while (answer := self._next_answer(identity)) is None:
+                events = ready.select(max(0.0, deadline - time.monotonic()))
+                if time.monotonic() > deadline:
                     raise TimeoutError
-                for key, _ in found:
+                for key, _ in events:
                     if key.fileobj is self._answers:
                         self._read()
                     else:
                         self._write()
                         if not self._unsent:
                             ready.unregister(self._requests)
-        line, _, self._rest = self._rest.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)  # Any: JSON values
-        return message
+        return answer
+
+    def _next_answer(self, identity: str) -> dict[str, Any] | None:  # Any: JSON values
+        start = f'{{"id": "{identity}", '.encode()
+        while b"\n" in self._rest:
+            line, _, self._rest = self._rest.partition(b"\n")
+            if line.startswith(start):
+                message: dict[str, Any] = json.loads(line)  # Any: JSON values
+                return message
+        self._rest = self._rest[-_LONGEST:]
+        return None
 
     def _read(self) -> None:
         new = os.read(self._answers.fileno(), 2**16)
@@ -151,6 +177,7 @@ class RewardPool:
         self.rewards = settings.rewards
         self.timeout_s = settings.reward_timeout
         self.on_error = settings.on_error
+        self.memory = int((settings.reward_memory or psutil.virtual_memory().total / 2**31) * 2**30)
         self.failures = 0  # calls that counted as on_error
         self._count = settings.reward_workers or min(4, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(max_workers=self._count)
@@ -186,7 +213,7 @@ class RewardPool:
             self._end(worker)
 
     def _start(self, rewards: Sequence[Reward]) -> _Worker:
-        worker = _Worker(rewards)
+        worker = _Worker(rewards, memory=self.memory)
         self._alive.add(worker)
         return worker
 
@@ -262,5 +289,5 @@ class RewardPool:
         raise RunError(
             f"the reward {self.rewards[call.reward].label} failed: {why}\n"
             f"  prompt: {call.judged.prompt[-_SHOWN:]!r}\n  completion: {call.judged.completion[:_SHOWN]!r}",
-            hint="mend it, or set objective.on_error to the value that such a completion shall have",
+            hint="fix it, or set objective.on_error to the value that such a completion shall have",
         )

@@ -1,65 +1,98 @@
 """A process that runs rewards: one line of JSON in, one line out.
 
-It ends as soon as whoever started it is gone, even in the middle of a reward that hangs.
+An answer repeats the id of its request, which nobody can guess, and only the worker itself answers: what
+rewards print, what they write to descriptors that they did not open, and what their children return is not
+taken for an answer.
 """
 
+import contextlib
+import fcntl
+import functools
 import importlib
 import importlib.util
 import inspect
 import json
 import math
 import os
-import queue
+import resource
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
-from whet.parallel.launch import end_with_parent
 from whet.training.rewards.builtin import BUILTIN, check_arguments
 
 Message = dict[str, Any]  # Any: JSON values
 
+_PRIVATE_FD = 200  # and above: out of the way of code that uses or closes low numbers
+_SHOWN = 2000  # characters of an error
+
 
 def main() -> None:
     """Load the rewards that the first line names, then answer every line."""
-    end_with_parent()  # a regular expression that backtracks does not let `_read` find out
     requests, answers = _private_pipes()
-    lines: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
-    try:
-        rewards = [load(each["function"], each["arguments"]) for each in lines.get()["rewards"]]
-    except Exception as error:  # whatever somebody else's module raises
-        _write(answers, {"error": _said(error)})
+    start = json.loads(requests.readline())
+    reply = _Reply(answers, start["memory"])
+    rewards: list[Callable[..., Any]] = []  # Any: whatever a reward returns
+
+    def load_all() -> float:
+        rewards.extend(load(each["function"], each["arguments"]) for each in start["rewards"])
+        return len(rewards)
+
+    _limit_memory(start["memory"])
+    if not reply(start["id"], load_all):
         return
-    _write(answers, {"ready": True})
-    while True:
-        job = lines.get()
+    for line in requests:
+        job = json.loads(line)
+        reply(job["id"], functools.partial(_judge, rewards[job["reward"]], job["arguments"]))
+
+
+class _Reply:
+    """Answers requests, from this process only."""
+
+    def __init__(self, answers: BinaryIO, memory: int) -> None:
+        self.answers = answers
+        self.memory = memory
+        self.pid = os.getpid()
+
+    def __call__(self, identity: str, compute: Callable[[], float]) -> bool:
+        """Send what `compute` returns or raises; return whether it returned."""
         try:
-            _write(answers, {"value": _number(rewards[job["reward"]](*job["arguments"]))})
-        except Exception as error:
-            _write(answers, {"error": _said(error)})
+            result: Message = {"value": compute()}
+        except MemoryError:
+            limit = f"{self.memory / 2**30:.3g} GiB"
+            result = {"error": f"it needed more memory than objective.reward_memory allows ({limit})"}
+        except Exception as error:  # whatever somebody else's code raises
+            result = {"error": _said(error)[:_SHOWN]}
+        if os.getpid() != self.pid:  # a child that the reward forked returned here
+            os._exit(0)
+        # a line of its own, also where somebody wrote half a line before
+        self.answers.write(b"\n" + json.dumps({"id": identity, **result}).encode() + b"\n")
+        return "value" in result
 
 
-def _private_pipes() -> tuple[TextIO, TextIO]:
-    """The pipes to the parent, kept from the rewards: these print to stderr, and read nothing."""
-    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes to the run, kept from the rewards and their children: these print to stderr, read nothing."""
+    private = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _PRIVATE_FD) for number in (0, 1)]
+    requests, answers = os.fdopen(private[0], "rb"), os.fdopen(private[1], "wb", buffering=0)
+
+    def close_in_child() -> None:
+        while private:
+            os.close(private.pop())
+
+    os.register_at_fork(after_in_child=close_in_child)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a worker ends without a flush
     return requests, answers
 
 
-def _read(requests: TextIO, lines: queue.SimpleQueue[Message]) -> None:
-    for line in requests:
-        lines.put(json.loads(line))
-    os._exit(0)  # the parent has closed its end, or died
-
-
-def _write(answers: TextIO, message: Message) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
+def _limit_memory(size: int) -> None:
+    """Let every private allocation count, of this process and of each of its children by itself."""
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or there are none here
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 class _NoNumberError(Exception):
@@ -70,14 +103,15 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, _NoNumberError) else f"{type(error).__name__}: {error}"
 
 
-def _number(value: Any) -> float:  # Any: whatever a reward returns
+def _judge(reward: Callable[..., Any], arguments: list[Any]) -> float:  # Any: whatever a reward returns
+    value = reward(*arguments)
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise _NoNumberError(f"it returned {value!r}, which is no number") from None
-    if not math.isfinite(found):
-        raise _NoNumberError(f"it returned {found}")
-    return found
+    if not math.isfinite(number):
+        raise _NoNumberError(f"it returned {number}")
+    return number
 
 
 def load(function: str, arguments: Message) -> Callable[..., Any]:  # Any: whatever a reward returns
