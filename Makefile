@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
+# tests run in a random order: another one for each commit, the same one each time for that commit
+SEED ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 1)
+PYTEST := WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --randomly-seed=$(SEED) --durations=15
 
 .PHONY: demo test test-slow bench-smoke check format clean
 
@@ -12,11 +15,11 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
-	WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS)
+	$(PYTEST) -m "not slow" -n $(JOBS)
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
-	WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 bench-smoke: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct

@@ -24,9 +24,14 @@ def examine(model, tokenizer, console: Console) -> None:
         console.print(f"  asked     {question.text}", markup=False)
         console.print(f"  expected  {question.answer}", markup=False)
         console.print(f"  answered  {' '.join(answer.split())}\n", markup=False)
-    found = evaluation.exact_match(max_tokens=40)
+    total = len(evaluation.questions)
+    console.print(f"  answering {total} test commands")
+    with console.status("") as status:
+        found = evaluation.exact_match(
+            max_tokens=40, progress=lambda answered: status.update(f"{answered} of {total} answered")
+        )
     console.print(
-        f"  exact match on {len(evaluation.questions)} test commands: {found['exact_match']:.1%}"
+        f"  exact match on {total} test commands: {found['exact_match']:.1%}"
         f"  (known sentence templates {found['exact_match_known']:.1%},"
         f" templates never trained on {found['exact_match_unseen']:.1%})\n"
     )

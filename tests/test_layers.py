@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -75,15 +74,23 @@ def test_importing_whet_loads_nothing_heavy():
     assert found.stdout.strip() == "[]"
 
 
-def test_help_appears_in_under_0_3_seconds():
-    command = [str(Path(sys.executable).with_name("whet")), "--help"]
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - started)
-    assert "train" in found.stdout
-    assert min(times) < 0.3
+def test_help_loads_little():
+    """What makes `whet --help` quick: few modules, and none of the large ones."""
+    script = """
+import sys
+from whet.cli import app
+sys.argv = ["whet", "--help"]
+try:
+    app.main()
+except SystemExit:
+    large = [name for name in ("torch", "transformers", "numpy", "pydantic", "rich") if name in sys.modules]
+    print(len(sys.modules), large, file=sys.stderr)
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "train" in shown.stdout
+    modules, large = shown.stderr.split(maxsplit=1)
+    assert large.strip() == "[]"
+    assert int(modules) < 400
 
 
 @pytest.mark.parametrize(

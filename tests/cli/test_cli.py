@@ -457,14 +457,25 @@ def test_a_page_without_a_directory_is_wrong_input_and_a_full_disk_is_not(
     assert "--out" not in err
 
 
+def test_an_error_is_never_longer_than_a_screen(capsys):
+    from whet.cli import app
+    from whet.errors import ConfigError
+
+    problem = ConfigError("\n".join(["first", *["x" * 100_000] * 500]), hint="the way out")
+    app._complain(str(problem))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) < 2200
+    assert lines[0] == "error: first"
+    assert lines[-1] == "  hint: the way out"
+
+
 def test_while_a_checkpoint_is_written_the_process_ends_at_once():
     """torch aborts where one of its threads is still at work when Python has ended."""
     script = """
 import threading, time
 from whet.cli import app
-threading.Thread(target=time.sleep, args=(60,), name="whet-save").start()
+threading.Thread(target=time.sleep, args=(1000,), name="whet-save").start()
 app._leave(130)
 """
-    before = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 130
-    assert time.monotonic() - before < 50
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == 130

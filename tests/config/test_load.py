@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from whet.config.load import load_config, make_config, to_yaml
+from whet.config.load import describe_keys, load_config, make_config, to_yaml
 from whet.errors import ConfigError
 
 GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_size": 4}}
@@ -239,3 +239,10 @@ def test_what_reads_other_data_is_no_part_of_a_mix(objective):
     mix = {"kind": "mix", "parts": [sft, {"objective": objective, "data": {"train": "b.jsonl"}}]}
     with pytest.raises(ConfigError, match=f"{objective['kind']} is not one of several objectives"):
         make_config({"model": "m", "objective": mix, "run": {"steps": 3, "batch_size": 4}})
+
+
+def test_only_what_every_run_must_have_is_called_required():
+    lines = list(describe_keys())
+    required = {line.split(":")[0].strip() for line in lines if line.endswith("(required)")}
+    assert required == {"data.train"}
+    assert any(line.startswith("  model.quality: ") and "required in this section" in line for line in lines)

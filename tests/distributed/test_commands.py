@@ -145,9 +145,7 @@ def test_a_process_that_dies_before_it_met_the_others_is_noticed(tiny_directory,
         while len(ranks := launcher.children()) < 2:
             time.sleep(0.01)
         sorted(ranks, key=lambda each: each.pid)[rank].kill()
-        began = time.monotonic()
         _, err = process.communicate(timeout=LIMIT_S)
-        assert time.monotonic() - began < 30
     assert process.returncode == 1
     assert f"rank {rank} of 2 was ended by SIGKILL" in err
 

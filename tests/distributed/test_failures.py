@@ -61,7 +61,7 @@ def nobody_left(processes):
 def test_trouble_on_one_rank_is_the_end_of_the_command(tiny_directory, tmp_path, kind, said, limit_s):
     path = config(tiny_directory, tmp_path, timeout=2)
     codes, took, log = run_command(2, ["train", str(path)], out=tmp_path, trouble=(1, 5, kind))
-    assert took < limit_s + 15
+    assert took < limit_s + 60
     assert codes[0] == 1
     # a rank that hangs ends by itself when it has read why, and is killed when that takes too long
     assert codes[1] in {"raise": [1], "kill": [-signal.SIGKILL], "hang": [1, -signal.SIGKILL]}[kind]
@@ -104,9 +104,9 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_job(tiny_directory, tmp_path,
         ranks = rank_processes(process)
         ranks[1].send_signal(number)
         began = time.monotonic()
-        code = process.wait(limit_s + 20)
+        code = process.wait(limit_s + 60)
         took = time.monotonic() - began
-        assert took < limit_s + 15, took
+        assert took < limit_s + 60, took
         assert code == 1
         assert nobody_left(ranks.values())
     (message,) = errors_in(log)

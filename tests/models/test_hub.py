@@ -5,6 +5,7 @@ import hashlib
 import multiprocessing
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -201,10 +202,12 @@ def test_an_unreachable_hub_fails_over_to_the_wheel_and_says_so(world: World) ->
 
 def test_a_hub_that_never_answers_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_HUB_ANSWER_S", 0.2)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: time.sleep(5))
-    begun = time.monotonic()
-    world.resolve("smollm2-135m-instruct")
-    assert time.monotonic() - begun < 3
+    answer = threading.Event()
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: answer.wait(120))
+    try:
+        world.resolve("smollm2-135m-instruct")  # returns although there is no answer yet
+    finally:
+        answer.set()
     assert "no answer within 0.2 s" in world.said[0]
 
 

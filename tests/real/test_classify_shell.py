@@ -14,7 +14,6 @@ from whet.config.load import load_config
 from whet.data.synthetic import generate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MINUTES = 8
 
 
 def tfidf_f1(config):
@@ -50,7 +49,6 @@ def test_fine_tuning_beats_words_and_frozen_features_on_templates_it_never_saw(t
     assert f1 >= 0.90
     assert f1 >= probe + 0.05
     assert f1 >= words + 0.05
-    assert minutes < MINUTES
     again = whet.Classifier.load(result.directory).evaluate(config.data.valid)
     assert again["log_loss"] == report["log_loss"]
     assert again["confusion"] == report["confusion"]

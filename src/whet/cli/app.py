@@ -42,7 +42,7 @@ _LONGEST_LINE = 2000
 
 app = typer.Typer(
     name="whet",
-    help="whet sharpens language models.",
+    help="Train, fine-tune, align, evaluate and use language models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -87,7 +87,7 @@ def _options(
         False, "--version", is_eager=True, callback=_show_version, help="Show the version."
     ),
 ) -> None:
-    """whet sharpens language models."""
+    """Train, fine-tune, align, evaluate and use language models."""
 
 
 def main() -> NoReturn:

@@ -71,6 +71,10 @@ def command(
                 f"  asked     {question.text}\n  expected  {question.answer}\n  answered  {answer}\n",
                 markup=False,
             )
-        with notes().status("generating"):
-            metrics |= evaluation.exact_match(max_tokens=max_tokens)
+        total = len(evaluation.questions)
+        with notes().status(f"generating {total} answers") as status:
+            metrics |= evaluation.exact_match(
+                max_tokens=max_tokens,
+                progress=lambda answered: status.update(f"generating: {answered} of {total} answers"),
+            )
     print(json.dumps(metrics) if as_json else describe(metrics))

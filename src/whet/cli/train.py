@@ -133,8 +133,9 @@ def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
     if summary.get("test"):
         say(f"test: {describe(summary['test'])}")
     unit = "rows" if "quality" in summary else "tokens"
+    steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
     say(
-        f"{result.steps} steps, {summary['tokens']:,} {unit} in {summary['seconds']:.0f} s; "
+        f"{steps}, {summary['tokens']:,} {unit} in {summary['seconds']:.0f} s; "
         f"result in {result.directory}/final"
     )
     if "quality" in summary:

@@ -124,17 +124,24 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def describe_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every config key with its default and meaning, one line each."""
+def describe_keys(
+    section: type[BaseModel] = RunConfig, prefix: str = "", *, chosen: bool = True
+) -> Iterator[str]:
+    """Yield every config key with its default and meaning, one line each.
+
+    `chosen` says that a run always has this section: only then are its required keys required of all.
+    """
+    required = "required" if chosen else "required in this section"
     for own_name, field in section.model_fields.items():
         name = field.alias or own_name
         # what a part of a mix has is described where a run has it
         inner = [] if section is Part else list(inner_sections(field.annotation))
         if not inner or prefix:
-            default = "required" if field.is_required() else f"default {json.dumps(field.get_default())}"
+            default = required if field.is_required() else f"default {json.dumps(field.get_default())}"
             yield f"  {prefix}{name}: {field.description} ({default})"
         for each in inner:
-            yield from describe_keys(each, f"{prefix}{name}.")
+            own = chosen and field.is_required() and field.annotation is each
+            yield from describe_keys(each, f"{prefix}{name}.", chosen=own)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by make_config afterwards

@@ -18,7 +18,7 @@ _LARGEST_CODE = 2**20  # more would not come back from fp32 as they went in
 class Quality(Section):
     """A model of the quality-decision task, trained from scratch: docs/quality.md."""
 
-    quality: Size = Field(description="its size")
+    quality: Size = Field(description="size of a model for the quality-decision task, see docs/quality.md")
     arm: Arm = Field(
         "softmax", description="how rows find their experts, or dense: a twin of the same size without any"
     )

@@ -37,11 +37,12 @@ def exact_match(
     *,
     max_tokens: int = 256,
     pause: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> ExactMatch:
     """Greedy answers against the expected ones, surrounding white space aside.
 
     A row is dropped as soon as its text can no longer become the answer: same verdict, less work. `pause` is
-    called before each new token, and may raise.
+    called before each new token, and may raise; `progress` is called with the number of questions answered.
     """
     stops = stop_tokens(model, tokenizer)
     correct = [False] * len(questions)
@@ -64,4 +65,5 @@ def exact_match(
         )
         for index, answer, tokens in zip(chunk, answers, outputs, strict=True):
             correct[index] = tokenizer.decode(tokens, skip_special_tokens=True).strip() == answer
+        progress(start + len(chunk))
     return ExactMatch(correct, [question.group for question in questions])

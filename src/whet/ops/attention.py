@@ -323,7 +323,7 @@ def _with_above(parts: Sequence[torch.Tensor], above: Sequence[tuple[int, ...]])
 def describe_backend(device: torch.device) -> str:
     """Which attention this device runs, and why."""
     if device.type == "cpu":
-        return "SDPA; packed documents one by one, what they begin with in common once"
+        return "SDPA, one packed document at a time; a prefix that documents share is computed once"
     if device.type == "cuda":
         return "SDPA; packed documents by varlen attention in 16 bits, else by a document mask"
     return "SDPA; packed documents by a document mask"

@@ -201,9 +201,13 @@ class ModelEvaluation:
         precision = Precision(compute, compute, compute, "as loaded")
         return evaluate_loss(self.model, SFT(), self.batches, precision=precision)
 
-    def exact_match(self, *, max_tokens: int) -> dict[str, float]:
+    def exact_match(
+        self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None
+    ) -> dict[str, float]:
         """Share of questions answered exactly as expected, by group where records name one."""
-        return exact_match(self.model, self.tokenizer, self.questions, max_tokens=max_tokens).metrics()
+        return exact_match(
+            self.model, self.tokenizer, self.questions, max_tokens=max_tokens, progress=progress
+        ).metrics()
 
     def answers(self, count: int, *, max_tokens: int) -> Iterator[tuple[Question, str]]:
         """The first questions with the model's greedy answers."""
