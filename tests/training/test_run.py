@@ -271,7 +271,7 @@ def test_a_config_that_is_refused_leaves_its_name_free(tiny_directory, tmp_path,
 
 
 def test_what_cannot_be_resumed_is_refused(finished, tmp_path, tiny_directory):
-    with pytest.raises(CheckpointError, match="is not a run"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         whet.resume(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="has finished"):
         whet.resume(finished.directory)

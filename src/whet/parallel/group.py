@@ -229,7 +229,7 @@ def joined(*, timeout_s: float | None = None) -> Iterator[World]:
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(
             f"{name}={text!r} in the environment is no number",
             hint="start several processes with torchrun or with --nproc",

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ log = logging.getLogger("whet")
 WEIGHTS = CHECKPOINT_WEIGHTS
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+_NAME = re.compile(r"step-(?P<step>[0-9]+)")
 State = dict[str, Any]  # Any: JSON values
 
 
@@ -224,8 +226,9 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def _by_step(directory: Path) -> list[Path]:
-    found = [path for path in (directory / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    numbered = [(path, _NAME.fullmatch(path.name)) for path in (directory / "checkpoints").glob("step-*")]
+    steps = {path: int(name["step"]) for path, name in numbered if name is not None}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def newest_valid(directory: Path) -> Path | None:

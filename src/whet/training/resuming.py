@@ -1,6 +1,7 @@
 """What must be as it was before a run goes on, and what to do with the rows of the part that is lost."""
 
 import json
+import logging
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.models.weights import read_json
 from whet.storage import append_text, replace_text
+
+log = logging.getLogger("whet")
 
 # how long, how often and where; everything else would make another run of it
 MAY_CHANGE = (
@@ -96,6 +99,19 @@ def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) ->
         )
 
 
+def refuse_other_than_run(directory: Path) -> None:
+    """Raise a CheckpointError where there is nothing to resume."""
+    if not directory.exists():
+        problem = "does not exist"
+    elif not directory.is_dir():
+        problem = "is a file, not the directory of a run"
+    elif not (directory / "config.yaml").is_file():
+        problem = "is not a run: it has no config.yaml"
+    else:
+        return
+    raise CheckpointError(f"{directory} {problem}", hint="whet runs lists the runs that are there")
+
+
 def is_run_of(config: RunConfig, directory: Path) -> bool:
     """Whether a directory holds a run of this very config, and not somebody else's of the same name."""
     file = directory / "config.yaml"
@@ -130,26 +146,45 @@ def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
 
 def steps_with_rows(path: Path) -> int:
     """How many steps have left a row."""
-    return len({row["step"] for row in map(_row, _lines(_text(path))) if row.get("step")})
+    return len({step for row in map(_row, _lines(_text(path))) if (step := _step_of(row))})
+
+
+def warn_of_missing_rows(path: Path, *, step: int, every: int) -> None:
+    """Log which training rows up to a checkpoint are not there: a resume does not compute them again."""
+    trained = {_step_of(row) for row in map(_row, _lines(_text(path))) if "eval_s" not in row}
+    missing = [due for due in range(every, step + 1, every) if due not in trained]
+    if missing:
+        several = f"{len(missing)} steps between {missing[0]} and {missing[-1]}"
+        log.warning(
+            "%s has no training row for %s: they are lost, and reports will have a gap there",
+            path,
+            f"step {missing[0]}" if len(missing) == 1 else several,
+        )
 
 
 def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
     """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away.
 
     So does an evaluation of the checkpoint's own step that the checkpoint knows nothing of: it comes again.
+    So does what is not a row of a step.
     """
     kept: list[str] = []
     later: list[str] = []
     text = _text(path)
     for line in _lines(text):
         row = _row(line)
-        number = row.get("step", step + 1)
+        number = _step_of(row)
         again = number == step and "eval_s" in row and evaluated_step != step
-        (later if number > step or again else kept).append(f"{line}\n")
+        (later if number is None or number > step or again else kept).append(f"{line}\n")
     if later:
         append_text(path.with_suffix(".superseded.jsonl"), "".join(later))
     if text != (whole := "".join(kept)):
         replace_text(path, whole)
+
+
+def _step_of(row: Mapping[str, Any]) -> int | None:  # Any: JSON values
+    step = row.get("step")
+    return step if type(step) is int and step >= 0 else None
 
 
 def _last_row(directory: Path) -> dict[str, Any]:  # Any: JSON values

@@ -32,7 +32,7 @@ from whet.training.callbacks import (
     NumbersOnly,
     TimeLimit,
 )
-from whet.training.checkpoint import newest_valid, read_state
+from whet.training.checkpoint import newest_valid, prune, read_state
 from whet.training.kinds import work_for
 from whet.training.provenance import provenance
 from whet.training.resuming import (
@@ -40,9 +40,11 @@ from whet.training.resuming import (
     is_run_of,
     refuse_changes,
     refuse_other_origins,
+    refuse_other_than_run,
     refuse_taken_name,
     set_aside_later_rows,
     steps_with_rows,
+    warn_of_missing_rows,
 )
 from whet.training.run_data import EvaluationSplit
 from whet.training.run_log import RunLog
@@ -81,8 +83,7 @@ def train(
 def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
     """Go on with a run from its newest whole checkpoint."""
     directory = Path(directory)
-    if not (directory / "config.yaml").is_file():
-        raise CheckpointError(f"{directory} is not a run: it has no config.yaml")
+    refuse_other_than_run(directory)
     config = load_config(directory / "config.yaml")
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log, contextlib.ExitStack() as held:
         world, checkpoint = agreed(group, config), None
@@ -175,12 +176,19 @@ class _Assembly:
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
             self.began_after = trainer.state.step
             if again and self.world.is_main:
-                set_aside_later_rows(
-                    self.directory / "metrics.jsonl",
-                    step=trainer.state.step if checkpoint is not None else -1,
-                    evaluated_step=trainer.state.evaluated_step,
-                )
+                self._tidy(checkpoint)
             return trainer.fit()
+
+    def _tidy(self, checkpoint: Path | None) -> None:
+        """Leave of a run that is resumed what its checkpoint knows of."""
+        metrics, state = self.directory / "metrics.jsonl", self.trainer.state
+        step = state.step if checkpoint is not None else -1
+        set_aside_later_rows(metrics, step=step, evaluated_step=state.evaluated_step)
+        if checkpoint is not None:
+            began = read_state(checkpoint).get("config", {}).get("log", {})
+            warn_of_missing_rows(metrics, step=step, every=began.get("every", self.config.log.every))
+            # a process that ended while it removed the oldest has left one too many
+            prune(self.directory, keep=self.config.checkpoint.keep, best_steps=state.best_steps)
 
     def _spread(self) -> None:
         """Make sure that all ranks are about to train the same thing, and let them train it together."""
