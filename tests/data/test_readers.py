@@ -133,6 +133,7 @@ def test_a_list_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
         ("a.jsonl", b'\n\n"text"\n', r"a.jsonl:3: a record must be a JSON object, not str"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl:1: not UTF-8 text \(invalid start byte at byte 11\)"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: not UTF-8 text \(half of a character"),
+        ("a.jsonl", b'{"text": "a\tb"}\n', r"not valid JSON \(Invalid control character at column 12\)"),
         ("a.jsonl", b'{"text": "a\0b"}\n', r"a.jsonl:1: not valid JSON \(it holds null bytes\)"),
         ("a.jsonl", b'{"text": "a", "n": NaN}\n', r"a.jsonl:1: not valid JSON \(NaN is no JSON number\)"),
         ("a.jsonl", b'{"text": "a", "n": -Infinity}\n', r"a.jsonl:1: not valid JSON \(-Infinity is no"),

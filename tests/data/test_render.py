@@ -98,7 +98,7 @@ def test_text_that_ends_already_gets_no_second_end(tiny):
     tiny[1].chat_template = None
     example = renderer(tiny).example(record(prompt="2+2=", completion="4<|end|>"))
     assert learned(tiny, example) == "4<|end|>"
-    unlearned = renderer(tiny).example(record(prompt="2+2=4<|end|>", completion=""))
+    unlearned = renderer(tiny, allow_empty=True).example(record(prompt="2+2=4<|end|>", completion=""))
     assert learned(tiny, unlearned) == "<|end|>"
     assert tiny[1].decode(unlearned.tokens) == "2+2=4<|end|><|end|>"
 

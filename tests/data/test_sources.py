@@ -90,6 +90,15 @@ def test_a_path_that_is_not_there_is_named_with_its_neighbours(tmp_path):
         open_source(str(tmp_path / "nowhere" / "train.jsonl"))
 
 
+def test_a_common_suffix_makes_no_names_alike(tmp_path):
+    for name in ("v12.jsonl", "pref_valid.jsonl", "pref_train.jsonl"):
+        write(tmp_path / name, "a")
+    with pytest.raises(DataError, match=r"nope.jsonl does not exist\n  hint: data paths"):
+        open_source(str(tmp_path / "nope.jsonl"))
+    with pytest.raises(DataError, match=r"did you mean \S*/v12.jsonl\? data"):
+        open_source(str(tmp_path / "v12.json"))
+
+
 def test_a_pipe_is_refused_before_anyone_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match="is not a file"):

@@ -100,6 +100,9 @@ class Data(Section):
     on_bad_record: Literal["error", "skip"] = Field(
         "error", description="a record that cannot be read: stop, or leave it out and count it"
     )
+    allow_empty_answers: bool = Field(
+        False, description="supervise answers of which no text reaches the model, instead of refusing them"
+    )
     max_length: Annotated[int, Field(gt=1)] = Field(2048, description="longest example, in tokens")
     too_long: Literal["truncate", "drop", "split", "error"] = Field(
         "truncate", description="a longer one is cut at its end, dropped, split into windows, or refused"

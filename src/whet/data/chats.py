@@ -39,10 +39,30 @@ def _message(message: Any, number: int) -> Message:  # Any: a JSON value
     # tables give every message the fields of all others, as nulls
     given = {name: value for name, value in message.items() if value is not None or name == "content"}
     if isinstance(content, str):
-        return {**given, "content": content}
-    if content is not None or "tool_calls" not in given:
-        raise DataError(f"message {number} ({message['role']}) has no text content")
-    return given
+        given["content"] = content
+    elif content is not None or "tool_calls" not in given:
+        kind = "null" if content is None else type(content).__name__
+        raise DataError(
+            f"message {number} ({message['role']}) has no text content: it is {kind}",
+            hint='write "" for an empty text; only a message with tool_calls may have no content',
+        )
+    return _with_mask(given, number)
+
+
+def _with_mask(message: Message, number: int) -> Message:
+    """The message with `train: False` where it is not supervised, and else without `train` and `weight`."""
+    if "weight" not in message and "train" not in message:
+        return message
+    weight, train = message.get("weight", 1), message.get("train", True)
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise DataError(
+            f"message {number}: weight must be 0 or 1, not {str(weight)[:40]}",
+            hint="0 makes the message context only; 1 supervises it as usual",
+        )
+    if not isinstance(train, bool):
+        raise DataError(f"message {number}: train must be true or false, not {str(train)[:40]}")
+    rest = {name: value for name, value in message.items() if name not in ("weight", "train")}
+    return rest if weight and train else {**rest, "train": False}
 
 
 def _joined(parts: list[Any], number: int) -> str:  # Any: JSON values
@@ -62,8 +82,9 @@ def turns_of(fields: Fields) -> list[Message]:
     if not isinstance(turns, list) or not turns:
         raise DataError("conversations must be a list of at least one turn")
     if isinstance(turns[0], dict) and "role" in turns[0]:
-        return messages_of(fields, "conversations")
-    messages = [_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+        messages = messages_of(fields, "conversations")
+    else:
+        messages = [_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     system = fields.get("system")
     if isinstance(system, str) and system:
         messages.insert(0, {"role": "system", "content": system})
@@ -79,7 +100,10 @@ def _turn(turn: Any, number: int) -> Message:  # Any: a JSON value
             f"turn {number} of conversations is from {str(speaker)[:40]!r}",
             hint=f"known speakers: {', '.join(_SPEAKERS)}; anything else is written as messages",
         )
-    return {"role": _SPEAKERS[speaker], "content": turn["value"]}
+    others = {
+        name: value for name, value in turn.items() if value is not None and name not in ("from", "value")
+    }
+    return _with_mask({**others, "role": _SPEAKERS[speaker], "content": turn["value"]}, number)
 
 
 def tools_of(fields: Fields) -> Fields:

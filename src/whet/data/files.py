@@ -34,11 +34,19 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def not_found(path: Path) -> DataError:
     """The error for a path that is not there, with the names beside it that look like it."""
-    near = []
+    near: list[str] = []
     if path.parent.is_dir():
-        near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.iterdir()), n=3)
+        # without their suffixes, which many names in a directory share
+        stems: dict[str, list[str]] = {}
+        for entry in sorted(path.parent.iterdir()):
+            stems.setdefault(_stem(entry), []).append(entry.name)
+        near = [name for stem in get_close_matches(_stem(path), stems) for name in stems[stem]][:3]
     meant = f"did you mean {' or '.join(str(path.parent / name) for name in near)}? " if near else ""
     return DataError(f"{path} does not exist", hint=f"{meant}data paths are taken from where whet is run")
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix("".join(path.suffixes))
 
 
 def _open(path: Path) -> BinaryIO:

@@ -23,7 +23,7 @@ from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 4  # of what rendering and encoding make of a record: a change makes all stores new
+VERSION = 5  # of what rendering and encoding make of a record: a change makes all stores new
 _LABELS_VERSION = 1  # of what `Labels` makes of a record: 1 knows soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
@@ -47,12 +47,13 @@ class Preparation:
         cache: Path,
         supervise: Supervise = "assistant",
         skip_bad: bool = False,
+        allow_empty: bool = False,
         pairs: bool = False,
         form: Format = "auto",
         labels: Labels | None = None,
         today: date | None = None,
     ) -> None:
-        self.renderer = Renderer(tokenizer, supervise=supervise, today=today)
+        self.renderer = Renderer(tokenizer, supervise=supervise, allow_empty=allow_empty, today=today)
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
@@ -114,6 +115,7 @@ class Preparation:
             "template": tokenizer.chat_template,
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
+            "allow_empty": self.renderer.allow_empty,
             "columns": self.columns,
             "pairs": self.pairs,
             "form": self.form,

@@ -1,14 +1,16 @@
 """From records to text: what the model will read, and which characters of it are learned."""
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
 
 from whet.data.chats import Message
-from whet.data.skeletons import Skeletons
+from whet.data.shapes import renaming_hint
+from whet.data.skeletons import Skeletons, Span
 from whet.data.sources import Record, checked
 from whet.errors import DataError
 
@@ -47,7 +49,8 @@ class NothingToLearnError(DataError):
     def __init__(self, record: Record) -> None:
         super().__init__(
             f"{record.origin}: a {record.shape} record holds nothing to learn for this objective",
-            hint="it needs messages, prompt + completion or text",
+            hint=renaming_hint(record.fields, "completion")
+            or "it needs messages, prompt + completion or text",
         )
         self.record = record
 
@@ -60,10 +63,12 @@ class Renderer:
         tokenizer: Any,  # Any: a transformers tokenizer
         *,
         supervise: Supervise = "assistant",
+        allow_empty: bool = False,
         today: date | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.supervise = supervise
+        self.allow_empty = allow_empty  # supervised answers of which no text reaches the model
         self.today = today or date.today()
         # where a template asks for the date, what it writes depends on the day
         self.is_dated = "strftime_now" in str(tokenizer.chat_template)
@@ -72,10 +77,13 @@ class Renderer:
     def render(self, record: Record) -> Rendering:
         """The text of one record, whatever its shape."""
         record = record if record.shape else checked(record)
+        _refuse_unpaired(record)
         messages = self._conversation(record)
         if messages is not None:
             return self._chat(messages, record)
         prompt, completion = _plain_parts(record)
+        if record.shape == "completion" and not completion and not self.allow_empty:
+            raise _empty_answer("the completion", record)
         text = prompt + completion
         learned_from = 0 if self.supervise == "all" else len(prompt)
         return Rendering(text, [(learned_from, len(text))], True, True, record.origin)
@@ -89,7 +97,11 @@ class Renderer:
                 hint="it needs prompt, chosen and rejected",
             )
         prompt, chosen, rejected = (record.fields[name] for name in ("prompt", "chosen", "rejected"))
-        both = self._answer(prompt, chosen, record), self._answer(prompt, rejected, record)
+        # an empty answer may well be the worse one
+        both = (
+            self._answer(prompt, chosen, record, allow_empty=self.allow_empty),
+            self._answer(prompt, rejected, record, allow_empty=True),
+        )
         if both[0].text == both[1].text:  # a template may strip what told them apart
             raise DataError(f"{record.origin}: chosen and rejected are the same")
         return both
@@ -104,18 +116,31 @@ class Renderer:
         text = record.fields["input"]
         return Rendering(text, [(0, len(text))], True, False, record.origin, judged=True)
 
-    def _answer(self, prompt: Any, answer: Any, record: Record) -> Rendering:  # Any: text, or messages
+    def _answer(self, prompt: Any, answer: Any, record: Record, *, allow_empty: bool) -> Rendering:
+        # Any: text, or messages
         if isinstance(prompt, str) and not self.tokenizer.chat_template:
+            if not answer and not allow_empty:
+                raise _empty_answer("chosen", record)
             text = prompt + answer
             return Rendering(text, [(len(prompt), len(text))], True, True, record.origin)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
             answer = [{"role": "assistant", "content": answer}]
-        text = self._rendered([*prompt, *answer], record)
+        messages = [*prompt, *answer]
+        text = self._rendered(messages, record)
         before = self._rendered(prompt, record, prompt=True)
         if not text.startswith(before):
             raise DataError(f"{record.origin}: the chat template rewrites the prompt when an answer follows")
-        return Rendering(text, [(len(before), len(text))], False, False, record.origin)
+        masked = {place for place in _masked(messages) if place >= len(prompt)}
+        spans = self._spans_without(masked, messages, text, record, start=len(before))
+        if not allow_empty:
+            turns = [
+                place
+                for place in range(len(prompt), len(messages))
+                if messages[place]["role"] == "assistant" and place not in masked
+            ]
+            self._refuse_empty(dict.fromkeys(turns, (len(before), len(text))), messages, text, record)
+        return Rendering(text, spans, False, False, record.origin)
 
     def question(self, record: Record) -> AskedRendering | None:
         """What to ask and what to expect, or None for a record without an answer."""
@@ -177,17 +202,21 @@ class Renderer:
         Prefixes are rendered once for each sequence of roles, unless a text does not follow the pattern.
         """
         text = self._rendered(messages, record)
-        if self.supervise == "all":
-            return Rendering(text, [(0, len(text))], False, False, record.origin)
+        masked = _masked(messages)
         # templates cannot be asked for what comes before the first message
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        if self.supervise == "all":
+            whole = (0, len(text))
+            self._refuse_empty({i: whole for i in turns if i not in masked}, messages, text, record)
+            spans_left = self._spans_without(masked, messages, text, record)
+            return Rendering(text, spans_left, False, False, record.origin)
         if not turns and messages[0]["role"] == "assistant":
             raise DataError(f"{record.origin}: the assistant says the first message, and no other")
-        wanted = turns if self.supervise == "assistant" else turns[-1:]
+        wanted = [i for i in (turns if self.supervise == "assistant" else turns[-1:]) if i not in masked]
         known = None
         if not record.fields.get("tools"):
             known = self._skeletons.spans(
-                messages, text, lambda part, prompt: self._rendered(part, record, prompt=prompt)
+                _shown(messages), text, lambda part, prompt: self._rendered(part, record, prompt=prompt)
             )
         spans = (
             [known[index] for index in wanted]
@@ -202,17 +231,53 @@ class Renderer:
                 "cannot be found in the rendered text",
                 hint="set data.supervise to all",
             )
-        return Rendering(
-            text, found[-1:] if rewritten else found, False, False, record.origin, only_last=rewritten
-        )
+        if rewritten:
+            wanted, found = wanted[-1:], found[-1:]
+        self._refuse_empty(dict(zip(wanted, found, strict=True)), messages, text, record)
+        return Rendering(text, found, False, False, record.origin, only_last=rewritten)
 
     def _span(self, index: int, messages: list[Message], text: str, record: Record) -> tuple[int, int] | None:
         """Where a turn stands in the whole text, its end-of-turn mark included."""
-        before = self._rendered(messages[:index], record, prompt=True)
+        answers = messages[index]["role"] == "assistant"
+        before = self._rendered(messages[:index], record, prompt=answers) if index else ""
         after = text if index == len(messages) - 1 else self._rendered(messages[: index + 1], record)
         if not (text.startswith(before) and text.startswith(after)):
             return None
         return len(before), len(after)
+
+    def _spans_without(
+        self, masked: Collection[int], messages: list[Message], text: str, record: Record, *, start: int = 0
+    ) -> Spans:
+        """Everything from `start` on, less the masked messages."""
+        found = []
+        for index in sorted(masked):
+            span = self._span(index, messages, text, record)
+            if span is None:
+                raise DataError(
+                    f"{record.origin}: the chat template rewrites earlier turns, so the masked message "
+                    f"{index + 1} cannot be found in the rendered text"
+                )
+            found.append((start, max(start, span[0])))
+            start = max(start, span[1])
+        return [(low, high) for low, high in (*found, (start, len(text))) if low < high]
+
+    def _refuse_empty(
+        self, spans: Mapping[int, Span], messages: list[Message], text: str, record: Record
+    ) -> None:
+        """Refuse a supervised answer (index: where it stands) of which the template writes nothing."""
+        for index, (low, high) in spans.items() if not self.allow_empty else ():
+            content = messages[index].get("content") or ""
+            if content.strip() and text.find(content.strip(), low, high) >= 0:
+                continue
+            others = [name for name in messages[index] if name not in ("role", "content", "train")]
+            bare = {"role": messages[index]["role"], "content": ""}
+            same = not content and not others
+            if not same:
+                with contextlib.suppress(DataError):
+                    same = self._rendered([*messages[:index], bare, *messages[index + 1 :]], record) == text
+            if same:
+                name = f"message {index + 1} (assistant)" if record.shape == "messages" else "the answer"
+                raise _empty_answer(name, record, left_out=[*(["content"] if content else []), *others])
 
     def _rendered(self, messages: list[Message], record: Record, *, prompt: bool = False) -> str:
         if not self.tokenizer.chat_template:
@@ -222,10 +287,20 @@ class Renderer:
             )
         tools = record.fields.get("tools")
         template = self._dated_template(tools)
+        # beside tool_calls, content may be null: some templates ask for that, others write None or fail
+        has_null = any(message.get("content") is None for message in messages)
         try:
-            return render_chat(self.tokenizer, messages, tools=tools, template=template, prompt=prompt)
+            text = render_chat(
+                self.tokenizer, _shown(messages), tools=tools, template=template, prompt=prompt
+            )
         except DataError as error:
+            if has_null:
+                return self._rendered(_filled(messages), record, prompt=prompt)
             raise DataError(f"{record.origin}: {error.message}") from error
+        if has_null and "None" in text:
+            other = self._rendered(_filled(messages), record, prompt=prompt)
+            return other if other.count("None") < text.count("None") else text
+        return text
 
     def _dated_template(self, tools: Any) -> str | None:  # Any: JSON values
         """Where a template asks for the date, the one to render these messages with, and the date in it."""
@@ -253,6 +328,45 @@ def render_chat(
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"the chat template refuses these messages: {error}") from error
     return rendered
+
+
+def _masked(messages: Sequence[Message]) -> set[int]:
+    """The messages that are marked as context only."""
+    return {index for index, message in enumerate(messages) if message.get("train") is False}
+
+
+def _shown(messages: list[Message]) -> list[Message]:
+    """The messages as a template gets them: without the mark that says what is learned."""
+    if not any("train" in message for message in messages):
+        return messages
+    return [{name: value for name, value in message.items() if name != "train"} for message in messages]
+
+
+def _filled(messages: list[Message]) -> list[Message]:
+    return [{**message, "content": message.get("content") or ""} for message in messages]
+
+
+def _refuse_unpaired(record: Record) -> None:
+    """Refuse an answer that is marked as good or bad: imitation would learn both alike."""
+    label = record.fields.get("label")
+    if record.shape not in ("completion", "messages") or str(label).lower() not in ("true", "false"):
+        return
+    raise DataError(
+        f"{record.origin}: an answer with label: {str(label).lower()} is a judged answer (as for KTO), and "
+        "this objective would imitate good and bad answers alike",
+        hint="keep the good answers and remove the field label, or pair answers as chosen and rejected "
+        "for objective.kind: dpo",
+    )
+
+
+def _empty_answer(name: str, record: Record, *, left_out: Sequence[str] = ()) -> DataError:
+    why = f": the chat template leaves out {', '.join(left_out)}" if left_out else ""
+    fix = "use a model whose chat template writes it" if left_out else "give it a text"
+    mask = ", mask it with weight: 0" if record.shape == "messages" else ""
+    return DataError(
+        f"{record.origin}: {name} renders empty{why}",
+        hint=f"{fix}{mask}, or set data.allow_empty_answers: true to supervise empty answers",
+    )
 
 
 def _preferred(record: Record) -> Record:

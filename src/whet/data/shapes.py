@@ -85,7 +85,7 @@ def _preference(fields: Fields) -> Fields:
         if prompt is None:
             raise DataError("chosen and rejected are texts, and there is no prompt beside them")
         if isinstance(prompt, str):
-            return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **tools_of(fields)}
     answers = [_as_messages(fields, name, role="assistant") for name in ("chosen", "rejected")]
     asked = None if prompt is None else _as_messages(fields, "prompt", role="user")
     prompt, chosen, rejected = split_pair(asked, *answers)
@@ -99,18 +99,22 @@ def _as_messages(fields: Fields, name: str, *, role: str) -> list[Message]:
 
 
 def _completion(fields: Fields) -> Fields:
-    return {"prompt": _string(fields, "prompt"), "completion": _string(fields, "completion")}
+    texts = {name: _string(fields, name) for name in ("prompt", "completion")}
+    return {**texts, **tools_of(fields)}
 
 
 def _alpaca(fields: Fields) -> Fields:
     """The instruction, an empty line and the input, where there is one, are the prompt."""
     for name in ("system", "history"):
         if fields.get(name):
-            raise DataError(f"an instruction record with a {name}", hint="write it as messages")
+            raise DataError(
+                f"whet does not read the field {name} of Alpaca records",
+                hint="write the record as messages: system, user and assistant, each with role and content",
+            )
     prompt = _string(fields, "instruction")
     if fields.get("input"):
         prompt = f"{prompt}\n\n{_string(fields, 'input')}"
-    return {"prompt": prompt, "completion": _string(fields, "output")}
+    return {"prompt": prompt, "completion": _string(fields, "output"), **tools_of(fields)}
 
 
 def _labelled(fields: Fields) -> Fields:
@@ -226,17 +230,22 @@ _ALIASES = {
 
 
 def _hint(fields: Fields) -> str:
-    seen = {name.lower(): name for name in fields}
-    renamed = [
-        f"{seen[alias]} -> {name}"
-        for name, aliases in _ALIASES.items()
-        if name not in fields
-        for alias in aliases
-        if alias in seen
-    ]
-    meant = f"perhaps other names are meant: {', '.join(renamed)}; " if renamed else ""
+    renamed = renaming_hint(fields, *_ALIASES)
     known = dict.fromkeys(" + ".join(shape.needs) for shape in SHAPES)
-    return f"{meant}known shapes: {'; '.join(known)}"
+    return f"{renamed + '; ' if renamed else ''}known shapes: {'; '.join(known)}"
+
+
+def renaming_hint(fields: Fields, *wanted: str) -> str:
+    """Which fields to rename so that a record has the wanted ones; empty where none looks like them."""
+    given = {name.lower(): name for name in fields}
+    renamed = [
+        f"{given[alias]} -> {name}"
+        for name in wanted
+        if name not in fields
+        for alias in _ALIASES[name]
+        if alias in given
+    ]
+    return f"rename the fields: {', '.join(renamed)}" if renamed else ""
 
 
 def seen(fields: Fields) -> str:

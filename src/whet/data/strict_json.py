@@ -57,7 +57,10 @@ def explained(error: ValueError | RecursionError, origin: str, *, text: str) -> 
     if isinstance(error, json.JSONDecodeError):
         line = text.rstrip()
         column = error.colno if "\n" in line else min(error.pos, len(line)) + 1
-        return DataError(f"{origin}: not valid JSON ({error.msg} at column {column})")
+        control = error.msg.startswith("Invalid control character")
+        hint = "write a line break inside a string as \\n, and a tab as \\t" if control else None
+        what = error.msg.removesuffix(" at")
+        return DataError(f"{origin}: not valid JSON ({what} at column {column})", hint=hint)
     return DataError(f"{origin}: not valid JSON ({error})")  # a number of thousands of digits, say
 
 

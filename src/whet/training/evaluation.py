@@ -183,7 +183,7 @@ class ModelEvaluation:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise)
+        preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise, allow_empty=True)
         try:
             examples = cut(preparation.store(source), max_length=max_length, too_long=too_long)
         except NothingToLearnError as error:

@@ -126,6 +126,7 @@ class RunData:
             cache=tokens_dir(),
             supervise=data.supervise,
             skip_bad=data.on_bad_record == "skip",
+            allow_empty=data.allow_empty_answers,
             pairs=self.needs.pairs,
             form=self.form,
             labels=self.needs.labels,
