@@ -107,19 +107,47 @@ def test_a_position_is_good_for_a_run_of_another_length():
 def test_the_functions_over_plain_tokens():
     tokens = np.arange(2000) % 250
     stream = length_curriculum(tokens, 4, min_seq_len=32, max_seq_len=128, n_stages=3, batches_per_stage=2)
-    widths = [batch.targets.shape[1] for _ in range(8) for batch in next(stream)]
-    lengths = [32, 32, 80, 80, 128, 128, 128, 128]
+    widths = [batch.targets.shape[1] for step in stream for batch in step]
+    lengths = [32, 32, 80, 80, 128, 128]
     assert widths == [-(-length // 32) * 32 for length in lengths]
     # a stage for which the text is too short is left out
     stream = length_curriculum(
         tokens[:600], 4, min_seq_len=32, max_seq_len=512, n_stages=2, batches_per_stage=2
     )
-    assert [batch.targets.shape[1] for _ in range(4) for batch in next(stream)] == [32] * 4
+    assert [batch.targets.shape[1] for step in stream for batch in step] == [32] * 2
     stream = difficulty_curriculum(tokens[:700], tokens[700:] + 1000, batch_size=4, seq_len=50, n_batches=8)
-    hard = [int((batch.tokens >= 1000).any(1).sum()) for _ in range(8) for batch in next(stream)]
+    hard = [int((batch.tokens >= 1000).any(1).sum()) for step in stream for batch in step]
     assert hard == [0, 1, 2, 3, 4, 4, 4, 4]
     with pytest.raises(DataError):
         length_curriculum(tokens[:20], 4)
+
+
+@pytest.mark.parametrize("batches", [1, 3, 50])  # 50: each stage's windows are used again and again
+def test_a_curriculum_over_plain_tokens_has_whole_steps_and_an_end(batches):
+    tokens = np.arange(5000) % 60
+    windows = [len(range(0, len(tokens) - length, length)) for length in (32, 192, 352, 512)]
+    assert min(windows) >= 4, "no stage is left out"
+    for n_stages in (2, 4):
+        steps = list(length_curriculum(tokens, 4, 32, 512, n_stages, batches))
+        assert len(steps) == n_stages * batches
+        assert {sum(len(batch.tokens) for batch in step) for step in steps} == {4}
+    steps = list(difficulty_curriculum(tokens, tokens, 4, 50, n_batches=batches))
+    assert len(steps) == batches
+    assert {sum(len(batch.tokens) for batch in step) for step in steps} == {4}
+
+
+def test_a_finished_curriculum_over_plain_tokens_resumes_where_it_was():
+    for make in (
+        lambda: length_curriculum(range(900), 4, 32, 128, 2, 5),
+        lambda: difficulty_curriculum(range(900), range(900), 4, 50, n_batches=10),
+    ):
+        whole, other = list(make()), make()
+        for done in range(11):
+            resumed = make()
+            resumed.seek(other.state())
+            rest = [[batch.tokens.tolist() for batch in step] for step in resumed]
+            assert rest == [[batch.tokens.tolist() for batch in step] for step in whole[done:]]
+            next(other, None)
 
 
 @pytest.mark.parametrize(

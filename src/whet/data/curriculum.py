@@ -34,15 +34,24 @@ class Chosen(Sequence[Any]):  # Any: examples, or pairs of them
 
 
 class StagedStream:
-    """One stream after another: each stage has its examples and its number of steps, the last one no end."""
+    """One stream after another: each stage has its examples and its number of steps.
+
+    With `endless`, the last stage has no end.
+    """
 
     def __init__(
-        self, stages: Sequence[tuple[Sequence[Any], int]], settings: StepSettings, *, seed: int
+        self,
+        stages: Sequence[tuple[Sequence[Any], int]],
+        settings: StepSettings,
+        *,
+        seed: int,
+        endless: bool = True,
     ) -> None:
         if not stages:
             raise DataError("no stage of the curriculum has enough examples for a step")
         self.streams = [BatchStream(examples, settings, seed=seed) for examples, _ in stages]
         self.steps = [steps for _, steps in stages]
+        self.endless = endless
         self.stage = 0
         self.done = 0  # steps of the stage
 
@@ -50,8 +59,11 @@ class StagedStream:
         return self
 
     def __next__(self) -> list[Batch]:
-        if self.done >= self.steps[self.stage] and self.stage < len(self.steps) - 1:
-            self.stage, self.done = self.stage + 1, 0
+        if self.done >= self.steps[self.stage]:
+            if self.stage < len(self.steps) - 1:
+                self.stage, self.done = self.stage + 1, 0
+            elif not self.endless:
+                raise StopIteration
         self.done += 1
         return next(self.streams[self.stage])
 
@@ -90,7 +102,10 @@ def _fills_a_step(lengths: np.ndarray, settings: StepSettings) -> bool:
 
 
 class EasyToHardStream:
-    """Steps of which a growing share is hard: none at first, all of it from `ramp` steps on."""
+    """Steps of which a growing share is hard: none at first, all of it from `ramp` steps on.
+
+    `steps`: how many there are; None: no end.
+    """
 
     def __init__(
         self,
@@ -100,17 +115,19 @@ class EasyToHardStream:
         *,
         seed: int,
         ramp: int,
+        steps: int | None = None,
     ) -> None:
         if not len(easy) or not len(hard):
             raise DataError("a curriculum from easy to hard needs examples of both kinds")
         self.pools = (_Pool(easy, settings, seed=seed), _Pool(hard, settings, seed=seed + 1))
         self.settings = settings
         self.ramp = ramp
+        self.steps = steps
         self.step = 0
-        steps: tuple[object, ...] = (settings.batch_size, settings.batch_tokens, seed)
+        sizes: tuple[object, ...] = (settings.batch_size, settings.batch_tokens, seed)
         if settings.order != "shuffle":  # the usual order has the mark that it always had
-            steps = (*steps, settings.order)
-        self._mark = zlib.crc32(repr(steps).encode())
+            sizes = (*sizes, settings.order)
+        self._mark = zlib.crc32(repr(sizes).encode())
         for pool in self.pools:
             self._mark = zlib.crc32(pool.lengths.tobytes(), self._mark)
 
@@ -122,6 +139,8 @@ class EasyToHardStream:
         return self
 
     def __next__(self) -> list[Batch]:
+        if self.steps is not None and self.step >= self.steps:
+            raise StopIteration
         share = self.hard_share(self.step)
         self.step += 1
         easy, hard = self.pools
@@ -195,9 +214,9 @@ def length_curriculum(
     *,
     seed: int = 0,
 ) -> StagedStream:
-    """Steps of `batch_size` windows of one long text, longer from stage to stage.
+    """Return `n_stages` times `batches_per_stage` steps of `batch_size` windows, longer from stage to stage.
 
-    A stage for whose windows the text is too short is left out.
+    The windows are cut from one long text. A stage for which it has fewer than `batch_size` is left out.
     """
     check_positive(
         batch_size=batch_size,
@@ -214,7 +233,7 @@ def length_curriculum(
         windows = _windows(tokens, length)
         if len(windows) >= batch_size:
             stages.append((windows, batches_per_stage))
-    return StagedStream(stages, _rows(batch_size, max_seq_len), seed=seed)
+    return StagedStream(stages, _rows(batch_size, max_seq_len), seed=seed, endless=False)
 
 
 def difficulty_curriculum(
@@ -227,17 +246,17 @@ def difficulty_curriculum(
     *,
     seed: int = 0,
 ) -> EasyToHardStream:
-    """Steps of `batch_size` windows of two texts; the hard one has all of it after the warm-up."""
+    """Return `n_batches` steps of `batch_size` windows of two texts; after the warm-up all are hard."""
     check_positive(batch_size=batch_size, seq_len=seq_len, n_batches=n_batches)
     if not 0 <= warmup_fraction <= 1:
         raise ConfigError(f"warmup_fraction {warmup_fraction} is not in [0, 1]")
     ramp = round(warmup_fraction * n_batches)
     parts = (_windows(easy, seq_len), _windows(hard, seq_len))
-    return EasyToHardStream(*parts, _rows(batch_size, seq_len), seed=seed, ramp=ramp)
+    return EasyToHardStream(*parts, _rows(batch_size, seq_len), seed=seed, ramp=ramp, steps=n_batches)
 
 
 def _rows(batch_size: int, length: int) -> StepSettings:
-    return StepSettings(batch_size, None, batch_size * (length + 31), pack=False)
+    return StepSettings(batch_size, None, batch_size * (length + 31), pack=False, drop_last=True)
 
 
 def _windows(tokens: Sequence[int] | np.ndarray, length: int) -> list[Example]:

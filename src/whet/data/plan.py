@@ -24,6 +24,7 @@ class StepSettings:
     micro_batch_tokens: int | None
     pack: bool
     order: Order = "shuffle"
+    drop_last: bool = False  # leave out the examples of an epoch that do not fill a step of batch_size
 
     def __post_init__(self) -> None:
         if self.order == "mlx" and (self.pack or self.batch_size is None):
@@ -106,6 +107,8 @@ def plan_epoch(
 
 def _in_order(order: np.ndarray, lengths: np.ndarray, settings: StepSettings) -> EpochPlan:
     """Fill one step after the other."""
+    if settings.batch_size is not None and settings.drop_last:
+        order = order[: len(order) // settings.batch_size * settings.batch_size]
     if settings.batch_size is not None:
         ends = np.arange(settings.batch_size, len(order) + settings.batch_size, settings.batch_size)
         return EpochPlan(order, np.minimum(ends, len(order)))
