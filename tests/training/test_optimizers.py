@@ -1,8 +1,12 @@
 """Optimizers against float64 formulas, and updates that a device-side flag turns off."""
 
+import ast
+import importlib
+import inspect
 import logging
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +19,15 @@ from whet.adapters.lora import make_trainable
 from whet.config.method import Method
 from whet.config.optim import Optim
 from whet.errors import ConfigError
+from whet.training import adafactor, adamw8bit
 from whet.training.adafactor import Adafactor
+from whet.training.adamw import AdamW
+from whet.training.adamw8bit import AdamW8bit
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
 from whet.training.lion import Lion
+from whet.training.muon import Muon
 from whet.training.optimizers import create_optimizer, masked_step
+from whet.training.sgd import SGD
 
 NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
 
@@ -556,3 +565,57 @@ def test_the_log_says_what_is_done_to_how_many(caplog):
 def test_a_frozen_model_has_nothing_to_train():
     with pytest.raises(ConfigError, match="nothing to train"):
         create_optimizer(Optim(), Model().requires_grad_(False))
+
+
+def defaults_in_the_docs():
+    """Rows of the table in docs/optimizers.md: optimizer, setting, by config, as a class, reference, source."""
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    table = text.partition("| reference implementation |\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
+
+
+def own_default(name, setting, *, by_config):
+    """A setting as this version has it: of an optimizer made by a config, or of its class."""
+    constants = {
+        ("adafactor", "beta2_decay"): adafactor.BETA2_DECAY,
+        ("adafactor", "eps"): (None, adafactor.SMALLEST_SCALE),
+        ("adafactor", "d"): adafactor.LARGEST_UPDATE,
+        ("adamw8bit", "min_8bit_size"): adamw8bit.SMALLEST,
+    }
+    if (name, setting) in constants:
+        return constants[name, setting]
+    kind, _, rest = name.partition(",")
+    if by_config:
+        model = nn.Sequential(nn.Linear(4, 4))
+        optimizer = create_optimizer(Optim(name=kind), model, quiet=True)
+        rule = "adamw" if rest else "muon"
+        return next(g[setting] for g in optimizer.param_groups if kind != "muon" or g["rule"] == rule)
+    classes = {
+        "adamw": AdamW, "adam": torch.optim.Adam, "sgd": SGD, "lion": Lion, "adafactor": Adafactor,
+        "muon": torch.optim.Muon, "muon, the rest": Muon, "adamw8bit": AdamW8bit,
+    }  # fmt: skip
+    return inspect.signature(classes[name].__init__).parameters[setting].default
+
+
+def test_the_table_of_defaults_is_what_the_code_and_its_references_have():
+    pytest.importorskip("bitsandbytes")
+    rows = defaults_in_the_docs()
+    assert {name.partition(",")[0] for name, *_ in rows} == set(NAMES)
+    for name, setting, by_config, by_class, reference, source in rows:
+        path = source.partition(",")[0].split(".")
+        kind = getattr(importlib.import_module(".".join(path[:-1])), path[-1])
+        said = inspect.signature(kind.__init__).parameters[setting].default
+        assert ast.literal_eval(reference) == said, (name, setting)
+        assert ast.literal_eval(by_class) == own_default(name, setting, by_config=False), (name, setting)
+        assert ast.literal_eval(by_config) == own_default(name, setting, by_config=True), (name, setting)
+    differing = {(row[0], row[1]) for row in rows if ast.literal_eval(row[2]) != ast.literal_eval(row[4])}
+    # what the text above and below the table says of differences
+    assert {setting for name, setting in differing if (name, setting) != ("sgd", "momentum")} == {
+        "weight_decay"
+    }
+
+
+def test_betas_that_are_given_are_used_by_lion():
+    assert Optim(name="lion", betas=(0.9, 0.999)).betas == (0.9, 0.999)  # a run of an older version
+    assert Optim(name="lion").betas == (0.9, 0.99)
+    assert Optim().betas == (0.9, 0.999)

@@ -1,7 +1,7 @@
 """The optimizer, its learning rate and how that changes during a run."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +12,8 @@ ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "w
 # parameters that have a rate by a key of their own, by name
 ROUTERS = r"\.mlp\.gate\.|^router\."  # of language models, and of the quality models
 LORA_B = r"\.lora_(embedding_)?B(\.|$)"
+
+LION_BETAS = (0.9, 0.99)  # of its paper, arXiv 2302.06675, and of its authors' code
 
 
 class SchedulePart(Section):
@@ -65,7 +67,7 @@ class Optim(Section):
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
     betas: tuple[Factor, Factor] = Field(
-        (0.9, 0.999), description="averaging factors of Adam(W) and Lion (whose paper takes 0.9 and 0.99)"
+        (0.9, 0.999), description="averaging factors of Adam(W) and Lion; Lion's default is [0.9, 0.99]"
     )
     eps: float = Field(1e-8, gt=0, description="Adam(W)'s epsilon")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
@@ -107,6 +109,13 @@ class Optim(Section):
             return self
         routers = ParameterGroup(lr_scale=self.router_lr_scale)
         return self.model_copy(update={"groups": {**self.groups, ROUTERS: routers}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lion_has_its_own_betas(cls, values: Any) -> Any:  # Any: not yet checked
+        if isinstance(values, dict) and values.get("name") == "lion" and "betas" not in values:
+            return {**values, "betas": LION_BETAS}
+        return values
 
     @field_validator("groups")
     @classmethod

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from whet.config.optim import LION_BETAS
 from whet.training.masked import Group, MaskedOptimizer, State
 
 
@@ -16,7 +17,7 @@ class Lion(MaskedOptimizer):
         params: Iterable[Any],  # Any: parameters, or torch's dictionaries of parameter groups
         lr: float,
         *,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = LION_BETAS,
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
