@@ -56,6 +56,16 @@ def test_texts_are_classified(cli, run):
     assert found["label"] == SHELL[int(expected.argmax())]
 
 
+def test_texts_go_through_the_model_once(cli, run, monkeypatch):
+    calls = []
+    logits = whet.Classifier.logits
+    monkeypatch.setattr(
+        whet.Classifier, "logits", lambda self, texts: calls.append(texts) or logits(self, texts)
+    )
+    assert cli("classify", run, "ls", "rm -rf /")[0] == 0
+    assert calls == [["ls", "rm -rf /"]]
+
+
 def test_records_are_reported_on_by_classify_and_by_eval(cli, run):
     kept = json.loads((run / "classification.json").read_text())
     for command in ("classify", "eval"):

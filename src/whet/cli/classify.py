@@ -27,9 +27,8 @@ def command(
 
     classifier = Classifier.load(run)
     names = classifier.info.classes
-    for text, chosen, row in zip(
-        texts, classifier.predict(texts), classifier.predict_proba(texts), strict=True
-    ):
+    probabilities = classifier.predict_proba(texts)
+    for text, chosen, row in zip(texts, classifier.choose(probabilities), probabilities, strict=True):
         chances = dict(zip(names, map(float, row), strict=True))
         if as_json:
             label = "labels" if classifier.info.multi_label else "label"

@@ -275,11 +275,14 @@ class Classifier:
 
         Names are strings, also those of classes that have only a number.
         """
-        chances = self.predict_proba(texts)
+        return self.choose(self.predict_proba(texts))
+
+    def choose(self, probabilities: np.ndarray) -> list[Any]:
+        """Return what `predict` does, from the probabilities of `predict_proba`."""
         names = self.info.classes
         if self.info.multi_label:
-            return [[names[place] for place in np.flatnonzero(row > 0.5)] for row in chances]
-        return [names[place] for place in chances.argmax(1)] if len(chances) else []
+            return [[names[index] for index in np.flatnonzero(row > 0.5)] for row in probabilities]
+        return [names[index] for index in probabilities.argmax(1)] if len(probabilities) else []
 
     def evaluate(
         self,

@@ -1,7 +1,7 @@
 """Optimizers whose update can be masked on the device: one switch, no host sync."""
 
 import logging
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -53,9 +53,10 @@ def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Opt
             hidden = hidden_matrices(model)
             matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
             return Muon(matrices, others, lr, betas=betas, eps=eps)
-        case _:
+        case "adam" | "adamw":
             kind = torch.optim.Adam if section.name == "adam" else AdamW
             return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    assert_never(section.name)
 
 
 def _apart(groups: Groups) -> Groups:

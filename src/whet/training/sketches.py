@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -14,7 +14,14 @@ from whet.adapters.qlora import quantise_base
 from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.mtp import MTPObjective
-from whet.config.objectives import AnyObjective, DistillObjective, PreferenceObjective
+from whet.config.objectives import (
+    AnyObjective,
+    DistillObjective,
+    DistrustObjective,
+    PreferenceObjective,
+    RegressionObjective,
+    SFTObjective,
+)
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch
@@ -206,7 +213,11 @@ def make_objective(
                 return Pooled(ClassificationHead(size, classes, pooling=section.pooling))
         case GRPOObjective():
             return Logprobs()
-    return SFT()
+        case SFTObjective() | DistrustObjective():
+            return SFT()
+        case RegressionObjective():
+            raise ConfigError("objective.kind regression is not for language models")
+    assert_never(section)
 
 
 @dataclass(frozen=True)

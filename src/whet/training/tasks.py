@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from whet.config.objectives import (
     DistillObjective,
     DistrustObjective,
     PreferenceObjective,
+    RegressionObjective,
+    SFTObjective,
 )
 from whet.config.sections import MixObjective
 from whet.data.batches import one_pass
@@ -26,7 +28,7 @@ from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.labels import Labels
 from whet.data.plan import StepSettings
 from whet.data.splits import learned
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
 from whet.hardware import Precision
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
@@ -69,7 +71,9 @@ def needs_of(objective: AnyObjective | MixObjective) -> Needs:
             return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
         case GRPOObjective():
             return Needs(prompts=True)
-    return Needs()
+        case SFTObjective() | DistillObjective() | MTPObjective() | RegressionObjective() | MixObjective():
+            return Needs()
+    assert_never(objective)
 
 
 def online_reference(model: LanguageModel) -> LanguageModel | Literal["adapters-off"]:
@@ -127,8 +131,12 @@ class ObjectiveBuilder:
                     max_tokens=section.max_new_tokens,
                     temperature=section.temperature,
                 )
-            case _:
+            case SFTObjective():
                 found = SFT()
+            case RegressionObjective() | MixObjective():
+                raise ConfigError(f"objective.kind {section.kind} is not an objective on texts of its own")
+            case _:
+                assert_never(section)
         return found
 
     def _learned(self) -> list[StoredExamples]:
