@@ -125,8 +125,8 @@ def test_what_trains_and_how_fast(tiny_directory):
     assert torch.equal(weights(classifier), head)
     classifier = new(tiny_directory, bias=True)
     said = classifier.summary()
-    assert "4 layers, rank 4" in said
-    assert "995 parameters" in said
+    assert "4 layers, rank 4, alpha 16" in said
+    assert "995 parameters, 99 of them in the head" in said
 
 
 def test_merged_adapters_give_the_same_probabilities(tiny_directory):
@@ -216,6 +216,150 @@ def test_samples_that_cannot_be(tiny_directory, sample, message):
 def test_settings_that_cannot_be(tiny_directory):
     with pytest.raises(ConfigError, match="did you mean 'pooling'"):
         new(tiny_directory, poling="mean")
+
+
+def test_a_schedule_spans_total_steps(tiny_directory):
+    """Rates of cosine and linear schedules by their formulas; after the last update they are held."""
+    cosine = new(tiny_directory, optim={"lr": 1e-2, "schedule": "cosine", "warmup": 2}, total_steps=10)
+    rates = []
+    for _ in range(12):
+        rates.append(cosine.optimizer_lr())
+        cosine.train_step("rose", "red")
+    wanted = [0.005, 0.01]  # the warm-up
+    wanted += [1e-3 + 9e-3 * (1 + np.cos(np.pi * done / 8)) / 2 for done in (*range(1, 9), 8, 8)]
+    np.testing.assert_allclose(rates, wanted)
+    linear = new(tiny_directory, optim={"lr": 1e-2, "schedule": "linear", "min_lr_ratio": 0}, total_steps=4)
+    before = weights(linear)
+    rates = []
+    for _ in range(4):
+        rates.append(linear.optimizer_lr())
+        linear.train_step("rose", "red")
+    np.testing.assert_allclose(rates, [0.0075, 0.005, 0.0025, 0.0], atol=1e-12)
+    assert not torch.equal(weights(linear), before)
+
+
+def test_a_schedule_without_total_steps_is_constant_after_its_warm_up(tiny_directory):
+    for schedule in ("cosine", "linear", "wsd", [{"kind": "constant", "steps": 2}, {"kind": "cosine"}]):
+        with pytest.raises(ConfigError, match="needs the number of updates") as caught:
+            new(tiny_directory, optim={"schedule": schedule})
+        assert "total_steps" in caught.value.hint
+    with pytest.raises(ConfigError, match="total_steps must be at least 1, not 0"):
+        new(tiny_directory, total_steps=0)
+    constant = new(tiny_directory, optim={"lr": 1e-2, "warmup": 2})
+    rates = []
+    for _ in range(4):
+        rates.append(constant.optimizer_lr())
+        constant.train_step("rose", "red")
+    assert rates == [0.005, 0.01, 0.01, 0.01]
+    constant.set_lr(3e-4)
+    assert constant.optimizer_lr() == 3e-4
+
+
+def test_a_schedule_continues_after_merging(tiny_directory):
+    classifier = new(tiny_directory, optim={"lr": 1e-2, "schedule": "linear"}, total_steps=10)
+    for _ in range(3):
+        classifier.train_batch(SAMPLES)
+    rate = classifier.optimizer_lr()
+    classifier.merge_adapters()
+    assert classifier.optimizer_lr() == rate
+
+
+def test_a_saved_classifier_trains_with_the_settings_given_or_refuses_them(tiny_directory, tmp_path):
+    new(tiny_directory).save(tmp_path / "saved")
+    again = whet.Classifier.load(
+        tmp_path / "saved", optim={"lr": 2e-3, "schedule": "linear", "min_lr_ratio": 0}, total_steps=2
+    )
+    assert again.optimizer_lr() == pytest.approx(1e-3)
+    with pytest.raises(ConfigError, match="linear needs the number of updates"):
+        whet.Classifier.load(tmp_path / "saved", optim={"schedule": "linear"})
+    with pytest.raises(ConfigError, match="did you mean 'lr'"):
+        whet.Classifier.load(tmp_path / "saved", optim={"lrr": 1})
+    with pytest.raises(ConfigError, match="method, pooling: only for a new head"):
+        whet.Classifier.load(tmp_path / "saved", method={"rank": 2}, pooling="mean")
+
+
+# --- gradients without an update, and updates with given gradients
+
+
+@pytest.mark.parametrize("cut", [0, 2, 5])
+@pytest.mark.parametrize("more", [{}, {"class_weights": [3.0, 1.0, 0.5]}])
+def test_workers_that_exchange_gradients_make_the_update_of_one(tiny_directory, cut, more):
+    optim = {"lr": 1e-2, "clip": 0.5, "schedule": "linear"}
+    alone, *workers = (new(tiny_directory, optim=optim, total_steps=5, **more) for _ in range(3))
+    for _ in range(3):
+        before = weights(workers[0])
+        whole = alone.train_batch(SAMPLES)
+        shards = (SAMPLES[:cut], SAMPLES[cut:])
+        parts = [w.collect_gradients(s, total=len(SAMPLES)) for w, s in zip(workers, shards, strict=True)]
+        assert torch.equal(weights(workers[0]), before), "nothing is updated yet"
+        vectors, results = zip(*parts, strict=True)
+        assert sum(result["loss"] for result in results) == pytest.approx(whole["loss"], rel=1e-5)
+        for key in ("correct", "total"):
+            assert sum(result[key] for result in results) == whole[key]
+        rate = workers[0].optimizer_lr()
+        updates = [worker.apply_gradients(sum(vectors)) for worker in workers]
+        assert updates[0] == updates[1]
+        assert updates[0]["lr"] == rate
+        assert updates[0]["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+        assert torch.equal(weights(workers[0]), weights(workers[1]))
+    assert workers[0].optimizer_lr() == alone.optimizer_lr()
+    # the order of the sums differs from one worker's, and Adam's first steps magnify it
+    assert (weights(workers[0]) - weights(alone)).norm() <= 1e-3 * weights(alone).norm()
+
+
+def test_collected_gradients_are_those_of_autograd(tiny_directory):
+    """In float64, of the formula: the mean of w[label] * -log p over the samples."""
+    classifier = new(tiny_directory, bias=True, class_weights=[3.0, 1.0, 0.5])
+    vector, result = classifier.collect_gradients(SAMPLES)
+    assert all(parameter.grad is None for parameter in classifier.trainable_parameters())
+    head = classifier.objective.head.score
+    [batch] = classifier.batches([classifier._example(*sample) for sample in SAMPLES])
+    with torch.no_grad():
+        features = classifier.objective.features(classifier.model, batch).double()
+    weight, bias = (p.detach().double().requires_grad_() for p in (head.weight, head.bias))
+    logp = (features @ weight.T + bias).log_softmax(1)
+    classes = batch.values[:, 0].long()  # the texts of a batch are in an order of its own
+    assert sorted(classes.tolist()) == [0, 1, 1, 2, 2]
+    loss = (torch.tensor([3.0, 1.0, 0.5]).double()[classes] * -logp[range(5), classes]).mean()
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, (weight, bias))])
+    torch.testing.assert_close(vector[-wanted.numel() :].double(), wanted, rtol=1e-4, atol=1e-6)
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    before = weights(classifier)
+    with pytest.raises(RunError, match="not finite"):
+        classifier.apply_gradients(vector * float("nan"))
+    with pytest.raises(RunError, match="numbers are needed"):
+        classifier.apply_gradients(vector[1:])
+    with pytest.raises(ConfigError, match="total must be above 0"):
+        classifier.collect_gradients(SAMPLES, total=0)
+    assert torch.equal(weights(classifier), before)
+
+
+def test_the_loss_of_one_sample_and_its_class(tiny_directory):
+    weights_of_classes = [3.0, 1.0, 0.5]
+    classifier = new(tiny_directory, class_weights=weights_of_classes)
+    before = weights(classifier)
+    for text, label in (("rose", "red"), ("the sea", "blue")):
+        loss, predicted = classifier.forward_only(text, label)
+        logp = torch.from_numpy(classifier.logits([text])).double().log_softmax(1)[0]
+        number = CLASSES.index(label)
+        assert loss == pytest.approx(-weights_of_classes[number] * logp[number].item(), rel=1e-5)
+        assert predicted == classifier.predict([text])[0]
+    assert torch.equal(weights(classifier), before)
+
+
+def test_a_corpus_is_read_as_samples(tiny_directory, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"input": "rose", "label": "red"}, {"text": "sea", "label": 2}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    classifier = new(tiny_directory)
+    for source in (path, str(path)):
+        assert classifier.load_corpus(source) == [("rose", "red"), ("sea", 2)]
+    assert classifier.train_batch(classifier.load_corpus(path))["total"] == 2
+    path.write_text(json.dumps({"input": "rose", "labels": [0.3, 0, 1]}) + "\n")
+    assert new(tiny_directory, multi_label=True).load_corpus(path) == [("rose", [0.3, 0, 1])]
+    path.write_text('{"input": "rose", "label": "red"}\n{"input": "rose", "label": "pink"}\n')
+    with pytest.raises(DataError, match="corpus.jsonl:2: label 'pink' is none of objective.classes"):
+        classifier.load_corpus(path)
 
 
 # --- F-DP-001: identical weights on every worker after each step, whatever the shards

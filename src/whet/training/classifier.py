@@ -1,8 +1,6 @@
 """`whet.Classifier`: a classifier to use, and to train step by step in a loop of one's own."""
 
-import json
 import operator
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +28,7 @@ from whet.adapters.load import (
 from whet.adapters.lora import make_trainable, merge
 from whet.analysis.classification import Report, sigmoid, softmax
 from whet.config.classify import ClassifyObjective
-from whet.config.load import load_config, make_config
+from whet.config.load import make_config
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch, make_batch
 from whet.data.encode import Encoder
@@ -39,16 +37,27 @@ from whet.data.labels import Labels
 from whet.data.plan import StepSettings, split_step
 from whet.data.render import Rendering
 from whet.data.sources import Record, Spec, checked, open_source
-from whet.errors import ConfigError, DataError, ModelError
+from whet.errors import ConfigError, DataError, ModelError, check_positive
 from whet.hardware import choose_device, choose_precision
 from whet.models.heads import HEADS, ClassificationHead, WithHeads
 from whet.models.language_model import LanguageModel
+from whet.models.modes import evaluating
 from whet.objectives.classify import Classify
+from whet.parallel.flat import flat_gradients, set_flat_gradients
 from whet.storage import MANIFEST
 from whet.training.callbacks import plain
 from whet.training.class_weights import WeightedHead, are_counted, read_class_weights
 from whet.training.classification import rows_of
+from whet.training.classifier_config import (
+    config_of,
+    for_the_head,
+    refuse_one_that_ends,
+    refuse_what_needs_a_new_head,
+    refuse_what_needs_a_run,
+    steady,
+)
 from whet.training.classifier_report import info_of, report_on
+from whet.training.evaluation import computed_loss, total_weights
 from whet.training.trainer import Trainer
 
 Text = str | Sequence[int]  # a text, or its token ids
@@ -65,6 +74,8 @@ class Classifier:
         head: ClassificationHead,
         info: ClassifierInfo,
         config: RunConfig,
+        *,
+        total_steps: int | None = None,
     ) -> None:
         assert isinstance(config.objective, ClassifyObjective)
         section = config.objective
@@ -85,6 +96,8 @@ class Classifier:
         self.precision = choose_precision(config.run.precision, model.device)
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._trainer: Trainer | None = None
+        self._total_steps = total_steps or config.run.steps or 1
+        self._steps = 0  # updates before the trainer was last made anew
         self._lr: float | None = None  # as set by hand
         self._waiting: list[Example] = []
 
@@ -96,6 +109,7 @@ class Classifier:
         *,
         method: Mapping[str, Any] | None = None,  # Any: as in a config, here and below
         optim: Mapping[str, Any] | None = None,
+        total_steps: int | None = None,
         max_length: int = 2048,
         seed: int = 0,
         device: str | None = None,
@@ -105,12 +119,16 @@ class Classifier:
         """A finished run, one of its checkpoints or a saved classifier; or with `classes` a new head.
 
         A new head goes on any model that can be named; `method`, `optim` and the rest are sections and keys
-        of a config, with a constant learning rate unless `optim` says otherwise. What was trained before goes
-        on at its constant `optim.lr`, with the weights of classes that it had, or `class_weights`.
+        of a config, with a constant learning rate unless `optim` says otherwise. What was trained before
+        resumes at its constant `optim.lr`, with the weights of classes that it had, or `class_weights`;
+        `optim` changes other keys of it. `total_steps` is how many updates a schedule spans: any but
+        `constant` needs it.
         """
+        if total_steps is not None:
+            check_positive(total_steps=total_steps)
         path = at_home(name_or_path)
         if classes is not None:
-            _refuse_what_needs_a_run(objective)
+            refuse_what_needs_a_run(objective)
             if objective.get("class_weights") == "auto":
                 objective["class_weights"] = "none"  # there is nothing to count
             values = {
@@ -127,7 +145,8 @@ class Classifier:
                     "precision": precision or "auto",
                 },
             }
-            return cls._new(make_config(values, origin="Classifier.load"))
+            return cls._new(make_config(values, origin="Classifier.load"), total_steps)
+        refuse_what_needs_a_new_head(method, objective)
         checkpointed = (path / MANIFEST).is_file()
         target = path if checkpointed else Path(usable_directory(name_or_path))
         if not checkpointed and not is_classifier(target):
@@ -138,7 +157,8 @@ class Classifier:
             )
         run = run_of(path) if checkpointed else target.parent
         given = objective.get("class_weights")
-        config = _config_of(run, target, class_weights=given)
+        config = steady(config_of(run, target, class_weights=given), optim)
+        refuse_one_that_ends(config, total_steps)
         section = config.objective
         if not isinstance(section, ClassifyObjective):
             raise ModelError(f"{name_or_path} belongs to a run with objective.kind: {section.kind}")
@@ -157,17 +177,17 @@ class Classifier:
             kept_in = run / "final" if checkpointed else target
             weights = read_class_weights(kept_in, info.classes)
             section = section if weights is None else section.model_copy(update={"class_weights": weights})
-        steady = config.optim.model_copy(update={"schedule": "constant", "warmup": 0})
-        config = config.model_copy(update={"objective": section, "optim": steady})
+        config = config.model_copy(update={"objective": section})
         if precision is not None:
             update = {"run": config.run.model_copy(update={"precision": precision})}
             config = config.model_copy(update=update)
             info = replace(info, precision=config.run.precision)
-        return cls(model, tokenizer, head, info, config)
+        return cls(model, tokenizer, head, info, config, total_steps=total_steps)
 
     @classmethod
-    def _new(cls, config: RunConfig) -> "Classifier":
+    def _new(cls, config: RunConfig, total_steps: int | None) -> "Classifier":
         assert isinstance(config.model, str)
+        refuse_one_that_ends(config, total_steps)
         where = choose_device(config.run.device)
         numbers = choose_precision(config.run.precision, where)
         torch.manual_seed(config.run.seed)
@@ -180,7 +200,8 @@ class Classifier:
         info = info_of(config, max_length=min(config.data.max_length, model.max_positions))
         size = model.head().weight.shape[1]
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
-        return cls(model, tokenizer_of(config.model), head.initialise(config.run.seed), info, config)
+        head.initialise(config.run.seed)
+        return cls(model, tokenizer_of(config.model), head, info, config, total_steps=total_steps)
 
     # --- training, step by step
 
@@ -198,7 +219,7 @@ class Classifier:
 
     def accumulate(self, samples: Sequence[Sample]) -> int:
         """Keep samples for the next update; returns how many it will have."""
-        self._waiting += [self._example(*_text_and_label(sample)) for sample in samples]
+        self._waiting += self._examples(samples)
         return len(self._waiting)
 
     def apply(self) -> dict[str, float]:
@@ -214,6 +235,43 @@ class Classifier:
             "grad_norm": found["grad_norm"],
         }
 
+    def collect_gradients(
+        self, samples: Sequence[Sample], *, total: float | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute the gradients of some samples without an update, for workers that share a step.
+
+        Args:
+            samples: this worker's part of the step; it may be empty.
+            total: what the summed loss is divided by. It defaults to the number of these samples. Workers
+                give that of the whole step, so that their vectors and losses add up to those of the step.
+                With `normalise: weights` it is the sum of the weights of the samples' classes.
+
+        Returns:
+            One float32 vector (adapters in the order of the layers, A before B, then the head's weight and
+            bias), and the loss, correct and total of the samples.
+        """
+        if total is not None and not total > 0:
+            raise ConfigError(f"total must be above 0, not {total}")
+        parameters, examples = self.trainable_parameters(), self._examples(samples)
+        if not examples:
+            none = torch.zeros(self.num_trainable_parameters, device=self.model.device)
+            return none, {"loss": 0.0, "correct": 0, "total": 0}
+        batches = self.batches(examples)
+        weights = total_weights(self.objective, batches)
+        if total is not None:
+            weights["loss"] = total
+        sums = self.trainer.collect_gradients(batches, weights)
+        vector = flat_gradients(parameters)
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        correct = round(sums["accuracy"].item() * len(examples))
+        return vector, {"loss": sums["loss"].item(), "correct": correct, "total": len(examples)}
+
+    def apply_gradients(self, vector: torch.Tensor) -> dict[str, float]:
+        """Make one update from a vector of `collect_gradients`, or a sum of them: lr, and grad_norm."""
+        trainer = self.trainer
+        set_flat_gradients(self.trainable_parameters(), vector)
+        return trainer.apply_gradients()
+
     @property
     def trainer(self) -> Trainer:
         """The trainer that makes the steps."""
@@ -226,10 +284,15 @@ class Classifier:
                     "not kept here",
                     hint="give a list to Classifier.load, a number for each class: class_weights=[...]",
                 )
-            total = self.config.run.steps or 1
             self._trainer = Trainer(
-                self.model, self.objective, (), self.config, total_steps=total, precision=self.precision
+                self.model,
+                self.objective,
+                (),
+                self.config,
+                total_steps=self._total_steps,
+                precision=self.precision,
             )
+            self._trainer.state.step = self._steps
             if (lr := self._lr) is not None:
                 self._trainer.lr_at = lambda _: lr
         return self._trainer
@@ -245,6 +308,10 @@ class Classifier:
         """Another learning rate, from the next update on."""
         self._lr = lr
         self.trainer.lr_at = lambda _: lr
+
+    def optimizer_lr(self) -> float:
+        """Return the learning rate of the next update."""
+        return self.trainer.lr_at(self.trainer.state.step + 1)
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Adapters in the order of the layers, A before B, then the head's weight and bias."""
@@ -268,7 +335,7 @@ class Classifier:
 
     def predict_proba(self, texts: Sequence[Text]) -> np.ndarray:
         """[texts, classes] probabilities; of several classes a text, each for itself."""
-        return (sigmoid if self.info.multi_label else softmax)(self.logits(texts))
+        return self._probabilities(self.logits(texts))
 
     def predict(self, texts: Sequence[Text]) -> list[Any]:
         """The name of the likeliest class of each text; of several a text, those above one half.
@@ -283,6 +350,27 @@ class Classifier:
         if self.info.multi_label:
             return [[names[index] for index in np.flatnonzero(row > 0.5)] for row in probabilities]
         return [names[index] for index in probabilities.argmax(1)] if len(probabilities) else []
+
+    def forward_only(self, text: Text, label: Any) -> tuple[float, Any]:  # Any: a Sample's; names of classes
+        """Return the weighted loss of one sample and its predicted class, without a gradient or an update."""
+        [batch] = self.batches([self._example(text, label)])
+        with evaluating(self.model):
+            result = computed_loss(
+                self.model, self.objective, batch.to(self.model.device), precision=self.precision
+            )
+        assert result.outputs is not None
+        logits = result.outputs.float().cpu().numpy()
+        [predicted] = self.choose(self._probabilities(logits))
+        return result.sums["loss"].item(), predicted
+
+    def load_corpus(self, data: Spec | Path) -> list[Sample]:
+        """Read the records of a source as in data.train: samples for `train_batch`, with checked labels."""
+        samples: list[Sample] = []
+        for record in open_source(str(data) if isinstance(data, Path) else data, form="classification"):
+            self._judge(record)
+            fields = record.fields
+            samples.append((fields["input"], fields["labels"] if "labels" in fields else fields["label"]))
+        return samples
 
     def evaluate(
         self,
@@ -299,8 +387,9 @@ class Classifier:
     def merge_adapters(self) -> None:
         """Fold the adapters into the weights; after that only the head trains."""
         merge(self.model).requires_grad_(False)
-        self._trainer = None
-        self.config = _for_the_head(self.config, WithHeads(self.model, self.objective.head))
+        if self._trainer is not None:
+            self._steps, self._trainer = self._trainer.state.step, None
+        self.config = for_the_head(self.config, WithHeads(self.model, self.objective.head))
 
     def save(self, directory: str | Path) -> None:
         """Write what `load` reads: an adapter, or the whole model, and always the head."""
@@ -317,9 +406,12 @@ class Classifier:
     def summary(self) -> str:
         """Model, tokenizer, adapters, head and what trains, for a person."""
         head, layers = self.objective.head.score, list(adapted(self.model))
-        ranks = sorted({layer.settings.rank for _, layer in layers if isinstance(layer, LoRALinear)})
+        settings = {layer.settings for _, layer in layers if isinstance(layer, LoRALinear)}
+        ranks = "/".join(map(str, sorted({each.rank for each in settings})))
+        alphas = "/".join(f"{alpha:g}" for alpha in sorted({each.alpha for each in settings}))
         vocabulary = "none" if self.tokenizer is None else f"{len(self.tokenizer):,} tokens"
-        lora = f"{len(layers)} layers, rank {'/'.join(map(str, ranks))}" if layers else "none"
+        lora = f"{len(layers)} layers, rank {ranks}, alpha {alphas}" if layers else "none"
+        head_size = sum(parameter.numel() for parameter in self.objective.head.parameters())
         kind = "any of them" if self.info.multi_label else "one of them"
         return "\n".join(
             [
@@ -328,7 +420,7 @@ class Classifier:
                 f"adapters   {lora}",
                 f"head       {head.in_features} -> {head.out_features}, {self.info.pooling} token, {kind}: "
                 + ", ".join(self.info.classes),
-                f"trains     {self.num_trainable_parameters:,} parameters",
+                f"trains     {self.num_trainable_parameters:,} parameters, {head_size:,} of them in the head",
             ]
         )
 
@@ -346,6 +438,12 @@ class Classifier:
     def _logits(self, examples: Sequence[Example]) -> np.ndarray:
         settings = self._settings(examples)
         return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
+
+    def _probabilities(self, logits: np.ndarray) -> np.ndarray:
+        return (sigmoid if self.info.multi_label else softmax)(logits)
+
+    def _examples(self, samples: Sequence[Sample]) -> list[Example]:
+        return [self._example(*_text_and_label(sample)) for sample in samples]
 
     def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
         given = plain(label)
@@ -391,29 +489,6 @@ class Classifier:
         return ids
 
 
-def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
-    """Keys that would do nothing here, where they ask for something."""
-    if objective.get("class_weights") in ("inverse", "sqrt_inverse", "effective"):
-        raise ConfigError(
-            f"class_weights: {objective['class_weights']} needs the counts of a training set",
-            hint="give a list, a number for each class",
-        )
-    for key in ("oversample", "valid_share", "calibrate", "probe"):
-        if objective.get(key):
-            raise ConfigError(f"{key} is for runs", hint="whet.train with objective.kind: classify")
-
-
-def _for_the_head(config: RunConfig, learner: WithHeads) -> RunConfig:
-    """A config without the rates of what does not train any more."""
-    names = [name for name, parameter in learner.named_parameters() if parameter.requires_grad]
-    groups = config.optim.groups
-    first = {next((pattern for pattern in groups if re.search(pattern, name)), None) for name in names}
-    kept = {pattern: group for pattern, group in groups.items() if pattern in first}
-    optim = config.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
-    method = config.method.model_copy(update={"lr_ratio": None})
-    return config.model_copy(update={"optim": optim, "method": method})
-
-
 def _text_and_label(sample: Any) -> Sample:  # Any: whatever was given as one
     if not isinstance(sample, str | Mapping):
         try:
@@ -431,29 +506,3 @@ def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records
     if isinstance(data, str) or not isinstance(data[0], Mapping):
         return list(open_source(data, split="test", form="classification"))
     return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]
-
-
-def _config_of(run: Path, target: Path, *, class_weights: Any = None) -> RunConfig:  # Any: as in a config
-    """The config of the run that a classifier is part of, or the least that describes a saved one."""
-    if (run / "config.yaml").is_file() and (target.name == "final" or (target / MANIFEST).is_file()):
-        given = [] if class_weights is None else [f"objective.class_weights={json.dumps(class_weights)}"]
-        return load_config(run / "config.yaml", given)
-    info = read_head(target).info
-    shape = {
-        "classes": info.classes,
-        "multi_label": info.multi_label,
-        "pooling": info.pooling,
-        "bias": info.bias,
-        "class_weights": class_weights or "none",
-    }
-    whole = not (target / "adapter_config.json").is_file()
-    return make_config(
-        {
-            "model": str(target),
-            "method": {"kind": "full"} if whole else {},
-            "objective": {"kind": "classify", **shape},
-            "data": {"train": "the caller's own", "max_length": max(2, info.max_length)},
-            "optim": {"schedule": "constant"},
-            "run": {"steps": 1, "batch_size": 1, "precision": info.precision},
-        }
-    )

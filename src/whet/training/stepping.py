@@ -91,6 +91,35 @@ class Stepper(abc.ABC):
         started = time.perf_counter()
         return self._completed(Computed(micro_batches, self._gradients(micro_batches)), started=started)
 
+    def collect_gradients(
+        self, micro_batches: Sequence[Batch], weights: dict[str, float] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Put the gradients of some micro-batches into the parameters, without an update.
+
+        Sums are divided by `weights`, or by the weights of these micro-batches. Returns the loss and metrics.
+        """
+        scale = self.state.loss_scale
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            sums = self._gradients(micro_batches, weights)
+            gradients = [p.grad for p in self.trained if p.grad is not None]
+            rescale(gradients, 1.0 / scale.value)
+            # an overflow of fp16: the same again, smaller
+            if total_norm(gradients).isfinite() or not scale.shrink_after(sums["loss"].item()):
+                return sums
+
+    def apply_gradients(self) -> Metrics:
+        """Make one update from the gradients in the parameters, clipped and at the schedule's rate."""
+        # `_update` divides by the loss scale; both are exact, as it is a power of two
+        rescale([p.grad for p in self.trained if p.grad is not None], self.state.loss_scale.value)
+        lr = self.lr_at(self.state.step + 1)
+        _, norm, skipped = self._update({"loss": torch.zeros((), device=self.device)}, lr=lr)()
+        if skipped:
+            raise RunError(f"the gradient norm is {norm}: no weight was changed")
+        self.state.loss_scale.note_good_step()
+        self.state.step += 1
+        return {"lr": lr, "grad_norm": norm}
+
     def _next_step(self) -> Metrics:
         """The next step of the stream; on a GPU the one after it is queued before its numbers are read."""
         started = time.perf_counter() if self._ahead is None else self._step_ended
@@ -154,11 +183,13 @@ class Stepper(abc.ABC):
             "peak_gib": peak_gib(self.device),
         }
 
-    def _gradients(self, micro_batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+    def _gradients(
+        self, micro_batches: Sequence[Batch], weights: dict[str, float] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Forward and backward of a step: gradients in the parameters; the loss and the metrics."""
         if not all(module.training for module in self.learner.modules()):  # asking is quicker than setting
             self.learner.train()
-        weights = total_weights(self.objective, micro_batches)
+        weights = weights or total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
         mine = list(taken(self.world, micro_batches, matched=self.matched))
         exchanging = "gathering layers and adding up gradients" if self.matched else None
