@@ -24,6 +24,7 @@ ROOMS = [
     {"ops"},
     {"chips"},
     {"config", "hardware", "storage"},
+    {"boundary"},
     {"errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -129,15 +129,63 @@ def test_a_link_out_of_the_directory(directory, sharded, record_property):
     assert "leads out of its directory" in refused(directory)
 
 
+MODEL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("name", [*MODEL_FILES, "additional_chat_templates/rag.jinja", "vocab.json"])
+def test_any_file_of_a_model_that_links_out_of_it(directory, name, record_property):
+    record_property("fault: hostile file refused", 1)
+    secret = directory.parent / "secret"
+    secret.write_text('{"key": "hunter2"}')
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(secret)
+    said = refused(directory)
+    assert f"{name} is a symbolic link that leads out of its directory" in said
+    assert "hunter2" not in said
+
+
+def test_a_folder_of_templates_that_links_out_of_the_model(directory, record_property):
+    record_property("fault: hostile file refused", 1)
+    (directory.parent / "elsewhere").mkdir()
+    (directory / "additional_chat_templates").symlink_to("../elsewhere")
+    assert "leads out of its directory" in refused(directory)
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"]
+)
+def test_any_file_of_an_adapter_that_links_out_of_it(trained, tmp_path, name, record_property):
+    record_property("fault: hostile file refused", 1)
+    adapter = shutil.copytree(trained / "final", tmp_path / "adapter")
+    shutil.move(adapter / name, tmp_path / "outside")
+    (adapter / name).symlink_to("../outside")
+    assert f"{name} is a symbolic link that leads out of its directory" in refused(adapter)
+
+
+def test_a_link_to_the_whole_directory_or_within_it_is_followed(directory):
+    shutil.move(directory / "chat_template.jinja", directory / "template")
+    (directory / "chat_template.jinja").symlink_to("template")
+    (directory.parent / "link").symlink_to(directory)
+    assert whet.load(directory.parent / "link", device="cpu")[1].chat_template
+
+
 def test_the_links_of_the_hubs_own_cache_are_followed(tiny_directory, tmp_path):
     """models--x/snapshots/REVISION/file -> ../../blobs/HASH"""
     snapshot = tmp_path / "models--x" / "snapshots" / "abc"
     shutil.copytree(tiny_directory, snapshot)
     blobs = tmp_path / "models--x" / "blobs"
     blobs.mkdir()
-    shutil.move(snapshot / "model.safetensors", blobs / "hash")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/hash")
-    assert whet.load(snapshot, device="cpu")
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        shutil.move(file, blobs / f"hash{number}")
+        file.symlink_to(f"../../blobs/hash{number}")
+    assert whet.load(snapshot, device="cpu")[1].chat_template
 
 
 def deep_json():

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from whet.adapters.nf4 import NF4Linear
 from whet.config.classify import Pooling
 from whet.config.section import PrecisionName
 from whet.errors import ModelError
+from whet.models.checks import check_links
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
-from whet.models.weights import read_json
+from whet.models.weights import read_json, read_tensors
 from whet.storage import write_json, write_safetensors
 
 INFO = "classifier.json"
@@ -121,12 +120,9 @@ def is_classifier(directory: str | Path) -> bool:
 
 def read_head(directory: Path) -> StoredHead:
     """The head in a classifier's directory."""
+    check_links(directory)
     info = _info_from(read_json(directory / INFO), directory / INFO)
-    try:
-        tensors = load_file(directory / HEAD)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{directory / HEAD} cannot be read: {error}") from error
-    return StoredHead(head_from(tensors, info, directory / HEAD), info)
+    return StoredHead(head_from(read_tensors(directory / HEAD), info, directory / HEAD), info)
 
 
 def _info_from(fields: dict[str, Any], path: Path) -> ClassifierInfo:  # Any: JSON values, checked here

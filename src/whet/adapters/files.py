@@ -11,6 +11,7 @@ from whet.adapters.nf4 import BLOCK, NF4Linear
 from whet.adapters.peft_files import read_peft, write_peft
 from whet.adapters.stored import attach_stored, collect
 from whet.errors import ConfigError
+from whet.models.checks import check_links
 from whet.models.language_model import LanguageModel
 from whet.storage import new_directory, write_json
 
@@ -55,6 +56,7 @@ def save_adapter(
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
     """Attach the adapter in a directory of either layout; every tensor must fit this model."""
     directory = Path(directory)
+    check_links(directory)
     is_mlx = (directory / MLX_WEIGHTS).is_file()
     stored = read_mlx(directory) if is_mlx else read_peft(directory, model)
     attach_stored(model, stored, directory=directory)

@@ -26,6 +26,14 @@ class LoRASettings:
     dropout: float = 0.0
     variant: str = "lora"
 
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"the rank is {self.rank}, and must be at least 1")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha is {self.alpha}, and must be a finite number")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"the dropout is {self.dropout}, and must be from 0 to 1")
+
     @property
     def scale(self) -> float:
         """What the update is multiplied by; rsLoRA's (arXiv 2312.03732) does not shrink with the rank."""

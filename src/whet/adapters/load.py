@@ -20,6 +20,7 @@ from whet.config.preset import Preset
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ModelError
 from whet.hardware import choose_device, choose_precision
+from whet.models.checks import check_links, check_weight
 from whet.models.experts import balance_biases
 from whet.models.heads import HEADS
 from whet.models.hub import resolve
@@ -105,9 +106,10 @@ def base_of(target: str | Path) -> str | None:
     run = target.parent
     if target.name == "final" and (run / "config.yaml").is_file() and (run / BASE / "config.json").is_file():
         return str(run / BASE)  # wherever the run has been moved to
+    check_links(target)
     config = read_json(target / CONFIG)
-    base: str | None = config.get("base_model_name_or_path") or config.get("model")  # PEFT's key; mlx-lm's
-    if not base:
+    base = config.get("base_model_name_or_path") or config.get("model")  # PEFT's key; mlx-lm's
+    if not isinstance(base, str) or not base or "\0" in base:
         raise ModelError(f"{target / CONFIG} does not name its base model")
     return base
 
@@ -152,7 +154,10 @@ def _load_checkpointed(
         model.requires_grad_(True)
     else:
         attach_configured(model, config.method)
-    put_trained(model, read_trained(model, checkpoint, besides=HEADS))
+    weights = read_trained(model, checkpoint, besides=HEADS)
+    for name, tensor in weights.items():
+        check_weight(tensor, name, checkpoint)
+    put_trained(model, weights)
     return model.eval(), tokenizer
 
 

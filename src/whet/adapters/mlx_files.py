@@ -10,10 +10,11 @@ import torch
 
 from whet.adapters.adapter import adapted
 from whet.adapters.layer import LoRASettings, Stored
-from whet.adapters.stored import StoredAdapter, read_tensors
+from whet.adapters.stored import StoredAdapter
+from whet.boundary import wrong_input
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
-from whet.models.weights import read_json
+from whet.models.weights import read_json, read_tensors
 from whet.storage import write_json, write_safetensors
 
 CONFIG = "adapter_config.json"
@@ -90,11 +91,9 @@ def read_mlx(directory: Path) -> StoredAdapter:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or not {"rank", "scale"} <= parameters.keys():
         raise ModelError(f"{directory / CONFIG} has no lora_parameters with a rank and a scale")
-    try:
+    with wrong_input(f"{directory / CONFIG} cannot be understood"):
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
         settings = LoRASettings(rank, scale * rank, float(parameters.get("dropout") or 0.0), kind)
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{directory / CONFIG} cannot be understood: {error}") from error
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for full, tensor in read_tensors(directory / WEIGHTS).items():
         name, _, part = full.rpartition(".")

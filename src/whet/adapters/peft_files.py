@@ -13,10 +13,11 @@ from whet.adapters.adapter import adapted
 from whet.adapters.classifier_files import SCORE, is_classifier
 from whet.adapters.experts import expert_shape, expert_weights, fused_weights
 from whet.adapters.layer import LoRASettings, Stored
-from whet.adapters.stored import StoredAdapter, read_tensors
+from whet.adapters.stored import StoredAdapter
+from whet.boundary import wrong_input
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
-from whet.models.weights import read_json
+from whet.models.weights import read_json, read_tensors
 from whet.storage import write_json, write_safetensors
 
 log = logging.getLogger("whet")
@@ -162,13 +163,11 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
             continue
         if not any(f"{module}." in name for name in whole):
             raise ModelError(f"{directory / WEIGHTS} does not hold {module}, which {CONFIG} says it does")
-    try:
+    with wrong_input(f"{directory / CONFIG} cannot be understood"):
         usual = LoRASettings(
             int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
         )
         settings = {name: _settings(config, name, usual) for name in layers}
-    except (TypeError, ValueError, AttributeError, re.error) as error:
-        raise ModelError(f"{directory / CONFIG} cannot be understood: {error}") from error
     stored = {
         name: Stored(settings[name], **parts, experts=experts.get(name, 0)) for name, parts in layers.items()
     }

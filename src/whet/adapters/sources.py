@@ -13,9 +13,11 @@ from whet.adapters.merging import merged_parameters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
 from whet.models import families
+from whet.models.checks import check_weight
+from whet.models.config_file import read_config, read_spec
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
-from whet.models.weights import TensorFiles, read_json
+from whet.models.weights import TensorFiles
 
 
 class ModelSource:
@@ -27,7 +29,7 @@ class ModelSource:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        self.config = read_json(directory / "config.json")
+        self.config = read_config(directory)
         self._files = TensorFiles(directory)
         family = families.choose(self.config).family
         ignored = {tensor for tensor in self._files if family and families.is_buffer(family, tensor)}
@@ -39,15 +41,15 @@ class ModelSource:
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor."""
-        return self._files.get(name)
+        tensor = self._files.get(name)
+        if tensor.is_floating_point():
+            check_weight(tensor, name, self._files.file_of(name))
+        return tensor
 
     def architecture(self) -> dict[str, Any]:  # Any: JSON values
         """What decides how the tensors are used: the whole description for whet's own families."""
         family = families.choose(self.config).family
-        try:
-            described = family.from_config(self.config).describe() if family else {}
-        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ModelError(f"{self.directory / 'config.json'} cannot be understood: {error}") from error
+        described = read_spec(family, self.config, self.directory).describe() if family else {}
         return {"model_type": self.config.get("model_type"), **described}
 
 

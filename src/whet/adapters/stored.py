@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from whet.adapters.adapter import adapted, adapters_off
@@ -28,15 +26,6 @@ class StoredAdapter:
     whole: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters of modules trained whole
     bases: dict[str, torch.Tensor] = field(default_factory=dict)  # base weights some libraries store with it
     origin: str | None = None  # the base it was made for
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors file."""
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return tensors
 
 
 def collect(model: LanguageModel) -> StoredAdapter:

@@ -5,6 +5,8 @@ import copy
 import hashlib
 import inspect
 import json
+import logging
+import re
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +15,16 @@ from typing import Any  # everywhere below: transformers ships no types, and con
 import torch
 from torch import nn
 
+from whet.boundary import wrong_input
 from whet.errors import ModelError
+from whet.models.checks import check_weight, weight_problem
 from whet.models.language_model import LanguageModel
 from whet.models.weights import TensorFiles
 from whet.ops.attention import Layout
 from whet.ops.head import Head
 from whet.ops.planned import is_plan
+
+log = logging.getLogger("whet")
 
 _ORIGIN = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}  # not architecture
 
@@ -318,16 +324,46 @@ def load_bridge(
         if logging.is_progress_bar_enabled():
             quiet.callback(logging.enable_progress_bar)
         logging.disable_progress_bar()
-        try:
-            wanted = {name for name in files if name not in besides}
-            bridge = Bridge(_open(directory, dict(files.read(wanted)), dtype=dtype).to(device))
+        with wrong_input(f"transformers cannot open {directory}"):
+            tensors = dict(files.read({name for name in files if name not in besides}))
+            model = _open(directory, tensors, dtype=dtype)
+            _check_weights(model, tensors, files)
+            del tensors
+            bridge = Bridge(model.to(device))
+        with wrong_input(
+            f"transformers opens {directory}, and its {type(model).__name__} fails on a few tokens"
+        ):
             _check_behaviour(bridge)
-        except ModelError:
-            raise
-        except Exception as error:  # a broken config or an unknown architecture may lead to any of them
-            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-            raise ModelError(f"transformers cannot open {directory}: {reason}") from error
     return bridge
+
+
+def _check_weights(model: Any, tensors: dict[str, torch.Tensor], files: TensorFiles) -> None:
+    """Refuse tensors that cannot be weights, all but those that are not parameters of the model."""
+    buffers = {name for name, _ in model.named_buffers()}
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    for name, tensor in tensors.items():
+        if weight_problem(tensor) is None or any(pattern.search(name) for pattern in ignored):
+            continue
+        if not any(
+            name == each or name.endswith(f".{each}") or each.endswith(f".{name}") for each in buffers
+        ):
+            check_weight(tensor, name, files.file_of(name))
+    for name, parameter in model.named_parameters():
+        if weight_problem(parameter) is not None:  # in the model's dtype, which may be narrower
+            raise ModelError(
+                f"{files.directory}: {name} overflows in {parameter.dtype}", hint="choose another precision"
+            )
+
+
+def _use_working_experts(bridge: Bridge, tokens: torch.Tensor) -> None:
+    """Let experts be computed one by one where torch's grouped kernel does not take their width."""
+    try:
+        bridge.hidden(tokens)
+    except RuntimeError as error:
+        if "multiple of 16 bytes" not in str(error) or not bridge.model._can_set_experts_implementation():
+            raise
+        log.info("model: torch's grouped_mm does not take experts of this width: computing each on its own")
+        bridge.model.set_experts_implementation("eager")
 
 
 def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> Any:
@@ -371,6 +407,7 @@ def _check_behaviour(bridge: Bridge) -> None:
     tokens = torch.randint(bridge.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[1, :6] = tokens[0, :6]
     tokens = tokens.to(bridge.device)
+    _use_working_experts(bridge, tokens)
     hidden = bridge.hidden(tokens)
     if not hidden.isfinite().all():
         raise ModelError(f"{name} overflows in {hidden.dtype}", hint="choose another precision")

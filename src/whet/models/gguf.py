@@ -54,13 +54,20 @@ class GgufFile:
         tensor = self.tensors[name]
         raw = np.frombuffer(self.data, np.uint8, count=tensor.size, offset=tensor.start)
         try:
-            values = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.kind)
+            with np.errstate(all="ignore"):  # what is not finite is refused below
+                values = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path}: tensor {name} is stored as {tensor.kind.name}, which cannot be read",
                 hint="get the model in another quantisation, such as Q8_0, Q4_K or F16",
             ) from error
-        return np.asarray(values, dtype=np.float32).reshape(tensor.shape)
+        found = np.asarray(values, dtype=np.float32).reshape(tensor.shape)
+        if not (np.isfinite(found.min()) and np.isfinite(found.max())):
+            raise ModelError(
+                f"{self.path}: tensor {name} has values that are NaN or infinite",
+                hint="the file is damaged: download or copy it again",
+            )
+        return found
 
 
 class _Cursor:
@@ -150,7 +157,12 @@ def read_gguf(path: Path) -> GgufFile:
         if key in metadata:
             raise cursor.error(f"the key {key} appears twice")
         metadata[key] = cursor.value(cursor.integer("I"))
-    return GgufFile(path, metadata, dict(_tensors(cursor, tensor_count, metadata)), data)
+    tensors = dict(_tensors(cursor, tensor_count, metadata))
+    ordered = sorted(tensors, key=lambda name: tensors[name].start)
+    for before, after in itertools.pairwise(ordered):
+        if tensors[before].start + tensors[before].size > tensors[after].start:
+            raise cursor.error(f"tensors {before} and {after} overlap")
+    return GgufFile(path, metadata, tensors, data)
 
 
 def _tensors(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> Iterator[tuple[str, GgufTensor]]:
@@ -181,6 +193,8 @@ def _tensors(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> Ite
             raise cursor.error(
                 f"tensor {name} has {size} bytes at {start}, the file {len(cursor.data)} in all"
             )
+        if offset % alignment:
+            raise cursor.error(f"tensor {name} is at {offset}, which is not a multiple of {alignment}")
         yield name, GgufTensor(shape, kind, start, size)
 
 

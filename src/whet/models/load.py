@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from whet.boundary import panics_hidden, wrong_input
 from whet.errors import ModelError
 from whet.hardware import choose_device, choose_precision
 from whet.models import families
 from whet.models.bridge import load_bridge
+from whet.models.checks import check_links
+from whet.models.config_file import read_config, read_spec
 from whet.models.decoder import Decoder
 from whet.models.hub import resolve
 from whet.models.language_model import LanguageModel
@@ -24,6 +27,8 @@ from whet.models.weights import (
 )
 
 log = logging.getLogger("whet")
+
+_TOKENIZER_HINT = "tokenizer.json or tokenizer_config.json is damaged: copy them again"
 
 
 def load_model(
@@ -40,7 +45,7 @@ def load_model(
     directory = resolve(str(name_or_path))
     where = choose_device(str(device or "auto"))
     dtype = dtype or choose_precision("auto", where).frozen
-    config = read_json(directory / "config.json")
+    config = read_config(directory)
     choice = families.choose(config)
     if choice.family is None:
         log.info("model: through transformers (%s)", choice.reason)
@@ -66,17 +71,14 @@ def _load_native(
     besides: Container[str],
 ) -> Decoder:
     family = families.FAMILIES[config["model_type"]]
-    try:
-        spec = family.from_config(config)
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"{directory / 'config.json'} cannot be understood: {error}") from error
+    spec = read_spec(family, config, directory)
     files = TensorFiles(directory)
     if len(spec.blocks) > (stored := sum(1 for _ in files)):
         raise ModelError(
             f"{directory}: config.json has {len(spec.blocks)} layers, and there are {stored} tensors"
         )
     experts = max((each.experts for each in spec.mixtures), default=0)
-    with torch.device("meta"):
+    with wrong_input(f"{directory / 'config.json'} cannot be understood"), torch.device("meta"):
         model = Decoder(spec, source_config=config)
     names = {name: family.hf_name(name) for name in model.state_dict()}
     # whole tensors of experts are what older versions of whet wrote
@@ -120,10 +122,9 @@ def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers toke
 
     path = Path(name_or_path)
     directory = path if has_tokenizer(path) else resolve(str(name_or_path))
-    try:
+    check_links(directory)
+    with panics_hidden(), wrong_input(f"the tokenizer in {directory} cannot be read", hint=_TOKENIZER_HINT):
         found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{directory} holds no tokenizer that can be read: {error}") from error
     for way in ("is_local", "local_files_only"):  # how it was read says nothing of what it is
         found.init_kwargs.pop(way, None)
     return found

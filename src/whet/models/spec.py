@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ def _known(what: str, value: str, known: Iterable[str]) -> None:
 
 def _positive(**sizes: float) -> None:
     for name, size in sizes.items():
-        if size <= 0:
+        if not 0 < size < math.inf:
             raise ModelError(f"{name}={size}: it must be positive")
 
 
@@ -66,6 +67,10 @@ class RopeSpec:
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
 
+    def __post_init__(self) -> None:
+        factor = 1.0 if self.scaling is None else self.scaling.factor
+        _positive(rope_theta=self.theta, rope_scaling_factor=factor)
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -77,6 +82,8 @@ class NormSpec:
 
     def __post_init__(self) -> None:
         _known("norm", self.kind, NORMS)
+        if not 0 <= self.eps < math.inf:
+            raise ModelError(f"the epsilon of a norm is {self.eps}: it must be a number from 0")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from whet.boundary import wrong_input
 from whet.errors import ModelError
+from whet.models.checks import check_links, check_weight
 from whet.storage import SAFETENSORS_DTYPES, new_directory, write_json, write_safetensors
 
 INDEX = "model.safetensors.index.json"
@@ -32,13 +35,13 @@ TOKENIZER_FILES = (
 def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values
     """Read a JSON object of at most so many bytes, or say which file is broken."""
     try:
-        if path.stat().st_size > most:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes: too many to be what its name says")
-        value = json.loads(path.read_text())
+        size = path.stat().st_size
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if size > most:
+        raise ModelError(f"{path} has {size} bytes: too many to be what its name says")
+    with wrong_input(f"{path} is not valid JSON"):
+        value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds {type(value).__name__}, not an object")
     return value
@@ -50,6 +53,7 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, Path] = {}
+        check_links(directory)
         for file in self._shards():
             with _open(file) as shard:
                 for name in shard.keys():  # noqa: SIM118 - a safetensors handle is not a dict
@@ -66,18 +70,25 @@ class TensorFiles:
                     f"{self.directory} holds neither {SINGLE} nor {INDEX}",
                     hint="whet reads safetensors and GGUF; pickled weights (.bin, .pt) are never opened",
                 )
-            return [_inside(single)]
-        names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
+            return [single]
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ModelError(f"{index} has no weight_map")
+        names = sorted({str(name) for name in listed.values()})
         for name in names:
-            if Path(name).name != name or not (self.directory / name).is_file():
+            if "\0" in name or Path(name).name != name or not (self.directory / name).is_file():
                 raise ModelError(f"{index} names {name!r}, which is not a file of this directory")
-        return [_inside(self.directory / name) for name in names]
+        return [self.directory / name for name in names]
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._files[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
@@ -111,21 +122,18 @@ class TensorFiles:
                     yield name, shard.get_tensor(name)
 
 
-def _inside(path: Path) -> Path:
-    """A file that is where it seems to be; of links, only those of the hub's cache into its own blobs."""
-    real, directory = path.resolve(), path.parent.resolve()
-    if real.parent not in (directory, directory.parent.parent / "blobs"):
-        raise ModelError(
-            f"{path} leads out of its directory, to {real}", hint="copy the file, or link all of it"
-        )
-    return path
-
-
 def _open(path: Path) -> Any:  # Any: safetensors ships no types
-    try:
+    with wrong_input(f"{path} is not a readable safetensors file"):
         return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a safetensors file, all of which must be usable as weights."""
+    with wrong_input(f"{path} cannot be read"):
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    for name, tensor in tensors.items():
+        check_weight(tensor, name, path)
+    return tensors
 
 
 def load_parameters(
@@ -179,12 +187,15 @@ def load_parameters(
             turned = tensor.T.contiguous() if target in transposed else tensor
             # buffers are biases of experts, small and close to each other: they stay as exact as they are
             kept = dtype if isinstance(own[target], torch.nn.Parameter) else tensor.dtype
-            _put(model, target, turned.to(device=device, dtype=kept))
+            used = turned.to(device=device, dtype=kept)
+            check_weight(tensor, name, files.file_of(name), used=used)
+            _put(model, target, used)
             continue
         if target not in filled:
             filled[target] = torch.empty(own[target].shape, dtype=dtype, device=device)
             _put(model, target, filled[target])
-        split_parts(filled[target], cut[target])[name].copy_(tensor)
+        used = split_parts(filled[target], cut[target])[name].copy_(tensor)
+        check_weight(tensor, name, files.file_of(name), used=used)
 
 
 def _put(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

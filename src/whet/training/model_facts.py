@@ -7,8 +7,8 @@ from typing import Any, TypeGuard
 
 from whet.adapters.load import base_of, below_checkpoint, usable_directory
 from whet.config.preset import Preset
-from whet.errors import ModelError
 from whet.models import families
+from whet.models.config_file import read_config, read_spec
 from whet.models.costs import parameter_counts
 from whet.models.hub import resolve
 from whet.models.scratch import new_spec
@@ -34,16 +34,13 @@ def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
     if (below := below_checkpoint(model)) is not None:
         return replace(model_facts(below, tokens=tokens), name=model)
     directory = weights_directory(model)
-    config = read_json(directory / "config.json")
+    config = read_config(directory)
     stops = _stop_tokens(config)
     if (path := directory / "generation_config.json").is_file():
         stops |= _stop_tokens(read_json(path))
     family = families.choose(config).family
     if family is not None:
-        try:
-            return _of_spec(model, family.from_config(config), stops)
-        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ModelError(f"{directory / 'config.json'} cannot be understood: {error}") from error
+        return _of_spec(model, read_spec(family, config, directory), stops)
     text = {**config, **(config.get("text_config") or {})}  # models of several kinds of input nest it
     positions = _number(text, "max_position_embeddings") or _number(text, "max_seq_len")
     return ModelFacts(model, _number(text, "vocab_size"), positions, None, stops)

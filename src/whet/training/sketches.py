@@ -11,6 +11,7 @@ from whet.adapters.load import below_checkpoint
 from whet.adapters.lora import make_trainable
 from whet.adapters.nf4 import _table
 from whet.adapters.qlora import quantise_base
+from whet.boundary import wrong_input
 from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.mtp import MTPObjective
@@ -29,6 +30,7 @@ from whet.errors import ConfigError, ModelError
 from whet.hardware import Precision
 from whet.models import families
 from whet.models.bridge import Bridge
+from whet.models.config_file import read_config, read_spec
 from whet.models.decoder import Decoder
 from whet.models.encoders import is_homemade
 from whet.models.heads import ClassificationHead, pool
@@ -59,14 +61,13 @@ def read_model(model: str | Preset) -> LanguageModel:
     if (below := below_checkpoint(model)) is not None:
         return read_model(below)
     directory = weights_directory(model, config_directory)
-    config = read_json(directory / "config.json")
+    config = read_config(directory)
     family = families.choose(config).family
     if family is None:
         return _bridged(directory, model)
-    try:
-        return from_spec(family.from_config(config))
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"{directory / 'config.json'} cannot be understood: {error}") from error
+    spec = read_spec(family, config, directory)
+    with wrong_input(f"{directory / 'config.json'} cannot be understood"):
+        return from_spec(spec)
 
 
 def from_spec(spec: ModelSpec) -> LanguageModel:

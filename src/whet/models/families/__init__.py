@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from whet.boundary import wrong_input
 from whet.models.families import (
     gemma2,
     gemma3,
@@ -53,7 +54,9 @@ def choose(config: Mapping[str, Any]) -> Choice:  # Any: the values of a config.
         return Choice(None, f"{model_type} is not one of whet's own families ({', '.join(FAMILIES)})")
     if config.get("quantization_config"):
         return Choice(None, "its weights are quantised")
-    if (why := family.unsupported(config)) is not None:
+    with wrong_input("config.json cannot be understood"):
+        why = family.unsupported(config)
+    if why is not None:
         return Choice(None, f"whet's own {model_type} does not know {why}")
     return Choice(family, f"whet's own {model_type}")
 
