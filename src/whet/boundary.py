@@ -1,6 +1,7 @@
 """Input that whet did not write: failures of the libraries that read it, and its text on a terminal."""
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from whet.errors import ModelError, RunError, WhetError
 
 _LONGEST_REASON = 300  # characters
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 and C1, all but tab and newline
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
+_CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # C0, C1; tab and newline stay
+_OUT_OF_MEMORY = (
+    *("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator"),
+    *("bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED"),
+)
 _PANICKED = re.compile(rb"^thread '[^\n]*' (\(\d+\) )?panicked at ", re.MULTILINE)
 _STDERR_LOCK = threading.Lock()
 
@@ -54,6 +58,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the CPU or a GPU has run out of memory; torch says the former with a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
@@ -65,6 +71,17 @@ def out_of_memory(error: BaseException) -> RunError:
         "data.max_length, or set method.kind=lora or qlora (whet plan estimates the memory); "
         "otherwise use a smaller model, shorter texts or fewer at once",
     )
+
+
+@contextlib.contextmanager
+def memory_knobs_named() -> Iterator[None]:
+    """Say what to change when memory runs out inside."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error) from error
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +26,20 @@ class LoRASettings:
     dropout: float = 0.0
     variant: str = "lora"
 
-    def __post_init__(self) -> None:
+    @property
+    def scale(self) -> float:
+        """What the update is multiplied by; rsLoRA's (arXiv 2312.03732) does not shrink with the rank."""
+        return self.alpha / (math.sqrt(self.rank) if self.variant == "rslora" else self.rank)
+
+    def checked(self) -> Self:
+        """Return settings out of a file, or a ValueError where no layer can be computed with them."""
         if self.rank < 1:
             raise ValueError(f"the rank is {self.rank}, and must be at least 1")
         if not math.isfinite(self.alpha):
             raise ValueError(f"alpha is {self.alpha}, and must be a finite number")
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"the dropout is {self.dropout}, and must be from 0 to 1")
-
-    @property
-    def scale(self) -> float:
-        """What the update is multiplied by; rsLoRA's (arXiv 2312.03732) does not shrink with the rank."""
-        return self.alpha / (math.sqrt(self.rank) if self.variant == "rslora" else self.rank)
+        return self
 
 
 class Stored(NamedTuple):

@@ -18,7 +18,7 @@ from whet.config.classify import ClassifyObjective
 from whet.config.load import load_config
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
-from whet.errors import CheckpointError, ModelError
+from whet.errors import CheckpointError, ModelError, WhetError
 from whet.hardware import choose_device, choose_precision
 from whet.models.checks import check_links, check_weight
 from whet.models.experts import balance_biases
@@ -96,6 +96,25 @@ def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torc
 
 def base_of(target: str | Path) -> str | None:
     """What an adapter, in a directory or a checkpoint, is an adapter of; None for anything else."""
+    first = _named_base(target)
+    below, passed = first, {str(at_home(target).resolve())}
+    while below is not None:
+        try:
+            inner = usable_directory(below)
+            name = str(at_home(inner).resolve()) if isinstance(inner, Path) else inner
+            below = _named_base(inner)
+        except WhetError:  # said when it is opened
+            return first
+        if name in passed:
+            raise ModelError(
+                f"the adapter {target} is its own base model, by way of {first}",
+                hint=f"{CONFIG} must name the model that the adapter was trained on",
+            )
+        passed.add(name)
+    return first
+
+
+def _named_base(target: str | Path) -> str | None:
     if (trained := config_of_checkpoint(target)) is not None:
         kept = run_of(at_home(target)) / BASE
         if trained.method.kind == "full":

@@ -93,7 +93,8 @@ def read_mlx(directory: Path) -> StoredAdapter:
         raise ModelError(f"{directory / CONFIG} has no lora_parameters with a rank and a scale")
     with wrong_input(f"{directory / CONFIG} cannot be understood"):
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
-        settings = LoRASettings(rank, scale * rank, float(parameters.get("dropout") or 0.0), kind)
+        dropout = float(parameters.get("dropout") or 0.0)
+        settings = LoRASettings(rank, scale * rank, dropout, kind).checked()
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for full, tensor in read_tensors(directory / WEIGHTS).items():
         name, _, part = full.rpartition(".")

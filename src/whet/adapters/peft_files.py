@@ -167,7 +167,7 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
         usual = LoRASettings(
             int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
         )
-        settings = {name: _settings(config, name, usual) for name in layers}
+        settings = {name: _settings(config, name, usual).checked() for name in layers}
     stored = {
         name: Stored(settings[name], **parts, experts=experts.get(name, 0)) for name, parts in layers.items()
     }

@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 
 from whet import __version__
+from whet.boundary import is_out_of_memory, is_panic, out_of_memory, printable, reason
 from whet.cli import (
     ablate,
     advise,
@@ -35,8 +36,10 @@ from whet.cli import (
     tokenizer,
     train,
 )
-from whet.errors import WhetError, shorten
+from whet.cli.console import escape_terminal
+from whet.errors import ModelError, RunError, WhetError, shorten
 
+_DEBUG = "run it again with --debug for the traceback"
 _MOST_LINES = 40
 _LONGEST_LINE = 2000
 
@@ -96,15 +99,19 @@ def main() -> NoReturn:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1  # accepted before and after the command's name
+    escape_terminal()
     try:
         app(arguments)
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        _complain(_explained(error))
-        _leave(error.exit_code if isinstance(error, WhetError) else 1)
     except SystemExit as end:
         _leave(end.code)
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        if debug:
+            print(printable(traceback.format_exc()), file=sys.stderr)
+        known = _known(error)
+        _complain(str(known))
+        _leave(known.exit_code)
     _leave(0)
 
 
@@ -118,12 +125,19 @@ def _leave(code: int | str | None) -> NoReturn:
     sys.exit(code)
 
 
-def _explained(error: Exception) -> str:
+def _known(error: BaseException) -> WhetError:
+    """What an error means to the user: the last net, below the places that know which file is wrong."""
     if isinstance(error, WhetError):
-        return str(error)
+        return error
+    if is_out_of_memory(error):
+        return out_of_memory(error)
     if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-    return f"unexpected {type(error).__name__}: {error}\n  hint: run it again with --debug for the traceback"
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        return RunError(f"{where}{error.strerror or error}")
+    if is_panic(error):
+        return ModelError(f"a library failed on its input: {reason(error)}", hint=_DEBUG)
+    name, text = type(error).__name__, reason(error)
+    return RunError(f"unexpected {text if text.startswith(name) else f'{name}: {text}'}", hint=_DEBUG)
 
 
 def _complain(message: str) -> None:
@@ -132,4 +146,4 @@ def _complain(message: str) -> None:
         lines[_MOST_LINES - 2 : -1] = [
             f"  ... {len(lines) - _MOST_LINES + 1} lines left out (--debug shows all)"
         ]
-    print("error: " + "\n".join(shorten(line, _LONGEST_LINE) for line in lines), file=sys.stderr)
+    print(printable("error: " + "\n".join(shorten(line, _LONGEST_LINE) for line in lines)), file=sys.stderr)

@@ -7,10 +7,11 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
+from whet.boundary import printable
 from whet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -24,10 +25,49 @@ if TYPE_CHECKING:
 @cache
 def notes() -> "Console":
     """The console for messages and progress."""
-    from rich.console import Console
+    return _escaping_console(cast("IO[str]", _StandardError()))
 
-    file = cast("IO[str]", _StandardError())
-    return Console(file=file, soft_wrap=True, emoji=False, markup=False)  # synth:house: is no emoji
+
+def results() -> "Console":
+    """The console for results that are more than lines; it replaces what its encoding does not have."""
+    file = sys.stdout.stream if isinstance(sys.stdout, _Escaped) else sys.stdout
+    if hasattr(file, "reconfigure"):
+        file.reconfigure(errors="replace")
+    return _escaping_console(file)
+
+
+def _escaping_console(file: IO[str]) -> "Console":
+    """A console on which text is text: only rich itself sends escape sequences to the terminal."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class EscapingConsole(Console):
+        def render(self, *arguments: Any, **options: Any) -> "Iterator[Segment]":  # Any: as rich has it
+            for segment in super().render(*arguments, **options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    # synth:house: is no emoji
+    return EscapingConsole(file=file, soft_wrap=True, emoji=False, markup=False, highlight=False)
+
+
+class _Escaped:
+    """A terminal on which whatever is printed is text: a model's answer may hold escape sequences."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+
+def escape_terminal() -> None:
+    """Show control characters that are printed to a terminal; files and pipes get every byte as it is."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout = cast("TextIO", _Escaped(sys.stdout))
 
 
 class _StandardError:
@@ -62,7 +102,7 @@ def let_go_of(stream: IO[str], *, but: int | None = None) -> "Iterator[None]":
 def say(text: str) -> None:
     """Print a line on standard output, if anybody is there to read it."""
     with let_go_of(sys.stdout, but=errno.ENOSPC):
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,6 @@
 """whet data: what the model will see."""
 
-import sys
-from typing import TYPE_CHECKING
-
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def command(
@@ -21,7 +15,7 @@ def command(
     """Show what the model sees of the data in CONFIG: tokens, masks, lengths, packing. No model is built."""
     from pathlib import Path
 
-    from whet.cli.console import set_up_logging, writing_to
+    from whet.cli.console import results, set_up_logging, writing_to
     from whet.config.load import load_config
     from whet.reporting.data_page import data_page
     from whet.reporting.data_problems import find_problems
@@ -30,7 +24,7 @@ def command(
     from whet.storage import replace_text
 
     set_up_logging()
-    text = DataText(stdout_console())
+    text = DataText(results())
     wrong = False
     for part, view in view_parts(load_config(config, overrides or ()), samples=samples).items():
         problems = find_problems(view)
@@ -50,7 +44,7 @@ def command(
 
 def plan(config: str, overrides: list[str]) -> None:
     """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
-    from whet.cli.console import set_up_logging
+    from whet.cli.console import results, set_up_logging
     from whet.config.load import load_config
     from whet.config.unread import unread_lines
     from whet.reporting.data_problems import Problem, find_problems, find_refusals
@@ -59,7 +53,7 @@ def plan(config: str, overrides: list[str]) -> None:
 
     set_up_logging()
     settings = load_config(config, overrides)
-    text = DataText(stdout_console())
+    text = DataText(results())
     problems: list[Problem] = []
     directory = settings.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -74,12 +68,3 @@ def plan(config: str, overrides: list[str]) -> None:
     text.show_problems(problems, every_record=False)
     if any(problem.stops for problem in problems):
         raise typer.Exit(2)
-
-
-def stdout_console() -> "Console":
-    """The console for results, which writes what it can to one that has few characters."""
-    from rich.console import Console
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    return Console(soft_wrap=True, emoji=False, markup=False, highlight=False)

@@ -1,13 +1,15 @@
 """From text to token ids, many texts at once, on the threads of the Rust tokenizer."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from whet.boundary import panics_hidden, wrong_input
 from whet.data.examples import Example
 from whet.data.render import AskedRendering, Rendering
 from whet.errors import DataError
@@ -83,12 +85,13 @@ class Encoder:
     def _batch(self, renderings: Sequence[Rendering], *, special: bool) -> list[Any]:  # Any: as above
         whole = all(_whole(rendering) for rendering in renderings)
         encode = self._backend.encode_batch_fast if whole else self._backend.encode_batch  # without offsets
+        origin = renderings[0].origin if len(renderings) == 1 else ""
         try:
-            encodings: list[Any] = encode([r.text for r in renderings], add_special_tokens=special)
-        except (TypeError, ValueError, UnicodeError) as error:  # half of a surrogate pair, say
+            with _tokenizing(origin and f"{origin}: "):
+                encodings: list[Any] = encode([r.text for r in renderings], add_special_tokens=special)
+        except DataError as error:  # half of a surrogate pair, say, or an expression that backtracks
             if len(renderings) == 1:
-                message = f"{renderings[0].origin}: the tokenizer cannot read this text: {error}"
-                return [DataError(message)]
+                return [error]
             return [encoding for r in renderings for encoding in self._batch([r], special=special)]
         return encodings
 
@@ -126,14 +129,32 @@ class Encoder:
 
 def open_ids(tokenizer: Any, text: str) -> list[int]:  # Any: a transformers tokenizer
     """The ids of a text that goes on: with the tokenizer's BOS, without its EOS."""
-    ids = list(tokenizer(text)["input_ids"])
+    ids = tokenize(tokenizer, text, special=True)
     _, back = _around(tokenizer)
     return ids[: _open_size(ids, back, tokenizer.eos_token_id)]
 
 
+def tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:  # Any: a transformers tokenizer
+    """Return the ids of a text, with or without the special tokens around it."""
+    with _tokenizing():
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+@contextlib.contextmanager
+def _tokenizing(prefix: str = "") -> Iterator[None]:
+    """Turn a failure of the tokenizers library into an error; its Rust code panics where a regex gives up."""
+    hint = "change the text; or the tokenizer is damaged: copy the files of the model again"
+    with (
+        panics_hidden(),
+        wrong_input(f"{prefix}the tokenizer cannot read this text", kind=DataError, hint=hint),
+    ):
+        yield
+
+
 def _around(tokenizer: Any) -> tuple[int, int]:  # Any: a transformers tokenizer
     """How many special tokens a tokenizer puts before and after a text of its own accord."""
-    mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    with _tokenizing():
+        mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     text = [place for place, special in enumerate(mask) if not special] or [0]
     return text[0], len(mask) - 1 - text[-1]
 

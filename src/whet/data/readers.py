@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from whet.boundary import wrong_input
 from whet.data.columns import from_cells, from_table
 from whet.data.files import COMPRESSIONS, MAX_RECORD_BYTES, Lines, missing_extra, opened, without_bom
 from whet.data.json_array import CHUNK, elements
@@ -178,20 +179,17 @@ def _text_piece(lines: list[bytes], origin: str) -> Iterator[Row]:
 def read_parquet(path: Path) -> Iterator[Row]:
     """Parquet, a batch of rows at a time."""
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import parquet
     except ImportError as error:
         raise missing_extra(str(path), error) from error
-    with opened(path) as file:
-        try:
-            # in small reads: else whole columns of a row group, or of the file, are held at once
-            parquet = ParquetFile(file, buffer_size=2**20, pre_buffer=False)
-            number = 0
-            for batch in parquet.iter_batches(batch_size=256):
-                yield from from_table(batch, str(path), start=number + 1)
-                number += batch.num_rows
-        except ArrowException as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+    unreadable = wrong_input(f"{path} cannot be read", kind=DataError, hint="write the file again")
+    with opened(path) as file, unreadable:
+        # in small reads: else whole columns of a row group, or of the file, are held at once
+        opened_file = parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
+        number = 0
+        for batch in opened_file.iter_batches(batch_size=256):
+            yield from from_table(batch, str(path), start=number + 1)
+            number += batch.num_rows
 
 
 READERS: dict[str, Reader] = {

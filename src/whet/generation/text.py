@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whet.data.encode import open_ids
+from whet.data.encode import open_ids, tokenize
 from whet.data.render import render_chat
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens
@@ -67,7 +67,7 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
             "messages must be objects, with a role and a content", hint="pass plain text as a string"
         )
     rendered = _checked(render_chat(tokenizer, messages, prompt=True))
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    return tokenize(tokenizer, rendered, special=False)
 
 
 def _checked(text: str) -> str:

@@ -40,6 +40,11 @@ def read_spec(
     family: ModuleType, config: Mapping[str, Any], directory: Path
 ) -> ModelSpec:  # Any: JSON values
     """Return what a native family makes of a config.json."""
-    with wrong_input(f"{directory / CONFIG} cannot be understood"):
-        spec: ModelSpec = family.from_config(config)
+    try:
+        with wrong_input(f"{directory / CONFIG} cannot be understood"):
+            spec: ModelSpec = family.from_config(config)
+    except ModelError as error:
+        if CONFIG in error.message:
+            raise
+        raise ModelError(f"{directory / CONFIG}: {error.message}", hint=error.hint) from error
     return spec

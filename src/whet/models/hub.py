@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from whet.boundary import printable
 from whet.errors import ModelError
 
 Progress = Callable[[str], None]
@@ -48,7 +49,7 @@ class _NotThereError(Exception):
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(line + "\n")
+    sys.stderr.write(printable(line) + "\n")
     sys.stderr.flush()
 
 

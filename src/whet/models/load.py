@@ -125,6 +125,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers toke
     check_links(directory)
     with panics_hidden(), wrong_input(f"the tokenizer in {directory} cannot be read", hint=_TOKENIZER_HINT):
         found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        found("a")  # some settings are first looked at here
     for way in ("is_local", "local_files_only"):  # how it was read says nothing of what it is
         found.init_kwargs.pop(way, None)
     return found

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from whet.boundary import memory_knobs_named
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.config.unread import unread_lines
@@ -142,7 +143,7 @@ class _Assembly:
     ) -> RunResult:
         """Build, train (`again`: a run that was begun before), and leave something people can use."""
         work = self.work
-        with contextlib.ExitStack() as held:
+        with memory_knobs_named(), contextlib.ExitStack() as held:
             _seed(self.config.run.seed)
             work.build(held)
             self._spread()

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from whet.boundary import one_line
 from whet.config.grpo import GRPOObjective, Reward
 from whet.errors import ConfigError, RunError
 from whet.training.rewards.supervisor import kill_session
@@ -287,7 +288,7 @@ class RewardPool:
             self.failures += 1
             return self.on_error
         raise RunError(
-            f"the reward {self.rewards[call.reward].label} failed: {why}\n"
+            f"the reward {self.rewards[call.reward].label} failed: {one_line(why)}\n"
             f"  prompt: {call.judged.prompt[-_SHOWN:]!r}\n  completion: {call.judged.completion[:_SHOWN]!r}",
             hint="fix it, or set objective.on_error to the value that such a completion shall have",
         )
