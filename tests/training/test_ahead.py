@@ -172,3 +172,52 @@ def test_a_cpu_and_fp16_never_look_ahead(tiny_directory, tmp_path):
     whet.attach_lora(model, rank=4)
     config = make_config(run_config(tiny_directory, tmp_path))
     assert not Trainer(model, SFT(), [], config).looks_ahead
+
+
+class Machine:
+    """A host and a device with clocks of their own: the host queues work, the device does it in that order."""
+
+    def __init__(self, monkeypatch, run, *, host_s, device_s):
+        self.now = self.done = 0.0
+        self.host_s, self.device_s = host_s, device_s
+        machine, compute = self, run._gradients
+
+        class FakeMark:
+            def __init__(self, device):
+                self.at = machine.done = max(machine.now, machine.done)
+
+            def wait(self):
+                machine.now = max(machine.now, self.at)
+
+            def seconds_until(self, later):
+                assert max(self.at, later.at) <= machine.now, "not reached yet"
+                return later.at - self.at
+
+        monkeypatch.setattr(run, "_gradients", lambda batches: machine.queue() or compute(batches))
+        monkeypatch.setattr("whet.training.ahead.Mark", FakeMark)
+        monkeypatch.setattr("whet.training.stepping.Mark", FakeMark)
+        monkeypatch.setattr("whet.training.stepping.time.perf_counter", lambda: machine.now)
+        run._clock = run._step_ended = 0.0
+
+    def queue(self):
+        """The device begins with the first piece, and cannot end before it has the last one."""
+        started = max(self.now, self.done)
+        self.now += self.host_s
+        self.done = max(started + self.device_s, self.now)
+
+
+@pytest.mark.parametrize(("host_s", "device_s"), [(2.0, 0.1), (0.1, 2.0), (1.0, 1.0)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_step_seems_faster_than_it_was(tiny_directory, tmp_path, monkeypatch, ahead, host_s, device_s):
+    """A slow host knows late that a step is done: it has queued the next one by then."""
+    monitor = whet.ThroughputMonitor(3, flops_per_token=1e9, peak_tflops=1.0)
+    run = trainer(tiny_directory, tmp_path, ahead=ahead, callbacks=[monitor], evaluates=False)
+    machine = Machine(monkeypatch, run, host_s=host_s, device_s=device_s)
+    run.fit()
+    longest = max(host_s, device_s)
+    assert [row["step_s"] for row in run.history] == pytest.approx([longest] * 7)
+    assert run.history[-1]["elapsed_s"] == pytest.approx(machine.now) == pytest.approx(7 * longest)
+    for row in run.history:
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / longest)
+        assert row["steps_per_s"] == pytest.approx(1 / longest)
+        assert row["mfu"] == pytest.approx(1e9 * row["mean_tokens_per_s"] / 1e12)

@@ -40,7 +40,7 @@ class Log(Section):
 
     every: Positive = Field(
         1,
-        description="steps between training rows of metrics.jsonl and of the sinks; the last has one, too",
+        description="steps between training rows of metrics.jsonl and the sinks; each covers them all",
     )
     sinks: list[SinkName] = Field([], description="where rows go beside metrics.jsonl")
     samples: Samples | None = Field(None, description="what the model says on the way")

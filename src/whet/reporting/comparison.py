@@ -23,7 +23,17 @@ _RATES = (
     "mfu",
 )  # of a run: the median, as single steps say little
 _NOT_COMPARED = {
-    *("tokens", "supervised_tokens", "step_s", "elapsed_s", "eval_s", "tokens_total", "lr", "skipped"),
+    *(
+        "tokens",
+        "supervised_tokens",
+        "step_s",
+        "elapsed_s",
+        "eval_s",
+        "tokens_total",
+        "supervised_tokens_total",
+        "lr",
+        "skipped",
+    ),
     *("elapsed_ms", "final_loss"),  # of the quality task: other names
     *("loss_scale", "router_dropped_tokens", "probe_s", "mean_tokens_per_s"),
 }

@@ -21,7 +21,15 @@ TRAINING = {
     "peak_gib": "peak memory, GiB",
 }
 NOT_DRAWN = {
-    *("loss", "eval_loss", "eval_perplexity", "tokens", "supervised_tokens", "tokens_total"),
+    *(
+        "loss",
+        "eval_loss",
+        "eval_perplexity",
+        "tokens",
+        "supervised_tokens",
+        "tokens_total",
+        "supervised_tokens_total",
+    ),
     *("step_s", "elapsed_s", "elapsed_ms", "final_loss", "eval_s", "probe_s", "router_dropped_tokens"),
     *("steps_per_s", "mean_tokens_per_s", "flops_total", "tflops_per_s"),  # what is drawn, counted otherwise
 }

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from whet.config.metrics import falls
 from whet.errors import ConfigError, StorageError, check_positive
 from whet.hardware import used_gib
 from whet.storage import append_text
+from whet.training.log_window import LogWindow
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -94,7 +95,10 @@ class NumbersOnly(Callback):
 
 
 class Rows(NumbersOnly, abc.ABC):
-    """Takes training rows every `every` steps, with every probe and of the last step, all evaluation rows."""
+    """Takes training rows every `every` steps, with every probe and of the last step, all evaluation rows.
+
+    A training row is about all steps since the one before it: see LogWindow.
+    """
 
     main_only = True
 
@@ -103,17 +107,20 @@ class Rows(NumbersOnly, abc.ABC):
         self.every = every
         self._last_step: int | None = None
         self._left: tuple[int, Metrics] | None = None  # the newest training row, where it was not due
+        self._window = LogWindow()
 
     def on_train_begin(self, run: "Trainer") -> None:
         """Know which step is the last."""
+        self.run = run
         self._last_step = run.total_steps
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Take a training row that is due."""
+        self._window.add(metrics, weight=self.run.loss_weight, weighted=self.run.objective_metrics)
         due = step % self.every == 0 or "probe_s" in metrics or step == self._last_step
         self._left = None if due else (step, metrics)
         if due:
-            self.take(step, metrics)
+            self._take_window(step, metrics)
 
     def on_eval_end(self, step: int, metrics: Metrics) -> None:
         """Take an evaluation row."""
@@ -122,7 +129,19 @@ class Rows(NumbersOnly, abc.ABC):
     def on_train_end(self, result: "RunResult") -> None:
         """Take the row of the last step, where a run ends before its time."""
         if self._left is not None and not result.unfinished:
-            self.take(*self._left)
+            self._take_window(*self._left)
+
+    def _take_window(self, step: int, metrics: Metrics) -> None:
+        self.take(step, self._window.row(metrics))
+        self._window = LogWindow()
+
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """The steps since the last row."""
+        return {"window": asdict(self._window)} if self._window.steps else {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Continue with the steps since the last row; older checkpoints do not have them."""
+        self._window = LogWindow(**state.get("window", {}))
 
     @abc.abstractmethod
     def take(self, step: int, metrics: Metrics) -> None:

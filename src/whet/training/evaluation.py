@@ -45,6 +45,15 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
     return totals
 
 
+def loss_weight(objective: Objective, batches: Sequence[Batch]) -> float:
+    """Return how many units (supervised tokens, pairs, texts) the loss over some batches is a mean over."""
+    auxiliary = getattr(objective, "auxiliary", ())
+    counted = {term for term, factor in objective.coefficients.items() if factor and term not in auxiliary}
+    return sum(
+        weight for batch in batches for term, weight in objective.weights(batch).items() if term in counted
+    )
+
+
 def taken(world: World, batches: Sequence[Batch], *, matched: bool) -> Iterator[tuple[int, Batch, bool]]:
     """This rank's share of some batches, each with its place, and whether it counts.
 

@@ -14,6 +14,8 @@ class RunState:
 
     step: int = 0
     tokens_total: int = 0
+    supervised_tokens_total: int | None = 0  # None: begun by a version that did not count them
+    peak_gib: float = 0.0  # the most memory any part of the run has used
     elapsed_s: float = 0.0
     best: dict[str, Any] | None = None  # Any: metric's name, its value, its step
     best_steps: list[int] = field(default_factory=list)  # that one and those that were the best before it
@@ -25,10 +27,32 @@ class RunState:
     def __post_init__(self) -> None:
         if isinstance(self.loss_scale, dict):  # from a checkpoint
             self.loss_scale = LossScale(**self.loss_scale)
+        self.peak_gib = max(self.peak_gib, self.latest.get("peak_gib", 0.0))
         if self.best is not None and not self.best_steps:  # of a version that did not keep them
             self.best_steps = [self.best["step"]]
 
     stopped: str | None = None  # why it is over before its last step, if a callback said so
+
+    @classmethod
+    def from_checkpoint(cls, state: dict[str, Any]) -> "RunState":  # Any: JSON values
+        """Return the state that a checkpoint of this version or an older one holds."""
+        return cls(**{"supervised_tokens_total": None, **state})
+
+    def count(self, tokens: int, supervised: int) -> Metrics:
+        """Add the tokens of a step, and return the totals."""
+        self.tokens_total += tokens
+        if self.supervised_tokens_total is None:
+            return {"tokens_total": self.tokens_total}
+        self.supervised_tokens_total += supervised
+        return {
+            "tokens_total": self.tokens_total,
+            "supervised_tokens_total": self.supervised_tokens_total,
+        }
+
+    def peak(self, gib: float) -> float:
+        """Return the peak of memory so far, over all parts of the run."""
+        self.peak_gib = max(self.peak_gib, gib)
+        return self.peak_gib
 
     def summary(self, because: str) -> Metrics:
         """What the last line of a run says of it."""

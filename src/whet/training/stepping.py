@@ -19,9 +19,9 @@ from whet.objectives.base import Objective
 from whet.parallel.gradients import GradientSum, clip, excess, is_sharded, rescale, total_norm
 from whet.parallel.group import World
 from whet.parallel.tensor import NeighbourGradients
-from whet.training.ahead import Computed, Reading, device_random, restore_device_random
+from whet.training.ahead import Computed, Mark, Reading, device_random, restore_device_random
 from whet.training.callbacks import Metrics
-from whet.training.evaluation import taken, total_weights, weighted_loss
+from whet.training.evaluation import loss_weight, taken, total_weights, weighted_loss
 from whet.training.nonfinite import keep_batch
 from whet.training.optimizers import create_optimizer, divides_itself, masked_step
 from whet.training.schedules import create_schedule
@@ -72,6 +72,8 @@ class Stepper(abc.ABC):
             self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
         )
         self._ahead: Computed | None = None
+        self.loss_weight = 0.0  # of the last step: what its loss is a mean over
+        self.objective_metrics: frozenset[str] = frozenset()  # names of what the objective says of it
         self._clock = self._step_ended = time.perf_counter()
 
     @abc.abstractmethod
@@ -88,8 +90,10 @@ class Stepper(abc.ABC):
 
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
         """One update from all micro-batches: sums over them, divided once by the weights of all of them."""
-        started = time.perf_counter()
-        return self._completed(Computed(micro_batches, self._gradients(micro_batches)), started=started)
+        started, began = time.perf_counter(), Mark(self.device)
+        return self._completed(
+            Computed(micro_batches, self._gradients(micro_batches), began), started=started
+        )
 
     def collect_gradients(
         self, micro_batches: Sequence[Batch], weights: dict[str, float] | None = None
@@ -128,10 +132,11 @@ class Stepper(abc.ABC):
 
     def _computed(self) -> Computed:
         """The gradients of the stream's next step."""
+        began = Mark(self.device)
         if not hasattr(self.source, "state"):
-            return Computed(batches := self._next_batches(), self._gradients(batches))
+            return Computed(batches := self._next_batches(), self._gradients(batches), began)
         position, random = self.source.state(), device_random(self.device)
-        return Computed(batches := self._next_batches(), self._gradients(batches), position, random)
+        return Computed(batches := self._next_batches(), self._gradients(batches), began, position, random)
 
     def _may_look_ahead(self, step: int) -> bool:
         """Whether nothing but numbers is wanted between this step and the next."""
@@ -167,21 +172,37 @@ class Stepper(abc.ABC):
         self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
         self.state.step += 1
         self.world.watch.at_step(self.state.step)
-        self.state.tokens_total += (tokens := sum(batch.real_tokens for batch in micro_batches))
-        self._step_ended = now = time.perf_counter()
-        self.state.elapsed_s = now - self._clock
+        seconds = self._seconds(computed, started)
+        self.objective_metrics = frozenset(found)
+        self.loss_weight = loss_weight(self.objective, micro_batches)
+        tokens = sum(batch.real_tokens for batch in micro_batches)
+        supervised = sum(batch.supervised for batch in micro_batches)
         return {
             **found,
             "lr": lr,
             "grad_norm": norm,
             "tokens": tokens,
-            "supervised_tokens": sum(batch.supervised for batch in micro_batches),
-            "tokens_total": self.state.tokens_total,
-            "tokens_per_s": tokens / (now - started),
-            "step_s": now - started,
+            "supervised_tokens": supervised,
+            **self.state.count(tokens, supervised),
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds,
             "elapsed_s": self.state.elapsed_s,
-            "peak_gib": peak_gib(self.device),
+            "peak_gib": self.state.peak(peak_gib(self.device)),
         }
+
+    def _seconds(self, computed: Computed, started: float) -> float:
+        """How long a step took; it ended when the device was done with it, not when the host knew.
+
+        The host learns of it late where it was queueing the next step meanwhile: the time that takes belongs
+        to the next step, which would else seem to take none when it is the last.
+        """
+        ended = time.perf_counter()
+        on_device = computed.began.seconds_until(self._reading.arrived)
+        if on_device is not None:
+            ended = min(ended, started + on_device)
+        self._step_ended = ended
+        self.state.elapsed_s = ended - self._clock
+        return ended - started
 
     def _gradients(
         self, micro_batches: Sequence[Batch], weights: dict[str, float] | None = None
@@ -224,7 +245,8 @@ class Stepper(abc.ABC):
         skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
         self._before_update()
         masked_step(self.optimizer, lr=lr, skip=skip, divisor=divisor)
-        reading = Reading(skip, norm, *sums.values())  # everything up to here was queued without waiting
+        # everything up to here was queued without waiting
+        reading = self._reading = Reading(skip, norm, *sums.values())
 
         def read() -> tuple[Metrics, float, bool]:
             skipped, norm_value, *values = reading.values()

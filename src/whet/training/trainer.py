@@ -167,7 +167,7 @@ class Trainer(Stepper):
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint: everything the run needs, or an error."""
         state = load_checkpoint(path, self.learner, self.optimizer, world=self.world)
-        self.state = RunState(**state["run"])
+        self.state = RunState.from_checkpoint(state["run"])
         if self._saver is not None:
             self._saver.saved_step = self.state.step
         self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)

@@ -54,7 +54,8 @@ def watchers(
     What is `held` is let go of when the run is over, however it ends.
     """
     cost, settings = training_flops(config, work), config.log
-    found: list[Callback] = [ThroughputMonitor(flops_per_token=cost, peak_tflops=peak_tflops(work))]
+    rates = ThroughputMonitor(max(10, settings.every), flops_per_token=cost, peak_tflops=peak_tflops(work))
+    found: list[Callback] = [rates]
     if (budget := config.run.budget) is not None:
         if budget.flops is not None and cost is None:
             raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
