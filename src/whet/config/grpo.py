@@ -97,7 +97,11 @@ class GRPOObjective(Section):
         None, gt=0, description="and above 1 + epsilon_high; null: as much as epsilon"
     )
     beta: float = Field(
-        0.0, ge=0, description="weight of the KL to the untrained model; 0 needs and keeps no such model"
+        0.0, ge=0, description="weight of the KL to the reference; 0 needs and keeps no such model"
+    )
+    reference_model: Text | None = Field(
+        None,
+        description="the reference's name or path; null: the model as it is before the first step",
     )
     inner_epochs: Positive = Field(1, description="passes over the completions of a rollout")
     minibatches: Positive = Field(

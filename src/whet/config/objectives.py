@@ -29,8 +29,17 @@ class PreferenceObjective(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo: share of pairs taken to be wrong")
     reference: Literal["precompute", "online"] = Field(
         "precompute",
-        description="dpo, ipo: what the untrained model says, once before the run, or again in each step",
+        description="dpo, ipo: what the reference says, once before the run, or again in each step",
     )
+    reference_model: Text | None = Field(
+        None,
+        description="dpo, ipo: the reference's name or path; null: the model as it is before the first step",
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with another model."""
+        return self.kind in ("dpo", "ipo")
 
     @property
     def strength(self) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from whet.config.grpo import GRPOObjective
 from whet.config.objectives import DistrustObjective, PreferenceObjective
 from whet.config.optim import Optim
 from whet.config.quality import Quality
@@ -19,7 +20,11 @@ _METHOD: Readers = dict.fromkeys(
     ),
     ("lora", "qlora"),
 )
-_PREFERENCE: Readers = {"gamma": ("simpo",), "label_smoothing": ("dpo",), "reference": ("dpo", "ipo")}
+_PREFERENCE: Readers = {
+    "gamma": ("simpo",),
+    "label_smoothing": ("dpo",),
+    **dict.fromkeys(("reference", "reference_model"), ("dpo", "ipo")),
+}
 _DISTRUST: Readers = {"strength": ("weight",), "alpha": ("additive",), "scale": ("additive",)}
 _CURRICULUM: Readers = {
     **dict.fromkeys(("stages", "steps", "shortest"), ("length",)),
@@ -76,10 +81,17 @@ def _of_objective(config: RunConfig, place: str) -> Iterator[tuple[str, str]]:
         return
     if isinstance(config.objective, PreferenceObjective):
         yield from _unread(config.objective, f"{place}objective", "kind", _PREFERENCE)
+    if isinstance(config.objective, GRPOObjective):
+        yield from _of_grpo(config.objective, place)
     if isinstance(config.objective, DistrustObjective):
         yield from _unread(config.objective, f"{place}objective", "mode", _DISTRUST)
     if config.data.curriculum is not None:
         yield from _unread(config.data.curriculum, f"{place}data.curriculum", "kind", _CURRICULUM)
+
+
+def _of_grpo(section: GRPOObjective, place: str) -> Iterator[tuple[str, str]]:
+    if section.reference_model is not None and not section.beta:
+        yield f"{place}objective.reference_model", f"{place}objective.beta: 0"
 
 
 def _of_optim(section: Optim) -> Iterator[tuple[str, str]]:

@@ -80,7 +80,13 @@ def _memory(plan: Plan) -> Rows:
 
 
 def _moment(at: str) -> str:
-    return {"forward": "forward pass", "backward": "backward pass", "embedding": "backward pass"}.get(at, at)
+    known = {
+        "forward": "forward pass",
+        "backward": "backward pass",
+        "embedding": "backward pass",
+        "reference": "reference's pass before the first step",
+    }
+    return known.get(at, at)
 
 
 def _advice(plan: Plan) -> Rows:

@@ -20,10 +20,10 @@ from whet.training.callbacks import Callback
 from whet.training.classifier_report import ClassificationEnd
 from whet.training.provenance import weights_digest
 from whet.training.quality_run import Gluing, QualityRow, QualitySummary, RowData, write_final
+from whet.training.references import Reference, identity_of, load_reference, untrained_reference
 from whet.training.reinforcement import Reinforcement, RolloutMetrics, check_config
 from whet.training.rewards.pool import RewardPool
 from whet.training.run_data import EvaluationSplit, RunData
-from whet.training.tasks import online_reference
 from whet.training.trainer import Trainer
 from whet.training.work import Evaluators, TextWork, Work
 
@@ -100,8 +100,19 @@ class RewardWork(TextWork):
             precision=self.precision,
             world=self.world,
         )
-        reference = online_reference(self.model) if section.beta else None
+        reference = self._reference(section) if section.beta else None
         self.stream = self.rollouts.stream(self.data.steps, reference)
+
+    def _reference(self, section: GRPOObjective) -> Reference:
+        if (name := section.reference_model) is None:
+            return untrained_reference(self.model)
+        prompts = [prompt for part in self.rollouts.prompts.values() for prompt in part]
+        longest = max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens
+        reference = load_reference(
+            name, self.model, self.tokenizer, precision=self.precision, longest=longest
+        )
+        self.identities[name] = identity_of(reference)
+        return reference
 
     def frozen_models(self) -> list[LanguageModel]:
         """The reference that rollouts are compared with."""

@@ -178,7 +178,13 @@ class Planner:
         held, trained = self.held // cuts, self.trained_bytes // cuts
         state, others = self.state // cuts, self.other_held // cuts
         gathered = self.whole_at_once if self.cluster.cuts_weights else 0
-        fixed = held + others + state
+        fixed = held + state
+        before = 0
+        if self._asked_before():  # both models are whole then, and nothing has been updated yet
+            others = self.other_held
+            before = self.held + others + found.loss - fixed
+        else:
+            fixed += others
         earlier = trained if accumulate or self.cluster.cuts_weights else 0
         # gradients are copied into vectors that are added up over the devices
         gradients = 2 * trained if self.cluster.kind == "ddp" else trained
@@ -187,6 +193,7 @@ class Planner:
             found.at: gathered + found.peak + earlier,
             "update": gradients + self.update // cuts,
             "sampling": cache,
+            "reference": before,
         }
         full = self.config.method.kind == "full"
         return Memory(
@@ -234,6 +241,13 @@ class Planner:
             if 0.98 * room < peak_of(latest) <= room:
                 break
         return max((documents for documents, size in known.items() if size <= room), default=0)
+
+    def _asked_before(self) -> bool:
+        """Whether another model is asked before the first step and gone by then."""
+        section = self.config.objective
+        return (
+            bool(self.others) and isinstance(section, PreferenceObjective) and section.reference != "online"
+        )
 
     def _completions(self) -> int:
         """Tokens of prompts and completions that are sampled at once."""

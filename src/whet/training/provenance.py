@@ -19,7 +19,13 @@ _SAMPLE = 2**14  # numbers of each tensor
 
 
 def provenance(
-    digests: Mapping[str, str], base: str, *, device: torch.device, began: date, tokens: Mapping[str, str]
+    digests: Mapping[str, str],
+    base: str,
+    *,
+    device: torch.device,
+    began: date,
+    tokens: Mapping[str, str],
+    others: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
     """What is stored beside a run so that it can be repeated."""
     return {
@@ -28,6 +34,7 @@ def provenance(
         "machine": machine(device),
         "git_commit": git_commit(),
         "base": base,
+        "other_models": dict(others or {}),
         "data_sha256": dict(digests),
         "tokens_sha256": dict(tokens),
     }

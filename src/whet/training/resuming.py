@@ -83,6 +83,13 @@ def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) ->
             f"the weights of {model} are no longer those {directory} began with",
             hint="restore them (and run.precision and the kind of device), or start a new run",
         )
+    before, after = began.get("other_models", {}), now["other_models"]  # runs of old have none
+    changed = [name for name in before if before[name] != after.get(name)]
+    if changed:
+        raise CheckpointError(
+            f"{', '.join(changed)} is no longer the model {directory} began with",
+            hint="restore it (and run.precision and the kind of device), or start a new run",
+        )
     before, after = began.get("data_sha256", {}), now["data_sha256"]
     changed = [f"data.{name}" for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:

@@ -196,7 +196,12 @@ class _Assembly:
         if self.world.size == 1:
             return
         work = self.work
-        known = {"base": work.base_digest, **work.data.digests(), "steps": work.stream.state()}
+        known = {
+            "base": work.base_digest,
+            "others": work.identities,
+            **work.data.digests(),
+            "steps": work.stream.state(),
+        }
         refuse_differences(self.world, "model and data", known)
 
         def learned() -> list[torch.nn.Parameter]:
@@ -259,6 +264,7 @@ class _Assembly:
             device=work.device,
             began=work.began,
             tokens=work.data.token_digests(),
+            others=work.identities,
         )
         return {
             **self.work.files(),

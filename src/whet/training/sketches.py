@@ -125,18 +125,24 @@ def other_models(config: RunConfig, precision: Precision) -> list[LanguageModel]
     """Frozen models beside the one that is trained: teachers, or a copy as the reference."""
     section = config.objective
     names: list[str | Preset] = []
+    dtype, trained = precision.frozen, precision.trained if config.method.kind == "full" else precision.frozen
     match section:
         case DistillObjective(offline=None):
             names = [name for name, _ in section.teachers]
-        case PreferenceObjective() if _needs_copy(config, section.kind in ("dpo", "ipo"), section.reference):
-            names = [config.language_model]
-        case GRPOObjective() if _needs_copy(config, bool(section.beta), "online"):
-            names = [config.language_model]
-    return [read_model(name).to(dtype=precision.frozen).requires_grad_(False).eval() for name in names]
+        case PreferenceObjective() if section.has_reference:
+            names = _references(config, section.reference_model, online=section.reference == "online")
+            dtype = trained
+        case GRPOObjective() if section.beta:
+            names = _references(config, section.reference_model, online=True)
+            dtype = trained
+    return [read_model(name).to(dtype=dtype).requires_grad_(False).eval() for name in names]
 
 
-def _needs_copy(config: RunConfig, compares: bool, reference: str) -> bool:
-    return compares and reference == "online" and config.method.kind == "full"
+def _references(config: RunConfig, named: str | None, *, online: bool) -> list[str | Preset]:
+    """Return the reference that has weights of its own: one by name, or a copy where all weights train."""
+    if named is not None:
+        return [named]
+    return [config.language_model] if online and config.method.kind == "full" else []
 
 
 class Logprobs:
@@ -192,7 +198,7 @@ def make_objective(
     match section:
         case PreferenceObjective():
             reference: Any = None  # Any: a model or a word
-            if section.kind in ("dpo", "ipo") and section.reference == "online":
+            if section.has_reference and section.reference == "online":
                 reference = others[0] if others else "adapters-off"
             return Preference(section.kind, beta=section.strength, reference=reference)
         case DistillObjective():

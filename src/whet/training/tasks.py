@@ -1,16 +1,14 @@
 """What each objective needs of the data and of other models, and the objective itself."""
 
-import copy
 import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 import torch
 
-from whet.adapters.adapter import adapted
 from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.mtp import MTPObjective
@@ -45,6 +43,7 @@ from whet.objectives.preference import Preference, answer_logprobs
 from whet.objectives.sft import SFT
 from whet.parallel.group import SOLO, World
 from whet.training.classification import build_classify
+from whet.training.references import Reference, identity_of, load_reference, untrained_reference
 from whet.training.teachers import find_teachings, load_teacher
 
 log = logging.getLogger("whet")
@@ -76,15 +75,6 @@ def needs_of(objective: AnyObjective | MixObjective) -> Needs:
     assert_never(objective)
 
 
-def online_reference(model: LanguageModel) -> LanguageModel | Literal["adapters-off"]:
-    """The untrained model, for as long as the run: itself without its adapters, or a copy."""
-    if any(True for _ in adapted(model)):
-        log.info("reference: the model with its adapters off")
-        return "adapters-off"
-    log.info("reference: a frozen copy of the model")
-    return copy.deepcopy(model).requires_grad_(False).eval()
-
-
 class ObjectiveBuilder:
     """Makes a run's objective, once its data and its untrained model are there."""
 
@@ -108,6 +98,7 @@ class ObjectiveBuilder:
         self.base_digest = base_digest
         self.seed = seed
         self.world = world
+        self.identities: dict[str, str] = {}  # of the models that it opened, by name
 
     def build(self, section: AnyObjective | MixObjective) -> Objective:
         """The objective that a config, or one part of a mix, describes."""
@@ -144,13 +135,17 @@ class ObjectiveBuilder:
         return [examples for examples in learned(self.examples) if isinstance(examples, StoredExamples)]
 
     def _preference(self, section: PreferenceObjective) -> Objective:
-        reference: LanguageModel | Literal["adapters-off"] | None = None
-        if section.kind in ("dpo", "ipo") and section.reference == "online":
-            reference = online_reference(self.model)
-        elif section.kind in ("dpo", "ipo"):
+        named = self._named_reference(section) if section.has_reference else None
+        reference: Reference | None = None
+        if section.has_reference and section.reference == "online":
+            reference = named or untrained_reference(self.model)
+        elif section.has_reference:
+            model, identity = self.model, f"{self.base_digest} {self.model.fingerprint}"
+            if named is not None:
+                model, identity = named, self.identities[str(section.reference_model)]
             for name, pairs in self.examples.items():
                 assert isinstance(pairs, StoredPairs)
-                pairs.references = self._references(name, pairs)
+                pairs.references = self._references(name, pairs, model, identity)
         return Preference(
             section.kind,
             beta=section.strength,
@@ -159,12 +154,20 @@ class ObjectiveBuilder:
             reference=reference,
         )
 
-    def _references(self, name: str, pairs: StoredPairs) -> np.ndarray:
-        """What the untrained model makes of each answer: computed once, kept beside the tokens."""
+    def _named_reference(self, section: PreferenceObjective) -> LanguageModel | None:
+        if (name := section.reference_model) is None:
+            return None
+        longest = max(int(pairs.sides.lengths.max()) for pairs in self.examples.values())
+        reference = load_reference(
+            name, self.model, self.tokenizer, precision=self.precision, longest=longest
+        )
+        self.identities[name] = identity_of(reference)
+        return reference
+
+    def _references(self, name: str, pairs: StoredPairs, model: LanguageModel, identity: str) -> np.ndarray:
+        """What the reference makes of each answer: computed once, kept beside the tokens."""
         sides = pairs.sides
-        # a model is its weights and what is done with them
-        model = f"{self.base_digest} {self.model.fingerprint}"
-        key = hashlib.sha256(f"{model} {self.precision.compute}".encode())
+        key = hashlib.sha256(f"{identity} {self.precision.compute}".encode())
         key.update(np.stack((sides.starts, sides.stops)).tobytes())
         path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
         if self.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):
@@ -172,13 +175,13 @@ class ObjectiveBuilder:
             return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
         log.info("reference: %d answers of %s, once before training", len(sides), name)
         found = np.zeros((len(pairs), 2))
-        device, mixed = self.model.device, self.precision.compute != self.precision.trained
+        device, mixed = model.device, self.precision.compute != self.precision.trained
         batches = list(one_pass(pairs, self.steps))
         mine = []
-        with evaluating(self.model):
+        with evaluating(model):
             for _, (_, batch), _ in self.world.rounds(batches):
                 with torch.autocast(device.type, dtype=self.precision.compute, enabled=mixed):
-                    scores = answer_logprobs(self.model, batch.to(device))
+                    scores = answer_logprobs(model, batch.to(device))
                 mine.append(scores.double().cpu().numpy().reshape(-1, 2))
         for (places, _), answers in zip(batches, self.world.in_order(mine, len(batches)), strict=True):
             found[places] = answers
@@ -214,7 +217,7 @@ class ObjectiveBuilder:
         return found
 
     def _teacher(self, name: str) -> LanguageModel:
-        return load_teacher(
+        teacher = load_teacher(
             name,
             dtype=self.precision.frozen,
             device=self.model.device,
@@ -222,6 +225,8 @@ class ObjectiveBuilder:
             vocab_size=self.model.vocab_size,
             tokenizer=self.tokenizer,
         )
+        self.identities[name] = identity_of(teacher)
+        return teacher
 
     def _multi_token(self, section: MTPObjective) -> Objective:
         for name, examples in self.examples.items():

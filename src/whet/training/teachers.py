@@ -32,21 +32,35 @@ def load_teacher(
 ) -> LanguageModel:
     """A teacher whose opinions are about the student's own token ids."""
     teacher, theirs = load(name, dtype=dtype, device=device)
+    refuse_other_tokens(
+        name, teacher.vocab_size, theirs, student=student, vocab_size=vocab_size, tokenizer=tokenizer
+    )
+    return teacher
+
+
+def refuse_other_tokens(
+    name: str,
+    size: int,
+    theirs: Any,
+    *,
+    student: str,
+    vocab_size: int | None,
+    tokenizer: Any,
+) -> None:
+    """Refuse a model, of `size` tokens and with the tokenizer `theirs`, whose ids mean other tokens."""
     if vocab_size is not None:
-        _same_size(name, teacher.vocab_size, student, vocab_size)
+        _same_size(name, size, student, vocab_size)
     known, ours = (each.get_vocab() for each in (theirs, tokenizer)) if theirs else ({}, {})
     differ = [token for token in {**known, **ours} if known.get(token) != ours.get(token)]
     if differ:
         shown = ", ".join(f"{t!r} ({known.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3])
         raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
-    return teacher
 
 
 def _same_size(name: str, theirs: int, student: str, ours: int) -> None:
     if theirs != ours:
         raise ModelError(
-            f"{name} has a vocabulary of {theirs}, and {student} of {ours}: "
-            "a teacher's tokens must be the student's"
+            f"{name} has a vocabulary of {theirs}, and {student} of {ours}: both must have the same tokens"
         )
 
 

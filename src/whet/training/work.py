@@ -55,6 +55,7 @@ class Work(abc.ABC):
     objective: Objective
     stream: Any  # Any: steps, each a list of micro-batches
     base_digest: str
+    identities: dict[str, str]  # of frozen models that were opened by name
 
     def __init__(self, config: RunConfig, directory: Path, world: World = SOLO) -> None:
         self.config = config
@@ -63,6 +64,7 @@ class Work(abc.ABC):
         self.device = choose_device(config.run.device)
         self.precision = choose_precision(config.run.precision, self.device)
         self.began = began_on(directory)
+        self.identities = {}
 
     @abc.abstractmethod
     def build(self, held: contextlib.ExitStack) -> None:
@@ -224,7 +226,9 @@ class TextWork(Work):
             seed=self.config.run.seed,
             world=self.world,
         )
-        return builder.build(data.config.objective)
+        objective = builder.build(data.config.objective)
+        self.identities |= builder.identities
+        return objective
 
     def _exact_match_on(self, questions: list[Question], pause: Callable[[], None]) -> Callable[[], Metrics]:
         limit = self.config.eval.max_new_tokens

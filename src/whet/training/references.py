@@ -1,0 +1,68 @@
+"""The frozen model that preferences and rewards are compared with: the untrained one, or one by name."""
+
+import copy
+import logging
+from typing import Any, Literal
+
+from whet.adapters.adapter import adapted
+from whet.adapters.load import load_base
+from whet.errors import ModelError
+from whet.hardware import Precision
+from whet.models.language_model import LanguageModel
+from whet.training.provenance import weights_digest
+from whet.training.teachers import refuse_other_tokens
+
+log = logging.getLogger("whet")
+
+Reference = LanguageModel | Literal["adapters-off"]
+
+
+def untrained_reference(model: LanguageModel) -> Reference:
+    """Return the model as it is before the first step: itself without its adapters, or a copy."""
+    if _has_adapters(model):
+        log.info("reference: the model with its adapters off")
+        return "adapters-off"
+    log.info("reference: a frozen copy of the model")
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def load_reference(
+    name: str,
+    model: LanguageModel,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    *,
+    precision: Precision,
+    longest: int,
+) -> LanguageModel:
+    """Open a reference by name, for texts of at most `longest` tokens of `model`.
+
+    It is opened as the trained model is (adapters merged, weights in the same dtype), so that naming the
+    model a run starts from gives the run without a name.
+    """
+    dtype = precision.frozen if _has_adapters(model) else precision.trained
+    reference, theirs = load_base(name, dtype=dtype, device=model.device)
+    refuse_other_tokens(
+        name,
+        reference.vocab_size,
+        theirs,
+        student=model.name or "the trained model",
+        vocab_size=model.vocab_size,
+        tokenizer=tokenizer,
+    )
+    if longest > reference.max_positions:
+        raise ModelError(
+            f"objective.reference_model: {name} reads at most {reference.max_positions} tokens, "
+            f"and the longest text has {longest}",
+            hint=f"set data.max_length to {reference.max_positions} or less, or name another reference",
+        )
+    log.info("reference: %s", name)
+    return reference.requires_grad_(False).eval()
+
+
+def identity_of(model: LanguageModel) -> str:
+    """Return what tells a frozen model from any other: its weights, and what is done with them."""
+    return f"{weights_digest(model)} {model.fingerprint}"
+
+
+def _has_adapters(model: LanguageModel) -> bool:
+    return any(True for _ in adapted(model))
