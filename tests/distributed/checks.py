@@ -1,14 +1,17 @@
 """What runs on every rank of a test's world; each returns something JSON can hold."""
 
 import hashlib
+import math
 
+import numpy as np
 import torch
+from torch.distributed import distributed_c10d
 
 import whet
 import whet.errors
 from whet.parallel.shard import local_bytes_of
 from whet.training import stepping
-from whet.training.callbacks import Callback
+from whet.training.callbacks import Callback, EvaluationStoppedError
 
 
 def _hash(tensors):
@@ -218,7 +221,40 @@ def tell(world, out):
         "config": differs,
         "turn": turn,
         "drawn": torch.rand(()).item(),
+        "exact": _exchange_exactly(world),
+        "stopped": fail_on(0, EvaluationStoppedError()),
     }
+
+
+def _exchange_exactly(world):
+    """Whether values that JSON does not have, or rounds elsewhere, arrive as they were."""
+    values = {
+        "float": [0.1 + world.rank, math.inf, -0.0, 5e-324],
+        "bf16": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3) / 7 + world.rank,
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(1 / 3, dtype=torch.float64),
+        "array": np.arange(4, dtype=np.float32).reshape(2, 2).T / 3,
+        "text": "\x1b[31m é 😀" * world.rank,
+    }
+    received = world.gather(values)[world.rank]
+    return all(
+        same.dtype == value.dtype and same.shape == value.shape and bool((same == value).all())
+        if hasattr(value, "dtype")
+        else repr(same) == repr(value)
+        for value, same in ((values[name], received[name]) for name in values)
+    )
+
+
+def forbid_pickle(world, out, config):
+    """Train with every collective of torch that pickles taken away."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a pickling collective")
+
+    for module in (torch.distributed, distributed_c10d):
+        for name in [name for name in dir(module) if "_object" in name]:
+            setattr(module, name, refuse)
+    return str(whet.train(config).directory)
 
 
 def train_logged(world, out, configs):

@@ -38,6 +38,8 @@ def test_what_ranks_tell_one_another(tmp_path):
         assert each["sums"] == {"loss": 6.0, "layers": [[3.0, 6.0]], "only": 5.0}
         assert each["added"] == [6.0, 9.0]
         assert each["raised"] == "DataError: rank 1 cannot read\n  hint: mend it"
+        assert each["exact"]
+        assert each["stopped"] == "EvaluationStoppedError: "
         assert "rank 0 and rank 2 do not have the same config: optim.lr: 0.0001 and 0.5" in each["config"]
     assert [each["odd"] for each in (first, second, third)] == 2 * ["RunError: _Odd: here"] + ["_Odd: here"]
     assert len({each["drawn"] for each in (first, second, third)}) == 3

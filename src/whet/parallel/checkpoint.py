@@ -1,33 +1,28 @@
-"""Checkpoints that all ranks write together: torch's distributed checkpoints (DCP) in safetensors files.
+"""Checkpoints that all ranks write together: safetensors files in the layout of torch's distributed
+checkpoints (DCP), which reads them.
 
-DCP plans who writes what and says where a shard belongs; the bytes go through whet's one writer. Its usual
-metadata file, a pickle, does not exist here: each safetensors file says itself which parts it holds.
+The bytes go through whet's one writer. DCP's own saving pickles its plans and its metadata: here each
+safetensors file says itself which parts it holds.
 """
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.errors import CheckpointError, StorageError
 from whet.models.shards import SHARD, stored_tensors
+from whet.parallel import exchange
+from whet.parallel.exchange import Group
 from whet.storage import Written, new_directory, sha256_of, write_manifest, write_safetensors, write_text
-
-Group = dist.ProcessGroup | None  # None: all ranks
 
 
 def write_sharded(
@@ -39,25 +34,19 @@ def write_sharded(
     makes the directory, adds the texts and the manifest, and gives it its name when all have written. Where
     anybody fails, everybody gets the StorageError, and nothing is left.
     """
-    strange = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
-    assert not strange, strange  # DCP would write a file that nobody can read, and no error
     with contextlib.ExitStack() as held:
-        staging = on_first(lambda: held.enter_context(new_directory(path, replace=True)), group)
-        writer = _Writer(staging)
-        try:
-            save(
-                dict(tensors),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=group,
-            )
-        except CheckpointException as failed:  # not even an Exception
-            raise _cause(failed, path) from None
+        staging = Path(on_first(lambda: str(held.enter_context(new_directory(path, replace=True))), group))
+        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        parts = {name: part for name, part in parts.items() if part.numel() or not tensors[name].numel()}
+        offsets = {name: _offset(tensor) for name, tensor in tensors.items()}
+        mine, rank = _to_write(parts, offsets, group), dist.get_rank(group)
+        files = _on_all(lambda: _write_part(staging, mine, offsets, rank), path, group)
 
         def finish() -> None:
             _check_whole(staging, tensors)
-            files = writer.files | {name: write_text(staging / name, text) for name, text in texts.items()}
-            write_manifest(staging, files)
+            written = {name: Written(**fields) for part in files for name, fields in part.items()}
+            written |= {name: write_text(staging / name, text) for name, text in texts.items()}
+            write_manifest(staging, written)
             held.close()
 
         on_first(finish, group)
@@ -73,29 +62,40 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
-def on_first(do: Callable[[], Any], group: Group) -> Any:  # Any: whatever it returns
+def on_first(do: Callable[[], Any], group: Group) -> Any:  # Any: JSON values
     """Let the first rank do something; all get its result, or its error."""
-    box: list[tuple[Any, Exception | None]] = [(None, None)]
+    result, failure = None, None
     if dist.get_rank(group) == 0:
         try:
-            box = [(do(), None)]
+            result = do()
         except Exception as error:
-            box = [(None, error)]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    result, failure = box[0]
+            failure = exchange.describe_error(error)
+    result, failure = exchange.from_first([result, failure], group)
     if failure is not None:
-        raise failure
+        raise exchange.restore_error(failure)
     return result
 
 
-def _cause(failed: CheckpointException, path: Path) -> Exception:
-    """What a rank could not write; the same error on all of them."""
-    rank, (error, _) = min(failed.failures.items())
+def _on_all(do: Callable[[], Any], path: Path, group: Group) -> list[Any]:  # Any: JSON values
+    """Let every rank do something; all get everyone's result, or the first error of any."""
+    result, failure = None, None
+    try:
+        result = do()
+    except Exception as error:
+        failure = exchange.describe_error(_naming_rank(error, dist.get_rank(group), path))
+    everyone = exchange.gather([result, failure], group)
+    for _, failed in everyone:
+        if failed is not None:
+            raise exchange.restore_error(failed)
+    return [each for each, _ in everyone]
+
+
+def _naming_rank(error: Exception, rank: int, path: Path) -> Exception:
     if isinstance(error, OSError):
         return StorageError(f"{path} could not be written by rank {rank}: {error.strerror or error}")
     if isinstance(error, StorageError):
         return StorageError(f"rank {rank}: {error.message}", hint=error.hint)
-    return error if isinstance(error, Exception) else RuntimeError(str(error))
+    return error
 
 
 def _check_whole(staging: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -106,47 +106,48 @@ def _check_whole(staging: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointError(f"{staging}: {name} was not written as a whole")
 
 
-class _Writer(HuggingFaceStorageWriter):
-    """DCP's safetensors storage with whet's writer under it."""
+def _write_part(
+    staging: Path, parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], rank: int
+) -> dict[str, dict[str, Any]]:  # Any: the fields of a Written
+    """Write what this rank has to, as one file, and read it again."""
+    if not staging.is_dir():
+        raise StorageError(
+            f"{staging.parent} is not the directory that the first rank writes to",
+            hint="set run.dir to a file system that all nodes share",
+        )
+    if not parts:
+        return {}
+    path = staging / SHARD.format(rank + 1)
+    sharding = {name: {"saved_offsets": list(offsets[name])} for name in parts}
+    about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
+    written = write_safetensors(path, parts, metadata=about)
+    _reread(path, written, names=set(parts))
+    return {path.name: vars(written)}
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(str(directory), save_distributed=True)
-        self.directory = directory
-        self.files: dict[str, Written] = {}  # of all ranks, on the first rank, when all have written
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Instead of making the directory: the first rank has."""
-        if not self.directory.is_dir():
-            raise StorageError(
-                f"{self.directory.parent} is not the directory that the first rank writes to",
-                hint="set run.dir to a file system that all nodes share",
-            )
-        return plan
+def _to_write(
+    parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], group: Group
+) -> dict[str, torch.Tensor]:
+    """The parts that this rank writes: of those that several ranks hold, one does, the least busy."""
+    sizes = exchange.gather({name: [offsets[name], part.nbytes] for name, part in parts.items()}, group)
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for rank, held in enumerate(sizes):
+        for name, (offset, _) in held.items():
+            holders[name, tuple(offset)].append(rank)
+    load, mine = [0] * len(sizes), set[str]()
+    for (name, _), ranks in sorted(holders.items()):
+        writer = min(ranks, key=lambda rank: load[rank])
+        load[writer] += sizes[writer][name][1]
+        mine |= {name} if writer == dist.get_rank(group) else set()
+    return {name: part for name, part in parts.items() if name in mine}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's part, as one file, read again."""
-        results = []
-        if plan.items:
-            name = SHARD.format(plan.storage_data["shard_index"])
-            tensors: dict[str, torch.Tensor] = {}
-            offsets = {}
-            for item in plan.items:
-                assert item.tensor_data is not None
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, torch.Tensor)
-                tensors[item.index.fqn] = tensor
-                offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-            about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
-            written = write_safetensors(self.directory / name, tensors, metadata=about)
-            _reread(self.directory / name, written, names=set(tensors))
-            results = [WriteResult(item.index, written.bytes, (name, written)) for item in plan.items]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: what all have written."""
-        self.files = dict(result.storage_data for each in results for result in each)
+def _offset(tensor: torch.Tensor) -> Sequence[int]:
+    """Where in the whole this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(offset)
 
 
 def _reread(path: Path, written: Written, *, names: set[str]) -> None:

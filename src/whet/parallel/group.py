@@ -2,8 +2,9 @@
 
 import contextlib
 import datetime
+import ipaddress
 import os
-import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,9 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from whet.errors import ConfigError, RunError
+from whet.parallel import exchange
 from whet.parallel.watch import Watch
 
 T = TypeVar("T")
@@ -54,13 +57,11 @@ class World:
         return self.size // self.tensor
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's value, in the order of the ranks."""
+        """Everyone's value, in the order of the ranks: JSON values, tensors and arrays."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size  # Any: filled by torch
         with self.watch.collective("a gathering"):
-            dist.all_gather_object(found, value)
-        return found
+            return exchange.gather(value)
 
     def gather_shares(self, value: T) -> list[T]:
         """One value for each share of the data, in order."""
@@ -70,10 +71,9 @@ class World:
         """The value that rank 0 has."""
         if self.size == 1:
             return value
-        held = [value if self.is_main else None]
         with self.watch.collective("a word from rank 0"):
-            dist.broadcast_object_list(held, src=0)
-        return held[0]  # type: ignore[return-value]  # rank 0 gave it
+            received: T = exchange.from_first(value)
+            return received
 
     def barrier(self) -> None:
         """Wait for everyone."""
@@ -140,11 +140,15 @@ class World:
 
     def together(self, error: Exception | None) -> None:
         """Raise the first error that any rank brings here, on all of them."""
-        for rank, found in enumerate(self.gather(None if error is None else _portable(error))):
-            if found is not None:
-                raised = error if error is not None and rank == self.rank else found
-                raised.is_of_all = True  # type: ignore[attr-defined]  # no rank is to blame alone
-                raise raised
+        for rank, described in enumerate(
+            self.gather(None if error is None else exchange.describe_error(error))
+        ):
+            if described is not None:
+                first = exchange.restore_error(described)
+                if error is not None and rank == self.rank:
+                    first = error
+                first.is_of_all = True  # type: ignore[attr-defined]  # no rank is to blame alone
+                raise first
 
     @contextlib.contextmanager
     def abreast(self) -> Iterator[None]:
@@ -169,15 +173,6 @@ class World:
 
 SOLO = World()
 _JOINED: ContextVar[World] = ContextVar("joined")  # what a run inside another call of `joined` is part of
-
-
-def _portable(error: Exception) -> Exception:
-    """An error that can be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))  # our own bytes
-    except Exception:
-        return RunError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def started_as_one_of_many() -> bool:
@@ -237,18 +232,46 @@ def _number(name: str) -> int:
     return int(text)
 
 
+def _store(rank: int, size: int, limit: datetime.timedelta) -> Any:  # Any: torch's store
+    """The store at MASTER_ADDR; where that is a loopback address, nothing listens on any other."""
+    address = os.environ.get("MASTER_ADDR", "")
+    is_local = _is_loopback(address)
+    if is_local and (interface := _loopback_interface()) is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, interface)
+    if not is_local or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has a store
+        from torch.distributed.rendezvous import rendezvous
+
+        store, *_ = next(iter(rendezvous("env://", rank, size, timeout=limit)))
+        return store
+    port, descriptor = _number("MASTER_PORT"), None
+    if rank == 0:  # torch would listen on all interfaces
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        descriptor = socket.create_server((address, port), family=family, backlog=size).detach()
+    return TCPStore(address, port, size, rank == 0, limit, multi_tenant=True, master_listen_fd=descriptor)
+
+
+def _loopback_interface() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 class UnreachableError(RunError):
     """The processes of a run did not find one another."""
 
 
 def _meet(rank: int, size: int, timeout_s: float) -> Any:  # Any: torch's store
     """The store through which ranks find one another, once all of them are there."""
-    from torch.distributed.rendezvous import rendezvous
-
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     limit = datetime.timedelta(seconds=timeout_s)
     try:
-        store, *_ = next(iter(rendezvous("env://", rank, size, timeout=limit)))
+        store = _store(rank, size, limit)
         store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         store.set(f"here/{rank}", "")
         for other in range(size):

@@ -21,7 +21,8 @@ from whet.adapters.load import CHECKPOINT_WEIGHTS, put_trained, read_trained, tr
 from whet.errors import CheckpointError
 from whet.models.shards import MOMENT, Stored, fill, has_shards, is_cut, stored_tensors
 from whet.models.weights import read_json
-from whet.parallel.checkpoint import Group, write_sharded
+from whet.parallel.checkpoint import write_sharded
+from whet.parallel.exchange import Group
 from whet.parallel.group import SOLO, World
 from whet.storage import (
     check_manifest,

@@ -93,7 +93,8 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
                 held.enter_context(locked(directory))
                 checkpoint = _where_to_go_on(directory, config)
         assembly = _Assembly(config, directory, run_log, world)
-        checkpoint = world.from_main(checkpoint)
+        chosen = world.from_main(None if checkpoint is None else str(checkpoint))
+        checkpoint = None if chosen is None else Path(chosen)
         return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 

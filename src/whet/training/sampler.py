@@ -53,17 +53,19 @@ class Sampler:
         """
         places = range(len(prompts))
         with gathered(self.model):
-            return self.world.each(
+            completions = self.world.each(
                 places,
-                lambda mine: list(
-                    self._complete(
+                lambda mine: [
+                    vars(completion)
+                    for completion in self._complete(
                         [prompts[place] for place in mine],
                         sampling=sampling,
                         seeds=None if seeds is None else [seeds[place] for place in mine],
                         pause=pause,
                     )
-                ),
+                ],
             )
+        return [Completion(**fields) for fields in completions]
 
     def _complete(
         self,

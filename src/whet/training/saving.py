@@ -14,7 +14,8 @@ import torch
 
 from whet.config.sections import Checkpoint
 from whet.errors import StorageError
-from whet.parallel.checkpoint import Group, local_part, with_local_part
+from whet.parallel.checkpoint import local_part, with_local_part
+from whet.parallel.exchange import Group
 from whet.parallel.group import SOLO, World
 from whet.training.checkpoint import Contents, checkpoint_path, prune, write_contents
 

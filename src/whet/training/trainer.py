@@ -263,8 +263,11 @@ class Trainer(Stepper):
 
     def _agree_on_stop(self) -> None:
         """What one rank stops for, all stop for: after the same step, for the same reason."""
-        for rank, stop in enumerate(self.world.gather(self.stop) if self.world.size > 1 else ()):
-            if stop is not None:
+        if self.world.size == 1:
+            return
+        for rank, fields in enumerate(self.world.gather(None if self.stop is None else asdict(self.stop))):
+            if fields is not None:
+                stop = StopRun(**fields)
                 if self.stop is None:
                     log.info("stopping: rank %d: %s", rank, stop.reason)
                 self.stop = stop
