@@ -1,5 +1,7 @@
 """The errors a user can act on: what is wrong, where, and what to do about it."""
 
+import reprlib
+
 _LONGEST_VALUE = 120
 
 
@@ -63,3 +65,29 @@ def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]} ... ({len(text)} characters) ... {text[-longest // 6 :]}"
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """Return a text with its middle left out where it is longer than a message can show."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} more characters) ... {text[-half:]}"
+
+
+class _Shown(reprlib.Repr):
+    """Python's notation for a value, of which only as much is built as is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 120, 120
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
+
+    def repr_int(self, value: int, level: int) -> str:
+        """An integer, which Python itself refuses to write where it is long."""
+        return repr(value) if value.bit_length() < 256 else f"an integer of {value.bit_length():,} bits"
+
+
+def shown(value: object) -> str:
+    """Return repr(value) for a message: long, deep and shared values are cut."""
+    return shortened(_Shown().repr(value))

@@ -1,8 +1,6 @@
 """From records to text: what the model will read, and which characters of it are learned."""
 
 import contextlib
-import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -10,13 +8,14 @@ from typing import Any, Literal
 
 from whet.data.chats import Message
 from whet.data.shapes import renaming_hint
-from whet.data.skeletons import Skeletons, Span
+from whet.data.skeletons import Skeletons
 from whet.data.sources import Record, checked
-from whet.errors import DataError
+from whet.data.templates import Rendered, render_template
+from whet.data.turns import MAX_EXACT, Render, Span, find_turns
+from whet.errors import DataError, shortened
 
 Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # character ranges that are learned
-_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class Renderer:
             answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
             if not answered or not isinstance(messages[-1].get("content"), str):
                 return None
-            text = self._rendered(messages[:-1], record, prompt=True)
+            text: str = self._rendered(messages[:-1], record, prompt=True)
             asked, answer = str(messages[-2].get("content", "")), messages[-1]["content"]
         else:
             asked, answer = _plain_parts(record)
@@ -197,9 +196,9 @@ class Renderer:
         return None
 
     def _chat(self, messages: list[Message], record: Record) -> Rendering:
-        """The rendered conversation and its learned characters, found by rendering prefixes.
+        """Render a conversation and find its supervised characters.
 
-        Prefixes are rendered once for each sequence of roles, unless a text does not follow the pattern.
+        Where turns stand is learned once per sequence of roles, unless a text does not follow the pattern.
         """
         text = self._rendered(messages, record)
         masked = _masked(messages)
@@ -213,16 +212,15 @@ class Renderer:
         if not turns and messages[0]["role"] == "assistant":
             raise DataError(f"{record.origin}: the assistant says the first message, and no other")
         wanted = [i for i in (turns if self.supervise == "assistant" else turns[-1:]) if i not in masked]
+        render = self._rendering(record)
         known = None
-        if not record.fields.get("tools"):
-            known = self._skeletons.spans(
-                _shown(messages), text, lambda part, prompt: self._rendered(part, record, prompt=prompt)
-            )
-        spans = (
-            [known[index] for index in wanted]
-            if known is not None
-            else [self._span(index, messages, text, record) for index in wanted]
-        )
+        if len(turns) <= MAX_EXACT and not record.fields.get("tools"):
+            known = self._skeletons.spans(_shown(messages), text, render)
+        spans: Sequence[Span | None]
+        if known is not None:
+            spans = [known[index] for index in wanted]
+        else:
+            spans = find_turns(messages, wanted, text, render)
         found = [span for span in spans if span is not None]
         rewritten = len(found) < len(spans)
         if rewritten and (not spans or spans[-1] is None):
@@ -236,22 +234,20 @@ class Renderer:
         self._refuse_empty(dict(zip(wanted, found, strict=True)), messages, text, record)
         return Rendering(text, found, False, False, record.origin, only_last=rewritten)
 
-    def _span(self, index: int, messages: list[Message], text: str, record: Record) -> tuple[int, int] | None:
-        """Where a turn stands in the whole text, its end-of-turn mark included."""
-        answers = messages[index]["role"] == "assistant"
-        before = self._rendered(messages[:index], record, prompt=answers) if index else ""
-        after = text if index == len(messages) - 1 else self._rendered(messages[: index + 1], record)
-        if not (text.startswith(before) and text.startswith(after)):
-            return None
-        return len(before), len(after)
-
     def _spans_without(
-        self, masked: Collection[int], messages: list[Message], text: str, record: Record, *, start: int = 0
+        self,
+        masked: Collection[int],
+        messages: list[Message],
+        text: Rendered,
+        record: Record,
+        *,
+        start: int = 0,
     ) -> Spans:
         """Everything from `start` on, less the masked messages."""
         found = []
-        for index in sorted(masked):
-            span = self._span(index, messages, text, record)
+        indices = sorted(masked)
+        spans = find_turns(messages, indices, text, self._rendering(record))
+        for index, span in zip(indices, spans, strict=True):
             if span is None:
                 raise DataError(
                     f"{record.origin}: the chat template rewrites earlier turns, so the masked message "
@@ -270,6 +266,9 @@ class Renderer:
             if content.strip() and text.find(content.strip(), low, high) >= 0:
                 continue
             others = [name for name in messages[index] if name not in ("role", "content", "train")]
+            fields = [messages[index][name] for name in others]
+            if high - low < len(text) and _is_written(text[low:high], fields):
+                continue
             bare = {"role": messages[index]["role"], "content": ""}
             same = not content and not others
             if not same:
@@ -279,35 +278,28 @@ class Renderer:
                 name = f"message {index + 1} (assistant)" if record.shape == "messages" else "the answer"
                 raise _empty_answer(name, record, left_out=[*(["content"] if content else []), *others])
 
-    def _rendered(self, messages: list[Message], record: Record, *, prompt: bool = False) -> str:
+    def _rendering(self, record: Record) -> Render:
+        return lambda part, prompt: self._rendered(part, record, prompt=prompt)
+
+    def _rendered(self, messages: list[Message], record: Record, *, prompt: bool = False) -> Rendered:
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
         tools = record.fields.get("tools")
-        template = self._dated_template(tools)
         # beside tool_calls, content may be null: some templates ask for that, others write None or fail
         has_null = any(message.get("content") is None for message in messages)
         try:
-            text = render_chat(
-                self.tokenizer, _shown(messages), tools=tools, template=template, prompt=prompt
-            )
+            text = render_chat(self.tokenizer, _shown(messages), tools=tools, prompt=prompt, today=self.today)
         except DataError as error:
             if has_null:
                 return self._rendered(_filled(messages), record, prompt=prompt)
-            raise DataError(f"{record.origin}: {error.message}") from error
+            raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from error
         if has_null and "None" in text:
             other = self._rendered(_filled(messages), record, prompt=prompt)
             return other if other.count("None") < text.count("None") else text
         return text
-
-    def _dated_template(self, tools: Any) -> str | None:  # Any: JSON values
-        """Where a template asks for the date, the one to render these messages with, and the date in it."""
-        if not self.is_dated:
-            return None
-        template: str = self.tokenizer.get_chat_template(tools=tools)
-        return _DATE.sub(lambda found: json.dumps(self.today.strftime(found[2])), template)
 
 
 def render_chat(
@@ -316,18 +308,15 @@ def render_chat(
     *,
     prompt: bool,
     tools: Any = None,  # Any: JSON values
-    template: str | None = None,
-) -> str:
-    """What a chat template, the tokenizer's own unless another is given, makes of messages."""
-    from jinja2 import TemplateError
-
+    today: date | None = None,
+) -> Rendered:
+    """Render messages with a tokenizer's chat template: the one way for every chat."""
     try:
-        rendered: str = tokenizer.apply_chat_template(
-            list(messages), tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
-        )
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"the chat template refuses these messages: {error}") from error
-    return rendered
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:  # several templates, and none is the default
+        raise DataError(shortened(str(error))) from error
+    special = tokenizer.special_tokens_map
+    return render_template(template, messages, tools=tools, prompt=prompt, special=special, today=today)
 
 
 def _masked(messages: Sequence[Message]) -> set[int]:
@@ -340,6 +329,18 @@ def _shown(messages: list[Message]) -> list[Message]:
     if not any("train" in message for message in messages):
         return messages
     return [{name: value for name, value in message.items() if name != "train"} for message in messages]
+
+
+def _is_written(turn: str, values: list[Any]) -> bool:  # Any: JSON values
+    """Whether a turn's text has a text of these fields in it, however deep."""
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and len(value) > 3 and value in turn:
+            return True
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _filled(messages: list[Message]) -> list[Message]:

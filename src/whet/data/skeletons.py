@@ -1,13 +1,11 @@
 """Where a template puts the turns of a conversation, learned once for each sequence of roles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whet.data.chats import Message
+from whet.data.turns import Render, Span, find_turns
 from whet.errors import DataError
-
-Render = Callable[[list[Message], bool], str]  # messages, and whether the prompt for an answer follows
-Span = tuple[int, int]
 
 _KEPT = 512  # sequences of roles remembered
 
@@ -60,20 +58,19 @@ def _learn(roles: Sequence[str], render: Render) -> Skeleton | None:
     ]
     try:
         text = render(messages, False)
-        literals, rest = [], text
+        literals, rest = [], str(text)
         for stand_in in stand_ins:
             if rest.count(stand_in) != 1:
                 return None
             literal, _, rest = rest.partition(stand_in)
             literals.append(literal)
+        indices = [index for index, role in enumerate(roles) if role == "assistant" and index > 0]
         turns = {}
-        for index in (index for index, role in enumerate(roles) if role == "assistant" and index > 0):
-            before = render(messages[:index], True)
-            after = text if index == len(roles) - 1 else render(messages[: index + 1], False)
-            if not (text.startswith(before) and text.startswith(after)):
+        for index, span in zip(indices, find_turns(messages, indices, text, render), strict=True):
+            if span is None:
                 return None
             sizes = [len(stand_in) for stand_in in stand_ins]
-            turns[index] = (len(before) - sum(sizes[:index]), len(after) - sum(sizes[: index + 1]))
+            turns[index] = (span[0] - sum(sizes[:index]), span[1] - sum(sizes[: index + 1]))
     except DataError:  # the template refuses something: the conversation itself will tell what
         return None
     return Skeleton((*literals, rest), turns)
