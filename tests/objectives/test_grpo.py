@@ -119,6 +119,16 @@ def test_advantages_are_those_of_the_papers():
         assert (found[kind][2] == 0).all()
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_sample_deviation_is_the_one_of_trl(size):
+    """TRL's formula, in float64: rewards less their mean, by torch's std, which divides by n - 1, plus 1e-4."""
+    rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theirs = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(advantages_of(rewards, "group", std="sample"), theirs)
+    usual = advantages_of(rewards, "group")
+    assert usual.norm() / theirs.norm() == pytest.approx((size / (size - 1)) ** 0.5, rel=1e-3)
+
+
 def test_a_tempered_head_divides_the_logits_caps_included():
     hidden, weight = torch.randn(5, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
     bias = torch.randn(11, dtype=torch.float64)

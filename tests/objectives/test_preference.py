@@ -87,7 +87,7 @@ def test_ipo_of_means_asks_for_the_margin_of_a_beta_divided_by_the_tokens():
     )
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "orpo", "simpo"])
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "ipo-mean", "orpo", "simpo"])
 @pytest.mark.parametrize("pack", [True, False])
 def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kind, pack):
     model, _ = tiny
@@ -96,7 +96,8 @@ def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kin
     for examples in (found[index] for index in range(len(found))):
         assert [e.supervised_count > 0 for e in examples] == [True, True]
     beta = 0.3
-    objective = Preference(kind, beta=beta, gamma=0.7)
+    kind, _, logprobs = kind.partition("-")
+    objective = Preference(kind, beta=beta, gamma=0.7, logprobs=logprobs or "sum")
     exact = copy.deepcopy(model).double()
     logps = [[plain_logprob(exact, e.tokens, e.supervised) for e in found[index]] for index in range(5)]
     torch.manual_seed(1)
@@ -113,7 +114,11 @@ def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kin
         [logp / size for logp, size in zip(*both, strict=True)] for both in zip(logps, sizes, strict=True)
     ]
     if kind in ("dpo", "ipo"):
-        gaps = [(a - r[0]) - (b - r[1]) for (a, b), r in zip(logps, reference, strict=True)]
+        counts = sizes if logprobs == "mean" else [[1, 1]] * 5  # TRL's are per token of each answer
+        gaps = [
+            (a - r[0]) / m - (b - r[1]) / n
+            for (a, b), r, (m, n) in zip(logps, reference, counts, strict=True)
+        ]
         each = [-(beta * g).sigmoid().log() if kind == "dpo" else (g - 1 / (2 * beta)) ** 2 for g in gaps]
     elif kind == "simpo":
         each = [-(beta * (a - b) - 0.7).sigmoid().log() for a, b in means]

@@ -87,6 +87,10 @@ class GRPOObjective(Section):
         description="(reward - mean) / std of its group; dr_grpo: without the std; rloo: against the mean of "
         "the others; reinforce: against the mean of the whole rollout",
     )
+    advantage_std: Literal["population", "sample"] = Field(
+        "population",
+        description="group: the std divides by n, or by n - 1 as in TRL",
+    )
     aggregation: Aggregation | None = Field(
         None,
         description="mean over tokens, over sequences of means over tokens, or sum over tokens / "

@@ -27,6 +27,9 @@ class PreferenceObjective(Section):
     )
     gamma: float = Field(1.0, ge=0, description="simpo: the margin that is asked for")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo: share of pairs taken to be wrong")
+    logprobs: Literal["sum", "mean"] = Field(
+        "sum", description="ipo: over the tokens of an answer, as in the paper; mean: per token, as in TRL"
+    )
     reference: Literal["precompute", "online"] = Field(
         "precompute",
         description="dpo, ipo: what the reference says, once before the run, or again in each step",

@@ -75,6 +75,13 @@ class Optim(Section):
     weight_decay: float = Field(
         0.0, ge=0, description="of matrices; added to the gradient by Adam and SGD, decoupled in all others"
     )
+    decay_embeddings: bool = Field(
+        False, description="weight decay on embeddings, too, and so on a tied head, as transformers does"
+    )
+    freeze_pad_row: bool = Field(
+        False,
+        description="no gradient to the embedding's row of the pad token from inputs, as in transformers",
+    )
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
     schedule: ScheduleKind | list[SchedulePart] = Field(
         "cosine", description="after the warm-up: one schedule, or a list of parts in a row"

@@ -24,6 +24,7 @@ _PREFERENCE: Readers = {
     "gamma": ("simpo",),
     "label_smoothing": ("dpo",),
     **dict.fromkeys(("reference", "reference_model"), ("dpo", "ipo")),
+    "logprobs": ("ipo",),
 }
 _DISTRUST: Readers = {"strength": ("weight",), "alpha": ("additive",), "scale": ("additive",)}
 _CURRICULUM: Readers = {

@@ -7,6 +7,7 @@ that of the expected reward.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,9 +28,12 @@ _STD_FLOOR = (
 _LARGEST_LOG_RATIO = 20.0  # exp stays finite, and inf * 0 is never met
 
 
-def advantages_of(rewards: torch.Tensor, kind: Advantage) -> torch.Tensor:
+def advantages_of(
+    rewards: torch.Tensor, kind: Advantage, *, std: Literal["population", "sample"] = "population"
+) -> torch.Tensor:
     """How much better each completion is than its baseline; `rewards` is [prompts, group].
 
+    `std`: of kind "group", whether the variance divides by n or, as in TRL, by n - 1.
     A group whose rewards are all the same has exactly no signal, whatever its rounding.
     """
     if kind == "reinforce":
@@ -41,7 +45,8 @@ def advantages_of(rewards: torch.Tensor, kind: Advantage) -> torch.Tensor:
     if kind == "rloo":  # reward - mean of the others (arXiv 2402.14740)
         centred = centred * size / (size - 1)
     elif kind == "group":
-        centred = centred / (rewards.std(1, correction=0, keepdim=True) + _STD_FLOOR)
+        correction = int(std == "sample")
+        centred = centred / (rewards.std(1, correction=correction, keepdim=True) + _STD_FLOOR)
     same = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return centred.masked_fill(same, 0.0)
 

@@ -43,7 +43,10 @@ def ipo_loss(
     reference_rejected: torch.Tensor,
     beta: float = 0.1,
 ) -> torch.Tensor:
-    """Identity preference optimisation (arXiv 2310.12036): the margin is drawn to 1 / (2 beta)."""
+    """Identity preference optimisation (arXiv 2310.12036): the margin is drawn to 1 / (2 beta).
+
+    Log-probabilities are sums over an answer's tokens in the paper, and means over them in TRL.
+    """
     margin = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
     return (margin - 1 / (2 * beta)).square().mean()
 
@@ -78,12 +81,14 @@ class Preference:
         beta: float,
         gamma: float = 1.0,
         label_smoothing: float = 0.0,
+        logprobs: Literal["sum", "mean"] = "sum",
         reference: LanguageModel | Literal["adapters-off"] | None = None,
     ) -> None:
         self.kind = kind
         self.beta = beta
         self.gamma = gamma
         self.label_smoothing = label_smoothing
+        self.logprobs = logprobs  # of IPO
         self.reference = reference  # None: batches bring what the reference said, or none is needed
         self.coefficients: Mapping[str, float] = (
             {"loss": beta, "chosen_loss": 1.0} if kind == "orpo" else {"loss": 1.0, "tokens": 0.0}
@@ -123,6 +128,8 @@ class Preference:
         metrics |= _rewards(self.beta * better, self.beta * worse)
         metrics["kl"] = ratios.sum()
         if self.kind == "ipo":
+            if self.logprobs == "mean":
+                better, worse = (ratios.view(-1, 2) / tokens).unbind(1)
             losses = (better - worse - 1 / (2 * self.beta)).square()
         else:
             losses = _dpo(self.beta * (better - worse), self.label_smoothing)

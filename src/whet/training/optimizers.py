@@ -32,7 +32,8 @@ def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -
     found = parameter_groups(section, model)
     optimizer = _create(section, _apart([group.for_torch(section.lr) for group in found]), model)
     if not quiet:
-        said = (group.describe(section.weight_decay) for group in found)
+        without = "norms, biases" if section.decay_embeddings else "norms, biases, embeddings"
+        said = (group.describe(section.weight_decay, without=without) for group in found)
         log.info("optimizer: %s", "; ".join([section.name, *said]))
     return optimizer
 

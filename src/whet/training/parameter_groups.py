@@ -34,8 +34,8 @@ class Group:
         scale, decay = self.lr_scale * self.mup, self.weight_decay / self.mup
         return {"params": self.parameters, "lr": lr * scale, "weight_decay": decay, "lr_scale": scale}
 
-    def describe(self, usual_decay: float) -> str:
-        """One phrase for the log."""
+    def describe(self, usual_decay: float, *, without: str = "norms, biases, embeddings") -> str:
+        """One phrase for the log; `without`: what usually has no decay."""
         size = _short(sum(p.numel() for p in self.parameters))
         count = f"{len(self.parameters)} tensor{'s' if len(self.parameters) > 1 else ''} ({size})"
         decay = f"decay {self.weight_decay:g}" if self.weight_decay else "no decay"
@@ -43,16 +43,20 @@ class Group:
             decay += f", muP lr x {self.mup:g}"
         if self.pattern is not None:
             return f"pattern {self.pattern!r}: {count}, lr x {self.lr_scale:g}, {decay}"
-        who = " (norms, biases, embeddings)" if usual_decay and not self.weight_decay else ""
+        who = f" ({without})" if usual_decay and not self.weight_decay else ""
         return f"{count}, {decay}{who}"
 
 
 def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
-    """The trainable parameters by pattern and decay: matrices decay; norms, biases and embeddings do not."""
+    """The trainable parameters by pattern and decay: matrices decay; norms and biases do not.
+
+    Embeddings (and with them a tied head) decay only with optim.decay_embeddings.
+    """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ConfigError("nothing to train: every parameter is frozen")
-    embeddings, factors = _embeddings(model), mup_factors(section, model)
+    embeddings = set() if section.decay_embeddings else _embeddings(model)
+    factors = mup_factors(section, model)
     usual: tuple[str | None, ParameterGroup] = None, ParameterGroup()
     rules = dict([usual, *section.groups.items()])
     found: dict[str | None, dict[tuple[float, float], list[nn.Parameter]]] = {

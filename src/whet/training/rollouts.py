@@ -166,7 +166,8 @@ class RolloutStream:
         judged = time.perf_counter()
         rewards = scores @ self.sampler.reward_weights
         grouped = torch.from_numpy(rewards).view(-1, size)
-        advantages = advantages_of(grouped, self.settings.advantage).flatten().tolist()
+        how, std = self.settings.advantage, self.settings.advantage_std
+        advantages = advantages_of(grouped, how, std=std).flatten().tolist()
         kept = [i for i, c in enumerate(completions) if c.finished or not self.settings.mask_truncated]
         if not kept:
             raise RunError(

@@ -14,6 +14,7 @@ from whet.data.batches import Batch
 from whet.errors import RunError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
+from whet.models.pad_row import freeze_pad_row
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective
 from whet.parallel.gradients import GradientSum, clip, excess, is_sharded, rescale, total_norm
@@ -55,6 +56,8 @@ class Stepper(abc.ABC):
         self.directory = directory
         self.device = model.device
         self.precision = precision or choose_precision(config.run.precision, self.device)
+        if config.optim.freeze_pad_row:
+            freeze_pad_row(model)
         heads = getattr(objective, "heads", None)
         self.learner: nn.Module = model if heads is None else WithHeads(model, heads)
         self.optimizer = create_optimizer(config.optim_groups, self.learner)

@@ -151,6 +151,7 @@ class ObjectiveBuilder:
             beta=section.strength,
             gamma=section.gamma,
             label_smoothing=section.label_smoothing,
+            logprobs=section.logprobs,
             reference=reference,
         )
 
