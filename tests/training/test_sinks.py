@@ -13,7 +13,7 @@ import pytest
 
 import whet
 from tiny import run_config
-from whet.errors import ConfigError
+from whet.errors import ConfigError, StorageError
 from whet.training import sinks, watching
 from whet.training.callbacks import Callback, StopRun
 from whet.training.sink_kinds import SINKS, check_sinks
@@ -231,7 +231,7 @@ class Raising(Fake):
 
 
 @pytest.mark.parametrize("where", ["start", "write", "finish"])
-def test_a_failing_sink_is_dropped_with_one_line(tiny_directory, tmp_path, monkeypatch, caplog, where):
+def test_rows_of_a_failing_sink_go_to_a_file(tiny_directory, tmp_path, monkeypatch, caplog, where):
     use(monkeypatch, Raising(where))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
     assert result.steps == 4
@@ -241,7 +241,83 @@ def test_a_failing_sink_is_dropped_with_one_line(tiny_directory, tmp_path, monke
         if "loss" in row
     ] == [1, 2, 3, 4]
     said = [record.message for record in caplog.records if "sink" in record.message]
-    assert said == ["the sink wandb is dropped: SystemExit: the server says no"]
+    kept = result.directory / "sink-wandb.jsonl"
+    reason = "SystemExit: the server says no"
+    assert said == [f"the sink wandb failed: {reason}; rows that it did not take go to {kept}"]
+    assert [row["step"] for row in rows_of(kept) if "loss" in row] == (
+        [] if where == "finish" else [1, 2, 3, 4]
+    )
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+class Flaky(Fake):
+    """Its first calls fail, and those from a step on."""
+
+    def __init__(self, failures, broken_from=100):
+        super().__init__()
+        self.failures, self.broken_from, self.calls = failures, broken_from, 0
+
+    def start(self, run):
+        self._reset()
+        return super().start(run)
+
+    def write(self, step, numbers):
+        self._reset(broken=step >= self.broken_from)
+        super().write(step, numbers)
+
+    def _reset(self, *, broken=False):
+        self.calls += 1
+        self.failures -= 1
+        if self.failures >= 0 or broken:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_call_of_a_sink_that_fails_is_tried_again(tiny_directory, tmp_path, monkeypatch, caplog):
+    fake = Flaky(failures=3)
+    use(monkeypatch, fake)
+    monkeypatch.setattr(sinks, "_RETRY_S", (0.01, 0.01, 0.01))
+    result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
+    assert [step for step, _ in fake.rows] == [1, 2, 3, 4]
+    assert fake.finished == 1
+    assert "sink" not in caplog.text
+    assert not (result.directory / "sink-wandb.jsonl").exists()
+
+
+def test_a_sink_that_stays_broken_leaves_the_other_rows_in_a_file(
+    tiny_directory, tmp_path, monkeypatch, caplog
+):
+    fake = Flaky(failures=0, broken_from=3)
+    use(monkeypatch, fake)
+    monkeypatch.setattr(sinks, "_RETRY_S", (0.01, 0.01))
+    result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
+    assert [step for step, _ in fake.rows] == [1, 2]
+    assert fake.calls == 1 + 2 + 3, "row 3 was tried three times, row 4 not any more"
+    kept = rows_of(result.directory / "sink-wandb.jsonl")
+    assert [row["step"] for row in kept] == [3, 4]
+    expected = [row for row in rows_of(result.directory / "metrics.jsonl") if "loss" in row]
+    assert [row["loss"] for row in kept] == [row["loss"] for row in expected[2:]]
+    assert caplog.text.count("the sink wandb failed: ConnectionResetError") == 1
+
+
+def test_a_sink_that_waits_to_try_again_does_not_delay_the_end(tiny_directory, tmp_path, monkeypatch):
+    use(monkeypatch, Flaky(failures=1000))
+    monkeypatch.setattr(sinks, "_RETRY_S", (600.0, 600.0))
+    result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
+    kept = rows_of(result.directory / "sink-wandb.jsonl")
+    assert [row["step"] for row in kept] == [1, 2, 3, 4]
+
+
+def test_a_full_disk_for_the_rows_of_a_sink_does_not_stop_the_run(tiny_directory, tmp_path, monkeypatch):
+    def full(path, text):
+        raise StorageError(f"{path} could not be written: No space left on device")
+
+    use(monkeypatch, Flaky(failures=1000))
+    monkeypatch.setattr(sinks, "_RETRY_S", ())
+    monkeypatch.setattr(sinks, "append_text", full)
+    assert whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]})).steps == 4
 
 
 def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypatch, caplog):
@@ -266,10 +342,12 @@ def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypa
     assert len(steps) == 4
     assert steps[-1]["elapsed_s"] < 20
     said = [record.message for record in caplog.records if "sink" in record.message]
+    kept = result.directory / "sink-wandb.jsonl"
     assert said == [
-        "the sink wandb is 2 rows behind: the next ones are left out",
-        "the sink wandb was not done 0.2 s after the run, and is left",
+        f"the sink wandb is 2 rows behind: the next ones go to {kept}",
+        f"the sink wandb was not done 0.2 s after the run: the rest of its rows is in {kept}",
     ]
+    assert sorted(row["step"] for row in rows_of(kept) if "loss" in row) == [1, 2, 3, 4]
 
 
 def test_a_run_that_fails_closes_its_sinks(tiny_directory, tmp_path, monkeypatch):
