@@ -1,7 +1,9 @@
 """whet export: each layout opens in its own library with the same logits, and --check finds it when not."""
 
 import json
+import os
 import shutil
+import subprocess
 from importlib.util import find_spec
 
 import gguf
@@ -54,6 +56,25 @@ def test_hf_is_a_model_directory_with_the_adapter_folded_in(cli, run):
     again = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     torch.testing.assert_close(logits_of(again), adapted_logits(run), rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(exported).chat_template
+
+
+@pytest.mark.parametrize("layout", ["hf", "peft", "gguf"])
+def test_what_a_killed_export_left_is_removed_by_the_next(cli, run, layout):
+    """Only its own: neither another target's, nor that of a process that is still writing."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    exports = run / "export"
+    name = {"gguf": "run-f32.gguf"}.get(layout, layout)
+    left = exports / f".{name}.writing-{ended.pid}"
+    others = [exports / f".other.writing-{ended.pid}", exports / f".{name}.writing-{os.getppid()}"]
+    for path in [left, *others]:
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"x" * 1000)
+    code, out, err = cli("export", run, "--to", layout, "--out", exports / name)
+    assert code == 0, out + err
+    assert (exports / name).exists()
+    assert not left.exists()
+    assert all(path.exists() for path in others)
 
 
 def test_hf_in_another_dtype(cli, run, tmp_path):

@@ -13,7 +13,7 @@ from whet.adapters.stored import attach_stored, collect
 from whet.errors import ConfigError
 from whet.models.checks import check_links
 from whet.models.language_model import LanguageModel
-from whet.storage import new_directory, write_json
+from whet.storage import clear_leftovers, new_directory, write_json
 
 CONFIG = "adapter_config.json"
 QUANTISED = "base_quantization.json"  # whet's own, beside either layout: how to quantise the base
@@ -43,7 +43,9 @@ def save_adapter(
     if classifier is not None:
         stored = replace(stored, whole=stored.whole | classifier.tensors(model))
     quantised = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
-    with new_directory(Path(directory)) as staging:
+    directory = Path(directory)
+    clear_leftovers(directory.parent, of=directory.name)
+    with new_directory(directory) as staging:
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         LAYOUTS[layout](staging, model, stored)

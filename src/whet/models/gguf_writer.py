@@ -27,7 +27,7 @@ from whet.models.gguf_vocabulary import tokenizer_metadata
 from whet.models.language_model import LanguageModel
 from whet.models.rope import inverse_frequencies
 from whet.models.spec import LinearRopeScaling, Llama3RopeScaling, ModelSpec, RopeSpec, YarnRopeScaling
-from whet.storage import new_file, write_chunks
+from whet.storage import clear_leftovers, new_file, write_chunks
 
 KINDS = {
     "f32": (Kind.F32, LlamaFileType.ALL_F32),
@@ -83,7 +83,9 @@ def write_gguf(
         **tokenizer_metadata(tokenizer, vocab_size=spec.vocab_size, end_tokens=end_tokens),
     }
     entries = dict(_entries(spec, model, chosen))
-    with new_file(Path(path)) as staging:
+    path = Path(path)
+    clear_leftovers(path.parent, of=path.name)
+    with new_file(path) as staging:
         write_chunks(staging, _chunks(metadata, entries))
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from whet.boundary import wrong_input
 from whet.errors import ModelError
 from whet.models.checks import check_links, check_weight
-from whet.storage import SAFETENSORS_DTYPES, new_directory, write_json, write_safetensors
+from whet.storage import SAFETENSORS_DTYPES, clear_leftovers, new_directory, write_json, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -239,6 +239,7 @@ def write_model_directory(
 
     `make` is as in `write_safetensors`: tensors that are made when their turn comes. `beside` adds files.
     """
+    clear_leftovers(directory.parent, of=directory.name)
     with new_directory(directory) as staging:
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
