@@ -480,3 +480,34 @@ def test_a_dry_run_refuses_what_the_run_would(cli, config, override, message, mo
         code, out, err = cli("train", config(), override, *arguments)
         assert code == 2, out + err
         assert message in out + err
+
+
+def test_records_are_scored_and_then_train_by_distrust(cli, tiny_directory, tmp_path):
+    """Beside `whet data CONFIG`, which keeps working."""
+    rows = [
+        {"text": f"{word} wrote of the harvest in letters that nobody has printed until today.", "year": year}
+        for word, year in (("Anna", 1850), ("Bert", 1980), ("Carl", 2020))
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = cli("data", "score-distrust", source, target)
+    assert (code, "3 records scored" in out) == (0, True), err
+    assert "warning: 3 records without a source_type" in err
+    config = tmp_path / "config.yaml"
+    settings = run_config(tiny_directory, tmp_path, objective={"kind": "distrust"})
+    settings["data"] = {"train": str(target), "max_length": 256}
+    config.write_text(yaml.safe_dump(settings))
+    code, out, err = cli("data", config)
+    assert code == 0, err
+    code, out, err = cli("train", config, "run.steps=2")
+    assert code == 0, err
+    code, out, err = cli("data", "score-distrust", source, target)
+    assert (code, out) == (2, "")
+    assert "out.jsonl exists already" in err
+    code, out, err = cli("data", "score-distrust", target, tmp_path / "again.jsonl")
+    assert (code, "out.jsonl:1: it has auth_weight and prov_entropy already" in err) == (2, True)
+    code, out, err = cli(
+        "data", "score-distrust", target, tmp_path / "again.jsonl", "--existing", "overwrite"
+    )
+    assert code == 0, err
+    assert (tmp_path / "again.jsonl").read_bytes() == target.read_bytes()

@@ -5,9 +5,10 @@ import os
 import sys
 import threading
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from whet import __version__
 from whet.boundary import is_out_of_memory, is_panic, out_of_memory, printable, reason
@@ -31,6 +32,7 @@ from whet.cli import (
     report,
     resume,
     runs,
+    score_distrust,
     sweep,
     teach,
     tokenizer,
@@ -43,8 +45,20 @@ _DEBUG = "run it again with --debug for the traceback"
 _MOST_LINES = 40
 _LONGEST_LINE = 2000
 
+
+class _Commands(TyperGroup):
+    """Commands, some of which are named by two words: `data score-distrust` beside `data CONFIG`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # Any: click's types, which typer may vendor
+        """Return a command's name, the command, and the arguments that are left."""
+        if len(args) > 1 and (name := f"{args[0]} {args[1]}") in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="whet",
+    cls=_Commands,
     help="Train, fine-tune, align, evaluate and use language models.",
     no_args_is_help=True,
     add_completion=False,
@@ -55,6 +69,7 @@ app = typer.Typer(
 app.command("train", context_settings={"help_option_names": []})(train.command)
 app.command("resume")(resume.command)
 app.command("data")(data.command)
+app.command("data score-distrust")(score_distrust.command)
 app.command("teach")(teach.command)
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
