@@ -2,6 +2,7 @@
 
 import reprlib
 
+_LONGEST_LINE = 2000
 _LONGEST_VALUE = 120
 
 
@@ -11,9 +12,11 @@ class WhetError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        # some message or other quotes a value of any size
+        message = "\n".join(shorten(line, _LONGEST_LINE) for line in message.split("\n"))
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint and shorten(hint, _LONGEST_LINE)
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
@@ -67,14 +70,6 @@ def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
     return f"{text[: longest * 2 // 3]} ... ({len(text)} characters) ... {text[-longest // 6 :]}"
 
 
-def shortened(text: str, limit: int = 300) -> str:
-    """Return a text with its middle left out where it is longer than a message can show."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} ... ({len(text) - 2 * half:,} more characters) ... {text[-half:]}"
-
-
 class _Shown(reprlib.Repr):
     """Python's notation for a value, of which only as much is built as is shown."""
 
@@ -90,4 +85,4 @@ class _Shown(reprlib.Repr):
 
 def shown(value: object) -> str:
     """Return repr(value) for a message: long, deep and shared values are cut."""
-    return shortened(_Shown().repr(value))
+    return shorten(_Shown().repr(value))

@@ -246,3 +246,74 @@ def test_only_what_every_run_must_have_is_called_required():
     required = {line.split(":")[0].strip() for line in lines if line.endswith("(required)")}
     assert required == {"data.train"}
     assert any(line.startswith("  model.quality: ") and "required in this section" in line for line in lines)
+
+
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize("key", ["model", "data.train", "method.targets", "run.name", "nonsense"])
+def test_aliases_of_aliases_are_refused_at_once(tmp_path, key):
+    start, *rest = key.split(".")
+    value = f"{{{rest[0]}: *a11}}" if rest else "*a11"
+    path = write(tmp_path, f"{LAUGHS}{start}: {value}\n")
+    with pytest.raises(
+        ConfigError, match=r"line 6, .*more than 100,000 values, aliases written out"
+    ) as caught:
+        load_config(path)
+    assert len(str(caught.value)) < 500
+    with pytest.raises(ConfigError, match="is not a YAML value"):
+        load_config(write(tmp_path, yaml.safe_dump(GOOD)), [f"{key}=[&a [x], {{b: *a, c: [*a]}}, *b]"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: &a [*a]", "a value holds itself"),
+        ("model: &a {b: *a}", "a value holds itself"),
+        ("model: " + "[" * 70 + "]" * 70, "nested more than 64 levels deep"),
+        ("model: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: &a {x: 1}\nb: &b {<<: [*a, *a]}\n" + "c: [" + "*b, " * 30_000 + "]", "more than 100,000 values"),
+        ("x" * (2**24 + 1), "is larger than 16,777,216 characters"),
+    ],
+)
+def test_deep_and_large_configs_are_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(write(tmp_path, text))
+    assert len(str(caught.value)) < 500
+
+
+def test_aliases_work(tmp_path):
+    path = write(
+        tmp_path,
+        "model: m\ndata: {train: &x a.jsonl, valid: *x}\nrun: &r {steps: 3, batch_size: 4}\n",
+    )
+    assert load_config(path).data.valid == "a.jsonl"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *[
+            "optim.lr=LONG",
+            "run.steps=LONG",
+            "LONG=3",
+            "LONG",
+            "model.LONG=3",
+            "method.kind=LONG",
+            "data.LONG=1",
+        ],
+        *[
+            "optim.groups={LONG: {lr: 1}}",
+            "optim.lr=[LONG",
+            "data.train=[LONG, 3, {a: LONG}]",
+            "run.seed=9LONG",
+        ],
+        "data.train.LONG=3",
+    ],
+)
+def test_long_values_are_cut_in_messages(tmp_path, override):
+    for digit in "x", "7":
+        path = write(tmp_path, yaml.safe_dump(GOOD))
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, [override.replace("LONG", digit * 300_000)])
+        assert len(str(caught.value)) < 6000

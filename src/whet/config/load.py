@@ -11,7 +11,10 @@ from pydantic import BaseModel, ValidationError
 
 from whet.config.problems import config_error, inner_sections
 from whet.config.sections import Part, RunConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, shorten, shown
+
+_MOST_BYTES = 2**24  # of a file
+_MOST_VALUES, _MOST_LEVELS = 100_000, 64
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,13 +27,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be a single value", key.start_mark
-                )
+                raise _refused(key, "a key must be a single value")
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
+                raise _refused(key, f"the key {shown(key.value)} is given twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -66,7 +65,10 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(source)
     text = ""
     try:
-        text = path.read_text()
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ConfigError(f"{path} is larger than {_MOST_BYTES:,} characters: is it a config?")
         values = parse_yaml(text)
     except FileNotFoundError as error:
         hint = "the config file comes first, KEY=VALUE after it" if "=" in path.name else None
@@ -149,7 +151,7 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
     keys = path.split(".")
     if not equals or not all(keys):
         raise ConfigError(
-            f"{override!r} is not an override", hint="write section.key=value, e.g. optim.lr=1e-4"
+            f"{shown(override)} is not an override", hint="write section.key=value, e.g. optim.lr=1e-4"
         )
     section: Any = values
     for key in keys[:-1]:
@@ -159,26 +161,63 @@ def _apply(values: dict[str, Any], override: str) -> None:  # Any: checked by ma
             else section.setdefault(key, {})
         )
         if not isinstance(section, dict | list):
-            raise ConfigError(f"override {override!r}: {key} is not a section")
+            raise ConfigError(f"override {shown(override)}: {shorten(key)} is not a section")
     last = _place(section, keys[-1], override) if isinstance(section, list) else keys[-1]
     try:
         section[last] = parse_yaml(text)
     except yaml.YAMLError as error:
         hint = getattr(error, "problem", None)
-        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value", hint=hint) from error
+        raise ConfigError(
+            f"override {shown(override)}: {shown(text)} is not a YAML value", hint=hint
+        ) from error
 
 
 def parse_yaml(text: str) -> Any:  # Any: YAML values
     """A YAML text; a key that is there twice is an error, and 1e-3 a number."""
+    loader = _Loader(text)
     try:
-        return yaml.load(text, Loader=_Loader)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _measure(node, {})
+        return loader.construct_document(node)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
+    finally:
+        loader.dispose()
+
+
+def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
+    """Return how many values a node stands for and how deep they are, each alias written out.
+
+    A few lines with aliases of aliases can stand for billions of values.
+    """
+    if node in known:
+        if (size := known[node]) is None:
+            raise _refused(node, "a value holds itself")
+        return size
+    known[node] = None
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    sizes = [_measure(part, known) for part in parts]
+    size = 1 + sum(count for count, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
+    if size[0] > _MOST_VALUES:
+        raise _refused(node, f"it holds more than {_MOST_VALUES:,} values, aliases written out")
+    if size[1] > _MOST_LEVELS:
+        raise _refused(node, f"it is nested more than {_MOST_LEVELS} levels deep")
+    known[node] = size
+    return size
+
+
+def _refused(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _place(items: list[Any], key: str, override: str) -> int:  # Any: YAML values
-    if not key.isdecimal() or int(key) >= len(items):
-        raise ConfigError(
-            f"override {override!r}: {key} is no place in a list of {len(items)}, counted from 0"
-        )
+    if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):
+        problem = f"{shorten(key)} is no place in a list of {len(items)}, counted from 0"
+        raise ConfigError(f"override {shown(override)}: {problem}")
     return int(key)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from whet.config.objectives import OBJECTIVE_KINDS
 from whet.config.other_tools import OTHER_TOOLS
 from whet.config.quality import Quality
-from whet.errors import ConfigError, shorten
+from whet.errors import ConfigError, shorten, shown
 
 Location = tuple[int | str, ...]
 
@@ -68,11 +68,11 @@ def _reason(problem: Any, root: type[BaseModel]) -> str:  # Any: pydantic's type
         case "union_tag_not_found":
             return "kind is missing"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"this is a section with keys of its own, not a value (given: {shorten(repr(given))})"
+            return f"this is a section with keys of its own, not a value (given: {shown(given)})"
     message = shorten(problem["msg"].removeprefix("Value error, "), 1000)
     if problem["type"] == "int_from_float" and (meaning := _meaning(problem["loc"], root)):
         message = f"{message}: {meaning}"
-    return message if isinstance(given, dict) else f"{message} (given: {shorten(repr(given))})"
+    return message if isinstance(given, dict) else f"{message} (given: {shown(given)})"
 
 
 def _meaning(location: Location, root: type[BaseModel]) -> str | None:

@@ -12,7 +12,7 @@ from whet.data.skeletons import Skeletons
 from whet.data.sources import Record, checked
 from whet.data.templates import Rendered, render_template
 from whet.data.turns import MAX_EXACT, Render, Span, find_turns
-from whet.errors import DataError, shortened
+from whet.errors import DataError, shorten
 
 Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # character ranges that are learned
@@ -314,7 +314,7 @@ def render_chat(
     try:
         template = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:  # several templates, and none is the default
-        raise DataError(shortened(str(error))) from error
+        raise DataError(shorten(str(error))) from error
     special = tokenizer.special_tokens_map
     return render_template(template, messages, tools=tools, prompt=prompt, special=special, today=today)
 

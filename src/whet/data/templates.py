@@ -18,7 +18,7 @@ from jinja2.visitor import NodeTransformer
 
 from whet.data import template_limits as limits_of
 from whet.data.template_limits import Limits, TemplateLimitError
-from whet.errors import DataError, shortened
+from whet.errors import DataError, shorten
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 # filters of web pages, which no chat needs and which take more than linear time
@@ -85,7 +85,7 @@ def render_template(
         TypeError,
         ValueError,
     ) as error:
-        raise DataError(f"the chat template refuses these messages: {shortened(str(error))}") from error
+        raise DataError(f"the chat template refuses these messages: {shorten(str(error))}") from error
 
 
 def _render(
