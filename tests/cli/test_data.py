@@ -305,8 +305,8 @@ def test_without_a_good_record_no_tokenizer_is_made_and_that_is_said(cli, config
     path.write_text(yaml.safe_dump(given))
     code, out, _ = cli("data", path, "--check")
     assert code == 2
-    assert "train.jsonl holds no records" in out
-    assert "2 bad records skipped" in out
+    assert "all 2 records are bad, the first one: " in out
+    assert "train.jsonl:1: not valid JSON" in out
 
 
 def test_what_stops_a_dry_run_stops_the_run(cli, config, tmp_path):
@@ -511,3 +511,66 @@ def test_records_are_scored_and_then_train_by_distrust(cli, tiny_directory, tmp_
     )
     assert code == 0, err
     assert (tmp_path / "again.jsonl").read_bytes() == target.read_bytes()
+
+
+def test_a_field_that_reaches_no_token_is_a_problem_and_a_warning(cli, config):
+    records = [{**each, "id": number, "topic": "sums"} for number, each in enumerate(GOOD)]
+    path = config(records)
+    for extra in ((), ("--check",)):
+        code, out, _ = cli("data", path, *extra)
+        assert code == (2 if extra else 0)
+        assert "warning: train: field id of 40 records reaches no token" in out
+        assert "warning: train: field topic of 40 records reaches no token" in out
+        assert "hint: nothing reads a field of this name; data.ignore: [id]" in out
+    code, out, err = cli("train", path)
+    assert code == 0
+    assert "warning: train: field id of 40 records reaches no token: nothing reads" in err
+    code, out, err = cli("data", path, "--check", "data.ignore=[id, topic]")
+    assert (code, "no problems" in out) == (0, True)
+
+
+def test_a_table_with_other_names_is_told_which_to_rename(cli, config, tmp_path):
+    (tmp_path / "qa.csv").write_text("question,answer\n" + "what?,that\n" * 160)
+    path = config()
+    for command in (("data", path, "--check"), ("train", path)):
+        code, out, err = cli(*command, f"data.train={tmp_path / 'qa.csv'}")
+        assert code == 2
+        assert "qa.csv:2: a record with the fields 'question', 'answer' fits no shape" in out + err
+        assert "hint: rename the fields: answer -> completion, question -> prompt" in out + err
+    mixed = [*GOOD, {"question": "a", "answer": "b"}]
+    _, out, _ = cli("data", config(mixed), "--check")
+    assert "error: train: 1 bad record" in out
+    assert "hint: rename the fields: answer -> completion" in out
+
+
+def test_columns_that_a_run_reads_are_no_problem(cli, config):
+    distrusted = [{"text": f"text {n}", "auth_weight": 0.5, "prov_entropy": n / 9} for n in range(40)]
+    path = config(distrusted)
+    code, out, _ = cli("data", path, "--check", "objective={kind: distrust}")
+    assert (code, "no problems" in out) == (0, True)
+    code, out, _ = cli("data", path, "--check")
+    assert code == 2
+    assert "field auth_weight of 40 records reaches no token" in out
+    graded = [{**each, "grade": number, "group": "a"} for number, each in enumerate(GOOD)]
+    path = config(graded, valid=[{**chat("x", "y"), "grade": 1}])
+    code, out, _ = cli("data", path, "--check", "data.curriculum={kind: difficulty, score: grade}")
+    assert (code, "no problems" in out) == (0, True)
+
+
+def test_tool_calls_that_the_template_drops_are_found(cli, config):
+    """Its answers are empty, its tools are not read: the model would be taught to say nothing."""
+    call = {"type": "function", "function": {"name": "light", "arguments": {"on": True}}}
+    asked, answered = chat("on", "")["messages"]
+    called = {"messages": [asked, {**answered, "tool_calls": [call]}], "tools": [call]}
+    path = config([called] * 3 + GOOD)
+    code, out, _ = cli("data", path, "--check")
+    assert code == 2
+    assert "error: train: 3 bad records" in out
+    assert (
+        "train.jsonl:1: message 2 (assistant) renders empty: the chat template leaves out tool_calls" in out
+    )
+    assert "warning: train: field tools of 3 records reaches no token" in out
+    assert "warning: train: message field tool_calls of 3 records reaches no token" in out
+    code, _, err = cli("train", path)
+    assert code == 2
+    assert "train.jsonl:1: message 2 (assistant) renders empty" in err

@@ -68,7 +68,7 @@ def test_records_without_a_prompt_are_refused_or_counted(tmp_path, tiny):
         prompts(tmp_path, tiny[1], good, bad)
     found = prompts(tmp_path, tiny[1], good, bad, skip_bad=True)
     assert (len(found), found.skipped.count) == (1, 1)
-    with pytest.raises(DataError, match="holds no prompt"):
+    with pytest.raises(DataError, match="prompts.jsonl:1: a text record has no prompt to complete"):
         prompts(tmp_path, tiny[1], bad, skip_bad=True)
     with pytest.raises(DataError, match="holds no records"):
         prompts(tmp_path, tiny[1])

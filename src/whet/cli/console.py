@@ -120,7 +120,8 @@ class _NotesHandler(logging.Handler):
     """Log lines through the console that owns the progress bar, so that they do not tear it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        notes().print(self.format(record), highlight=False, markup=False)
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        notes().print(f"{mark}{self.format(record)}", highlight=False, markup=False)
 
 
 def set_up_logging(*, quiet: bool = False) -> None:

@@ -100,6 +100,10 @@ class Data(Section):
     on_bad_record: Literal["error", "skip"] = Field(
         "error", description="a record that cannot be read: stop, or leave it out and count it"
     )
+    ignore: list[str] = Field(
+        [],
+        description="fields of records and messages that are not read, and not reported as unread",
+    )
     allow_empty_answers: bool = Field(
         False, description="supervise answers of which no text reaches the model, instead of refusing them"
     )

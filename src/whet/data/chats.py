@@ -1,5 +1,6 @@
 """Conversations in the forms people write them, brought to one: messages with a role and a text."""
 
+from collections.abc import Collection
 from itertools import takewhile
 from typing import Any
 
@@ -8,6 +9,8 @@ from whet.errors import DataError
 
 Message = dict[str, Any]  # Any: templates read fields of their own choice
 Fields = dict[str, Any]  # Any: JSON values
+
+MESSAGE_LISTS = ("messages", "prompt", "chosen", "rejected")  # fields that may hold messages, once read
 
 # ShareGPT's names of the speakers, and those of the sets made after it
 _SPEAKERS = {
@@ -74,6 +77,20 @@ def _joined(parts: list[Any], number: int) -> str:  # Any: JSON values
                 f"message {number} has a part that is no text ({kind})", hint="whet trains on text only"
             )
     return "".join(part["text"] for part in parts)
+
+
+def without_fields(fields: Fields, names: Collection[str]) -> Fields:
+    """A record without some fields, neither in itself nor in its messages."""
+
+    def kept(given: Fields) -> Fields:
+        return {name: value for name, value in given.items() if name not in names}
+
+    return {
+        name: [kept(each) if isinstance(each, dict) else each for each in value]
+        if name in (*MESSAGE_LISTS, "conversations") and isinstance(value, list)
+        else value
+        for name, value in kept(fields).items()
+    }
 
 
 def turns_of(fields: Fields) -> list[Message]:

@@ -7,13 +7,14 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from whet.data.encode import Encoder, Question
 from whet.data.examples import Example
+from whet.data.field_audit import FieldAudit
 from whet.data.labels import Labels
 from whet.data.render import Renderer, Rendering, Supervise
 from whet.data.shapes import number, seen
@@ -35,6 +36,25 @@ def encode_records(
     """Records as examples in memory, for a loop of one's own. Any: a transformers tokenizer."""
     renderer, encoder = Renderer(tokenizer, supervise=supervise), Encoder(tokenizer)
     return [encoder.example(renderer.render(record)) for record in records]
+
+
+@dataclass
+class _Tally:
+    """What is noted while a source is tokenised."""
+
+    audit: FieldAudit
+    skipped: Skipped = field(default_factory=Skipped)
+    only_last: int = 0
+
+    def notes(self, source: Source) -> dict[str, Any]:  # Any: JSON values
+        both = [each for each in (source.skipped, self.skipped) if each.count]
+        return {
+            "skipped": sum(each.count for each in both),
+            "reasons": [reason for each in both for reason in each.reasons][:REASONS_KEPT],
+            "hint": both[0].hint if both else None,
+            "only_last": self.only_last,
+            "unread": self.audit.counts(),
+        }
 
 
 class Preparation:
@@ -78,18 +98,12 @@ class Preparation:
         if found is not None and (self.skip_bad or not found.notes["skipped"]):
             log.info("%s: tokens from the store", source.name)
             return found
-        skipped, notes = Skipped(), {"only_last": 0}
-        examples = self._examples(source, skipped, notes)
-        return write_store(directory, examples, notes=lambda: self._notes(source, skipped, notes))
-
-    def _notes(self, source: Source, skipped: Skipped, notes: dict[str, int]) -> dict[str, Any]:  # Any: JSON
-        reasons = [*source.skipped.reasons, *skipped.reasons]
-        return {
-            "source": source.name,
-            "skipped": source.skipped.count + skipped.count,
-            "reasons": reasons[:REASONS_KEPT],
-            **notes,
-        }
+        tally = _Tally(FieldAudit(self.renderer))
+        return write_store(
+            directory,
+            self._examples(source, tally),
+            notes=lambda: {"source": source.name, **tally.notes(source)},
+        )
 
     def questions(self, source: Source) -> list[Question]:
         """What the records with an answer ask."""
@@ -126,29 +140,31 @@ class Preparation:
             parts["labels"] = [self.labels.names, self.labels.multi_label, _LABELS_VERSION]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
-    def _examples(self, source: Source, skipped: Skipped, notes: dict[str, int]) -> Iterator[Example]:
+    def _examples(self, source: Source, tally: _Tally) -> Iterator[Example]:
         empty = True
-        for chunk, encoded in self._encoded(source, skipped):
+        for chunk, encoded in self._encoded(source, tally):
             following = iter(encoded)
             for group in chunk:
                 found = [next(following) for _ in group]
                 bad = [example for example in found if isinstance(example, DataError)]
                 if bad:
-                    self._bad(bad[0], skipped)
+                    self._bad(bad[0], tally)
                     continue
-                notes["only_last"] += group[0].only_last
+                tally.only_last += group[0].only_last
                 empty = False
                 yield from (example for example in found if isinstance(example, Example))
         if empty:
-            raise DataError(f"{source.name} holds no record to learn from", hint=skipped.summary())
+            if tally.skipped.count:
+                raise tally.skipped.as_error(source.name)
+            raise DataError(f"{source.name} holds no record to learn from")
 
     def _encoded(
-        self, source: Source, skipped: Skipped
+        self, source: Source, tally: _Tally
     ) -> Iterator[tuple[list[tuple[Rendering, ...]], list[Example | DataError]]]:
         """Chunks with their examples; one is tokenised while the next is read and rendered."""
         waiting: tuple[list[tuple[Rendering, ...]], list[Rendering], Future[list[Any]]] | None = None
         with ThreadPoolExecutor(max_workers=1) as worker:
-            for chunk in itertools.chain(self._chunks(source, skipped), [None]):
+            for chunk in itertools.chain(self._chunks(source, tally), [None]):
                 ahead = None
                 if chunk is not None:
                     texts = [rendering for group in chunk for rendering in group]
@@ -158,12 +174,14 @@ class Preparation:
                     yield before, self.encoder.examples(renderings, encodings.result())
                 waiting = ahead
 
-    def _chunks(self, source: Source, skipped: Skipped) -> Iterator[list[tuple[Rendering, ...]]]:
+    def _chunks(self, source: Source, tally: _Tally) -> Iterator[list[tuple[Rendering, ...]]]:
         """The texts of some records at a time."""
         chunk: list[tuple[Rendering, ...]] = []
         characters = 0
         for record in source:
-            group = self._renderings(record, skipped)
+            if record.shape:
+                tally.audit.add(record)
+            group = self._renderings(record, tally)
             if not group:
                 continue
             chunk.append(group)
@@ -174,12 +192,12 @@ class Preparation:
         if chunk:
             yield chunk
 
-    def _renderings(self, record: Record, skipped: Skipped) -> tuple[Rendering, ...]:
+    def _renderings(self, record: Record, tally: _Tally) -> tuple[Rendering, ...]:
         try:
             values = self._values(record)
             group = self._group(record)
         except DataError as error:
-            self._bad(error, skipped)
+            self._bad(error, tally)
             return ()
         return tuple(replace(rendering, values=values) for rendering in group)
 
@@ -200,10 +218,10 @@ class Preparation:
         except DataError as error:
             raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
 
-    def _bad(self, error: DataError, skipped: Skipped) -> None:
+    def _bad(self, error: DataError, tally: _Tally) -> None:
         if not self.skip_bad:
             raise error
-        skipped.add(error)
+        tally.skipped.add(error)
 
 
 def _number(record: Record, name: str) -> float:

@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any
 
 from whet.data.encode import Encoder, Question
+from whet.data.field_audit import FieldAudit, Unread
 from whet.data.render import Renderer
 from whet.data.sources import Skipped, Source
 from whet.errors import DataError
@@ -28,6 +29,7 @@ class Prompts(list[Prompt]):
     """The prompts of a source, and how many of its records were left out."""
 
     skipped: Skipped
+    unread: Unread  # fields that reach no token: those of the record are there for the rewards
 
     def summary(self) -> str:
         """Counts and lengths, for a person."""
@@ -42,18 +44,25 @@ def read_prompts(
     """All prompts of a source. Any: a transformers tokenizer."""
     skipped = Skipped()
     renderer = Renderer(tokenizer, today=today)
-    found = Prompts(_prompts(source, renderer, skipped if skip_bad else None))
+    audit = FieldAudit(renderer)
+    found = Prompts(_prompts(source, audit, skipped if skip_bad else None))
+    found.unread = audit.counts()
+    if source.skipped.count:
+        skipped.hint = source.skipped.hint
     skipped.count += source.skipped.count
     skipped.reasons[:0] = source.skipped.reasons
     found.skipped = skipped
     if not found:
-        raise DataError(f"{source.name} holds no prompt", hint=skipped.summary())
+        raise skipped.as_error(source.name) if skipped.count else DataError(f"{source.name} holds no prompt")
     return found
 
 
-def _prompts(source: Source, renderer: Renderer, skipped: Skipped | None) -> Iterator[Prompt]:
+def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iterator[Prompt]:
+    renderer = audit.renderer
     encoder = Encoder(renderer.tokenizer)
     for record in source:
+        if record.shape:
+            audit.add(record)
         try:
             question = encoder.question(renderer.prompt(record))
             if not question.tokens:

@@ -16,6 +16,7 @@ from whet.errors import DataError, shorten
 
 Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # character ranges that are learned
+_PREFERENCE_ROLES = (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant"))
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,19 @@ class Renderer:
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return None
 
+    def chats(self, record: Record) -> list[str]:
+        """The conversations of a record as the template writes them; of plain text there are none."""
+        if record.shape == "preference":
+            prompt, *answers = (_as_chat(record.fields[name], role) for name, role in _PREFERENCE_ROLES)
+            conversations = [[*prompt, *answer] for answer in answers]
+        elif record.shape == "prompt":
+            conversations = [_as_chat(record.fields["prompt"], "user")]
+        else:
+            conversations = [self._conversation(record) or []]
+        if not self.tokenizer.chat_template:
+            return []
+        return [self._rendered(messages, record) for messages in conversations if messages]
+
     def _chat(self, messages: list[Message], record: Record) -> Rendering:
         """Render a conversation and find its supervised characters.
 
@@ -341,6 +355,10 @@ def _is_written(turn: str, values: list[Any]) -> bool:  # Any: JSON values
         if isinstance(value, dict | list):
             left += value.values() if isinstance(value, dict) else value
     return False
+
+
+def _as_chat(given: Any, role: str) -> list[Message]:  # Any: text, or messages
+    return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 
 def _filled(messages: list[Message]) -> list[Message]:

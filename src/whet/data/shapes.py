@@ -25,10 +25,15 @@ class Shape:
     name: ShapeName
     needs: tuple[str, ...]
     read: Callable[[Fields], Fields]
+    reads: tuple[str, ...] = ()  # fields that its text is made of, where they are not those it needs
 
     def fits(self, fields: Fields) -> bool:
         """Whether the fields that tell this shape are there."""
         return all(fields.get(name) is not None for name in self.needs)
+
+    def unread(self, fields: Fields) -> tuple[str, ...]:
+        """The fields that are not part of its text, nor of what is learned about it."""
+        return tuple(name for name in fields if name not in (self.reads or self.needs))
 
 
 def recognise(fields: Fields) -> Shape:
@@ -55,9 +60,14 @@ def shaped(fields: Fields, wanted: ShapeName | None = None) -> tuple[ShapeName, 
 
     Other fields stay as they are, for the reward or whoever reads them; nulls are left out.
     """
-    shape = recognise(fields) if wanted is None else _find(fields, wanted)
+    shape = find_shape(fields, wanted)
     given = {name: value for name, value in fields.items() if value is not None}
     return shape.name, {**given, **shape.read(given)}
+
+
+def find_shape(fields: Fields, wanted: ShapeName | None = None) -> Shape:
+    """The shape that is wanted, or the first that fits."""
+    return recognise(fields) if wanted is None else _find(fields, wanted)
 
 
 def _find(fields: Fields, wanted: ShapeName) -> Shape:
@@ -198,17 +208,17 @@ def _from_text(read: Callable[[Fields], Fields]) -> Callable[[Fields], Fields]:
 
 # The order is the order of recognition.
 SHAPES = (
-    Shape("messages", ("messages",), _conversation),
-    Shape("messages", ("conversations",), _sharegpt),
-    Shape("preference", ("chosen", "rejected"), _preference),
-    Shape("completion", ("prompt", "completion"), _completion),
-    Shape("completion", ("instruction", "output"), _alpaca),
+    Shape("messages", ("messages",), _conversation, ("messages", "tools")),
+    Shape("messages", ("conversations",), _sharegpt, ("conversations", "system", "tools")),
+    Shape("preference", ("chosen", "rejected"), _preference, ("prompt", "chosen", "rejected", "tools")),
+    Shape("completion", ("prompt", "completion"), _completion, ("prompt", "completion", "tools")),
+    Shape("completion", ("instruction", "output"), _alpaca, ("instruction", "input", "output", "tools")),
     Shape("classification", ("input", "label"), _labelled),
     Shape("classification", ("input", "labels"), _multi_labelled),
     Shape("tabular", ("features", "target"), _tabular),
-    Shape("distrust", ("text", "auth_weight", "prov_entropy"), _distrust),
+    Shape("distrust", ("text", "auth_weight", "prov_entropy"), _distrust, ("text",)),
     Shape("text", ("text",), _text),
-    Shape("prompt", ("prompt",), _prompt),
+    Shape("prompt", ("prompt",), _prompt, ("prompt", "tools")),
 )
 # Only where the config asks for classification: a text with a label beside it may as well be meant as text.
 _TEXT_AND_LABEL = Shape("classification", ("text", "label"), _from_text(_labelled))

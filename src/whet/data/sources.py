@@ -1,17 +1,18 @@
 """Where records come from: files, directories, datasets, whet's own generators, and mixtures of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from whet.config.sections import WeightedSource
 from whet.data import hugging_face
+from whet.data.chats import without_fields
 from whet.data.files import not_found
 from whet.data.ledgers import holds_ledgers, ledgers_content
 from whet.data.mixing import check_pass, mix
 from whet.data.readers import Content, Row, digest_text, files_content
-from whet.data.shapes import ShapeName, shaped
+from whet.data.shapes import ShapeName, find_shape, shaped
 from whet.data.splits import Split, directory_content, has_split
 from whet.data.synthetic import generate, identity
 from whet.errors import DataError
@@ -31,15 +32,18 @@ class Record:
     fields: dict[str, Any]  # Any: JSON values
     origin: str
     shape: ShapeName | None = None  # None: not yet checked, see `checked`
+    unread: tuple[str, ...] = ()  # fields that the shape makes no text of
 
 
 def checked(record: Record, form: Format = "auto") -> Record:
     """The record with its shape, its fields checked and in their one form."""
+    wanted = None if form == "auto" else form
     try:
-        shape, fields = shaped(record.fields, None if form == "auto" else form)
+        shape, fields = shaped(record.fields, wanted)
+        unread = find_shape(record.fields, wanted).unread(record.fields)
     except DataError as error:
         raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
-    return Record(fields, record.origin, shape)
+    return Record(fields, record.origin, shape, tuple(name for name in unread if name in fields))
 
 
 @dataclass
@@ -48,9 +52,12 @@ class Skipped:
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
+    hint: str | None = None  # what to do about the first of them
 
     def add(self, error: DataError) -> None:
         """Count one more."""
+        if not self.count:
+            self.hint = error.hint
         self.count += 1
         if len(self.reasons) < REASONS_KEPT:
             self.reasons.append(error.message)
@@ -60,6 +67,12 @@ class Skipped:
         shown = self.reasons[:REASONS_SHOWN]
         more = "; ..." if self.count > len(shown) else ""
         return f"{self.count} bad record{'s' * (self.count != 1)} skipped ({'; '.join(shown)}{more})"
+
+    def as_error(self, name: str) -> DataError:
+        """The error where a source has bad records and no others."""
+        many = f"all {self.count:,} records are bad, the first one: " if self.count > 1 else ""
+        first = self.reasons[0]
+        return DataError(f"{many}{first}" if name in first else f"{name}: {many}{first}", hint=self.hint)
 
 
 class Source(Protocol):
@@ -80,10 +93,12 @@ class Source(Protocol):
 class OneSource:
     """The records of one file, split, dataset or generator."""
 
-    def __init__(self, name: str, content: Content, *, form: Format, on_bad: OnBad) -> None:
+    def __init__(
+        self, name: str, content: Content, *, form: Format, on_bad: OnBad, ignore: Collection[str] = ()
+    ) -> None:
         self.name = name
         self.skipped = Skipped()
-        self.digest = content.digest
+        self.ignore = frozenset(ignore)
         self._content = content
         self._form = form
         self._on_bad = on_bad
@@ -103,14 +118,19 @@ class OneSource:
                 if skipped.count > self.skipped.count:  # a second pass meets the same ones again
                     self.skipped = skipped
         if empty:
-            raise DataError(
-                f"{self.name} holds no records", hint=skipped.summary() if skipped.count else None
-            )
+            raise skipped.as_error(self.name) if skipped.count else DataError(f"{self.name} holds no records")
+
+    def digest(self) -> str:
+        """Of what is read: the content, and which fields of it are left out."""
+        digest = self._content.digest()
+        return digest_text(f"{digest} without {sorted(self.ignore)}") if self.ignore else digest
 
     def _record(self, row: Row) -> Record | DataError:
         if isinstance(row, DataError):
             return row
         origin, fields = row
+        if self.ignore:
+            fields = without_fields(fields, self.ignore)
         try:
             return checked(Record(fields, origin), self._form)
         except DataError as error:
@@ -144,7 +164,8 @@ class SeveralSources:
         """Of all sources together."""
         parts = [source.skipped for source in self.sources]
         reasons = [reason for part in parts for reason in part.reasons]
-        return Skipped(sum(part.count for part in parts), reasons[:REASONS_KEPT])
+        hint = next((part.hint for part in parts if part.count), None)
+        return Skipped(sum(part.count for part in parts), reasons[:REASONS_KEPT], hint)
 
     def digest(self) -> str:
         """Of the sources' digests and weights."""
@@ -152,16 +173,22 @@ class SeveralSources:
 
 
 def open_source(
-    spec: Spec, *, split: Split = "train", form: Format = "auto", on_bad: OnBad = "error"
+    spec: Spec,
+    *,
+    split: Split = "train",
+    form: Format = "auto",
+    on_bad: OnBad = "error",
+    ignore: Collection[str] = (),
 ) -> Source:
     """The source that a config names; `split` is taken where the name stands for several.
 
-    `form` forces a shape. A bad record is raised, or with `skip` passed over and counted in `skipped`.
+    `form` forces a shape. A bad record is raised, or with `skip` passed over and counted in `skipped`. The
+    fields in `ignore` are read as if they were not there.
     """
     if isinstance(spec, str):
-        return OneSource(spec, _content(spec, split), form=form, on_bad=on_bad)
+        return OneSource(spec, _content(spec, split), form=form, on_bad=on_bad, ignore=ignore)
     parts = [part if isinstance(part, str) else part.source for part in spec]
-    sources = [open_source(part, split=split, form=form, on_bad=on_bad) for part in parts]
+    sources = [open_source(part, split=split, form=form, on_bad=on_bad, ignore=ignore) for part in parts]
     weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
     return SeveralSources(sources, weights or None)
 

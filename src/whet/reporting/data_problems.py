@@ -37,6 +37,8 @@ def find_problems(view: DataView) -> list[Problem]:
         found += _of_model(split, view)
         found += _of_masks(split, view)
         found += _of_amounts(split)
+        found += (Problem(f"{split.name}: {message}", hint) for message, hint in split.unread)
+    found += (Problem(message, hint) for message, hint in view.unread_prompts)
     for each in view.overlaps:
         if each.twins.count:
             message = f"{each.held}: {_records(each.twins.count)} also in {each.learned}"
@@ -71,7 +73,8 @@ def _refuse_no_directory(directory: Path) -> None:
 
 def _of_records(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
     if split.skipped:
-        hint = "mend them, or set data.on_bad_record to skip" if strict else None
+        ways = [split.hint or "fix them", *(["set data.on_bad_record to skip"] if strict else [])]
+        hint = "; or ".join(ways) if strict or split.hint else None
         bad = f"{split.skipped:,} bad record{'s' * (split.skipped != 1)}"
         yield Problem(f"{split.name}: {bad}", hint, _listed(split.reasons, split.skipped), stops=strict)
     if split.refused:

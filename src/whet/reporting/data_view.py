@@ -77,6 +77,7 @@ class SplitFacts:
     cut: dict[str, int]  # truncated, split, dropped
     skipped: int
     reasons: tuple[str, ...]  # why, for the first of them
+    hint: str | None  # what to do about the first of them
     only_last: int  # conversations of which the template lets only the last answer be found
     duplicates: Twins
     doubled_bos: int
@@ -87,6 +88,7 @@ class SplitFacts:
     refused: int  # records that are too long, where data.too_long is error
     too_long: tuple[str, ...]  # the first of them
     samples: tuple[Sample, ...]
+    unread: tuple[tuple[str, str], ...] = ()  # fields that reach no token, and what to do about each
 
     @property
     def is_judged(self) -> bool:
@@ -126,6 +128,7 @@ class DataView:
     steps: StepFacts | None
     errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
     held_out: int = 0  # of the training examples, for validation
+    unread_prompts: tuple[tuple[str, str], ...] = ()  # fields of the prompts that reach no token, as above
     prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
 
 
@@ -224,7 +227,7 @@ def _view_prompts(
     """The prompts of a run that learns from what its model says: there are no examples to show yet."""
     assert isinstance(config.objective, GRPOObjective)
     data.use(tokenizer)
-    found = []
+    found, unread = [], list[tuple[str, str]]()
     context = model.max_positions if model is not None and model.max_positions else config.data.max_length
     try:
         check_config(config)
@@ -239,6 +242,9 @@ def _view_prompts(
             )
             dropped = len(data.prompts[name]) - len(left)
             more = f", {dropped:,} too long and dropped" if dropped else ""
+            unread += (
+                (f"{name}: {message}", hint) for message, hint in data.unread(data.prompts[name].unread)
+            )
             found.append((name, f"{source.name}: {data.prompts[name].summary()}{more}"))
             if data.prompts[name].skipped.count and config.data.on_bad_record == "error":
                 raise DataError(f"data.{name}: {data.prompts[name].skipped.summary()}")
@@ -247,7 +253,17 @@ def _view_prompts(
     text = TokenText(tokenizer)
     ends = tuple(text.name(token) for token in sorted(_ends(tokenizer, model)))
     facts = _tokenizer_facts(tokenizer, ends)
-    return DataView(config, model, facts, (), (), None, tuple(errors), prompts=tuple(found))
+    return DataView(
+        config,
+        model,
+        facts,
+        (),
+        (),
+        None,
+        tuple(errors),
+        unread_prompts=tuple(unread),
+        prompts=tuple(found),
+    )
 
 
 def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
@@ -312,6 +328,7 @@ def _split_facts(
         cut={what: 0 if len(refused) else count for what, count in examples.counts.items()},
         skipped=store.notes["skipped"],
         reasons=tuple(store.notes["reasons"]),
+        hint=store.notes.get("hint"),
         only_last=store.notes["only_last"],
         duplicates=duplicates(store, found.hashes),
         doubled_bos=found.doubled_bos,
@@ -323,6 +340,7 @@ def _split_facts(
         too_long=tuple(
             f"{store.origin(record)}: {sizes[record]:,} tokens" for record in refused[:REASONS_KEPT].tolist()
         ),
+        unread=tuple(data.unread(store.notes["unread"])),
         samples=tuple(
             _sample(examples, index, text, judged=judged) for index in range(min(samples, len(examples)))
         ),

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import math
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ import torch
 from whet.data.batches import Batch, evaluation_batches
 from whet.data.encode import Question, token_bytes
 from whet.data.examples import TooLong, cut
+from whet.data.field_audit import unread_fields
 from whet.data.plan import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
 from whet.data.prepare import Preparation
 from whet.data.render import NothingToLearnError, Supervise
@@ -30,6 +32,8 @@ from whet.objectives.base import Loss, Objective
 from whet.objectives.sft import SFT
 from whet.parallel.gradients import is_sharded
 from whet.parallel.group import SOLO, World
+
+log = logging.getLogger("whet")
 
 
 def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
@@ -194,10 +198,13 @@ class ModelEvaluation:
         self.tokenizer = tokenizer
         preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise, allow_empty=True)
         try:
-            examples = cut(preparation.store(source), max_length=max_length, too_long=too_long)
+            store = preparation.store(source)
+            examples = cut(store, max_length=max_length, too_long=too_long)
         except NothingToLearnError as error:
             raise _unmeasured(error.record) from error
         self.summary = examples.summary()
+        for message, _ in unread_fields(store.notes["unread"], used={"group"}):
+            log.warning("%s: %s", source.name, message)
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
         settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")
         sizes = token_bytes(tokenizer, vocab_size=model.vocab_size)

@@ -16,11 +16,12 @@ from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_
 from whet.data.encode import Question, token_bytes
 from whet.data.endings import ENDLESS_HINT, endless, endless_message
 from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs
+from whet.data.field_audit import Unread, unread_fields
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
 from whet.data.prompts import Prompts, read_prompts
 from whet.data.render import text_of
-from whet.data.sources import Format, Skipped, Source, holds_split, open_source
+from whet.data.sources import Format, Skipped, Source, Spec, holds_split, open_source
 from whet.data.splits import LEARNED, Split, learned
 from whet.data.strata import label_values, oversampled, record_hashes
 from whet.errors import ConfigError, DataError
@@ -61,16 +62,18 @@ class RunData:
             order=data.order,
         )
         self.sources: dict[str, Source] = {
-            split: open_source(spec, split=split, form=self.form, on_bad=data.on_bad_record)
-            for split in SPLITS
-            if (spec := getattr(data, split)) is not None
+            split: self._open(spec, split) for split in SPLITS if (spec := getattr(data, split)) is not None
         }
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
-            self.sources["hard"] = open_source(curriculum.hard, form=self.form, on_bad=data.on_bad_record)
+            self.sources["hard"] = self._open(curriculum.hard, "train")
         self.held_out: Mapping[str, object] | None = None  # what says which training records are validation
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
         self.prompts: dict[str, Prompts] = {}  # instead, where the objective needs these
+
+    def _open(self, spec: Spec, split: Split) -> Source:
+        data = self.config.data
+        return open_source(spec, split=split, form=self.form, on_bad=data.on_bad_record, ignore=data.ignore)
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""
@@ -95,15 +98,29 @@ class RunData:
         for name, source in self.sources.items():
             if self.needs.prompts:
                 self.prepare_prompts(name)
+                self._warn_of_unread(name, self.prompts[name].unread)
                 continue
             examples = self.prepare_source(name)
             log.info("%s: %s: %s", name, source.name, examples.summary())
             for line in complaints(examples.store.notes):
                 log.warning("%s: %s", name, line)
+            self._warn_of_unread(name, examples.store.notes["unread"])
         self.hold_out()
         data = self.config.data
         if data.valid is None and holds_split(data.train, "valid"):
             log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+
+    def unread(self, found: Unread) -> Iterator[tuple[str, str]]:
+        """The fields that neither a token nor the objective reads: what is wrong, and what to do."""
+        curriculum, needs = self.config.data.curriculum, self.needs
+        used = {"group", *needs.columns, *(("label", "labels") if needs.labels is not None else ())}
+        if curriculum is not None and curriculum.score:
+            used.add(curriculum.score)
+        return unread_fields(found, used=None if needs.prompts else used)
+
+    def _warn_of_unread(self, name: str, found: Unread) -> None:
+        for message, hint in self.unread(found):
+            log.warning("%s: %s: %s", name, message, hint)
 
     def hold_out(self) -> None:
         """Where classes are learned and no validation records are given, hold some out of the training."""

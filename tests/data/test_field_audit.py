@@ -1,0 +1,154 @@
+"""Fields that reach no token: what is counted, against what the template writes with and without them."""
+
+import json
+
+import pytest
+
+from tiny import TEMPLATE
+from whet.data.field_audit import FieldAudit, unread_fields
+from whet.data.prepare import Preparation
+from whet.data.prompts import read_prompts
+from whet.data.render import Renderer
+from whet.data.sources import open_source
+
+CALL = [{"type": "function", "function": {"name": "light", "arguments": {"on": True}}}]
+TOOL = [{"type": "function", "function": {"name": "light", "description": "switches", "parameters": {}}}]
+WRITES_ALL = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
+    "{{ m['content'] }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}",
+)
+
+
+def messages(*, user=None, **answer):
+    return [
+        {"role": "user", "content": "on", **(user or {})},
+        {"role": "assistant", "content": "done", **answer},
+    ]
+
+
+@pytest.fixture
+def unread(tiny, tmp_path):
+    """What is counted for some records, and how often the template ran."""
+
+    def audit(records, template=TEMPLATE, **settings):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        tiny[1].chat_template = template
+        store = Preparation(tiny[1], cache=tmp_path / "cache", **settings).store(open_source(str(path)))
+        return store.notes["unread"]
+
+    return audit
+
+
+def test_what_a_template_leaves_out_is_counted(unread):
+    plain = {"messages": messages()}
+    called = {"messages": messages(tool_calls=CALL), "tools": TOOL}
+    thought = {"messages": messages(reasoning_content="so", name=""), "tools": []}
+    records = [plain, *[called] * 3, *[thought] * 2]
+    assert unread(records) == {"record": {"tools": 3}, "message": {"tool_calls": 3, "reasoning_content": 2}}
+    assert unread(records, WRITES_ALL) == {"record": {}, "message": {}}
+
+
+def test_the_count_is_exact_where_a_template_writes_a_field_only_sometimes(unread):
+    """Here only after a user's message that asks for it, and far behind the records that are always tested."""
+    template = WRITES_ALL.replace(
+        "if m.reasoning_content", "if m.reasoning_content and messages[0].content == 'why'"
+    )
+    records = [{"messages": messages(user={"content": "why"} if n % 3 else None, reasoning_content="so")}
+               for n in range(100)]  # fmt: skip
+    assert unread(records, template)["message"] == {"reasoning_content": sum(n % 3 == 0 for n in range(100))}
+
+
+def test_a_field_that_is_always_left_out_costs_few_renderings(tiny):
+    class Counted(Renderer):
+        calls = 0
+
+        def chats(self, record):
+            self.calls += 1
+            return super().chats(record)
+
+    renderer = Counted(tiny[1])
+    audit = FieldAudit(renderer)
+    [record] = _records({"messages": messages(name="x"), "tools": TOOL, "id": 3})
+    for _ in range(1000):
+        audit.add(record)
+    assert audit.counts() == {"record": {"id": 1000, "tools": 1000}, "message": {"name": 1000}}
+    assert renderer.calls <= 4 * 32
+
+
+def _records(*fields):
+    from whet.data.sources import Record, checked
+
+    return [checked(Record(each, "here")) for each in fields]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            {"prompt": "a", "completion": "b", "label": "x", "id": 1, "empty": "", "null": None},
+            ["label", "id"],
+        ),
+        ({"messages": messages(), "system": "Be brief."}, ["system"]),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+                "system": "c",
+            },
+            [],
+        ),
+        ({"instruction": "a", "input": "b", "output": "c", "text": "a b c"}, ["text"]),
+        ({"text": "a", "auth_weight": 0.5, "prov_entropy": 1.0}, ["auth_weight", "prov_entropy"]),
+        ({"text": "a", "weight": 0, "tools": TOOL}, ["weight", "tools"]),
+        ({"prompt": "a", "completion": "b", "tools": json.dumps(TOOL)}, ["tools"]),
+    ],
+)
+def test_fields_that_no_shape_reads_are_counted(unread, record, expected):
+    assert unread([record])["record"] == dict.fromkeys(expected, 1)
+
+
+def test_preferences_are_rendered_with_both_answers(unread):
+    pair = {"prompt": "a", "chosen": messages(reasoning_content="so")[1:], "rejected": "c", "score_chosen": 3}
+    assert unread([pair], pairs=True) == {"record": {"score_chosen": 1}, "message": {"reasoning_content": 1}}
+    assert unread([pair], WRITES_ALL, pairs=True)["message"] == {}
+
+
+def test_weights_and_nulls_are_nothing_to_report(unread):
+    assert unread([{"messages": messages(weight=1, tool_calls=None)}])["message"] == {}
+
+
+def test_tools_of_a_text_prompt_reach_the_template(tiny, tmp_path):
+    tiny[1].chat_template = WRITES_ALL
+    [record] = _records({"prompt": "a", "completion": "b", "tools": json.dumps(TOOL)})
+    expected = tiny[1].apply_chat_template(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tools=TOOL, tokenize=False
+    )
+    assert Renderer(tiny[1]).render(record).text == expected
+
+
+def test_ignored_fields_are_not_there(tiny, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"messages": messages(name="x", id=2), "id": 1, "label": False}) + "\n")
+    source = open_source(str(path), ignore=["id", "label"])
+    store = Preparation(tiny[1], cache=tmp_path / "cache").store(source)  # judged by no label
+    assert store.notes["unread"] == {"record": {}, "message": {"name": 1}}
+    assert source.digest() != open_source(str(path)).digest() == open_source(str(path), ignore=[]).digest()
+
+
+def test_fields_beside_a_prompt_are_for_the_rewards(tiny, tmp_path):
+    path = tmp_path / "train.jsonl"
+    asked = [{"role": "user", "content": "a", "name": "x"}]
+    path.write_text(json.dumps({"prompt": asked, "answer": "4", "tools": TOOL}) + "\n")
+    prompts = read_prompts(open_source(str(path)), tiny[1])
+    told = [message for message, _ in unread_fields(prompts.unread, used=None)]
+    assert told == [
+        "field tools of 1 record reaches no token",
+        "message field name of 1 record reaches no token",
+    ]
+
+
+def test_very_many_fields_are_cut_short():
+    told = list(unread_fields({"record": {f"f{n}": 1 for n in range(99)} | {"group": 2}}, used={"group"}))
+    assert len(told) == 21
+    assert told[-1][0] == "79 more fields reach no token"
