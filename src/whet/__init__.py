@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from whet.training.probes import EffectiveRank as EffectiveRank
     from whet.training.probes import GradientNoise as GradientNoise
     from whet.training.probes import GradientStats as GradientStats
+    from whet.training.probes import LossCurvature as LossCurvature
     from whet.training.probes import WeightStats as WeightStats
     from whet.training.run import resume as resume
     from whet.training.run import train as train
@@ -75,6 +76,7 @@ _HOMES = {
         "EffectiveRank",
         "GradientNoise",
         "GradientStats",
+        "LossCurvature",
         "WeightStats",
     ),
     "training.run": ("resume", "train"),

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from whet.config.load import make_config
 from whet.data.batches import BatchStream
 from whet.data.plan import StepSettings
 from whet.errors import ConfigError
+from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, StopRun
 from whet.training.probe_batches import probe_batches, texts_of, units
@@ -27,7 +29,7 @@ from whet.training.trainer import Trainer
 from whet.training.undisturbed import undisturbed
 
 NAMES = ("gradients", "weights", "activations", "attention", "noise", "rank")
-ALL = dict.fromkeys(NAMES, 2)
+ALL = {**dict.fromkeys(NAMES, 2), "curvature": None}
 LAYERS = 12  # more than ten: names sorted as text would put layer 10 before layer 2
 
 
@@ -122,22 +124,25 @@ def test_gradient_norms_are_those_of_transformers(measured):
     row, expected = measured["row"], [norm(of_layer(gradients, layer)) for layer in range(LAYERS)]
     assert row["exp_grad_norm_layer"] == pytest.approx(expected, rel=1e-4)
     assert row["exp_grad_norm_rest"] == pytest.approx(norm(outside(gradients)), rel=1e-4)
-    assert row["exp_grad_norm_mean"] == pytest.approx(np.mean(expected), rel=1e-4)
-    assert row["exp_grad_norm_std"] == pytest.approx(np.std(expected), rel=1e-3)
-    assert row["exp_grad_norm_max_layer"] == int(np.argmax(expected))
+    tensors = [norm([gradient]) for gradient in gradients.values()]
+    assert row["exp_grad_norm_mean"] == pytest.approx(np.mean(tensors), rel=1e-4)
+    assert row["exp_grad_norm_std"] == pytest.approx(np.std(tensors), rel=1e-3)
+    assert row["exp_grad_norm_largest_layer"] == int(np.argmax(expected))
 
 
 def test_weight_norms_and_the_way_from_the_start(measured):
     row, began = measured["row"], measured["began"]
     now = {name: p.detach() for name, p in measured["model"].named_parameters()}
     way = {name: now[name].double() - began[name].double() for name in now}
-    for key, tensors in (("exp_weight_norm", now), ("exp_weight_delta", way)):
+    for key, tensors in (("exp_weight_norm", now), ("exp_weight_distance", way)):
         assert row[key] == pytest.approx(norm(tensors.values()), rel=1e-5)
         assert row[f"{key}_layer"] == pytest.approx(
             [norm(of_layer(tensors, n)) for n in range(LAYERS)], rel=1e-5
         )
         assert row[f"{key}_rest"] == pytest.approx(norm(outside(tensors)), rel=1e-5)
-    assert row["exp_weight_delta"] > 0
+    assert row["exp_weight_distance"] > 0
+    change = norm(now.values()) - norm(began.values())
+    assert row["exp_weight_delta"] == pytest.approx(abs(change), rel=1e-2, abs=1e-5)
 
 
 def test_activations_are_those_of_transformers(measured):
@@ -199,7 +204,55 @@ def test_the_noise_scale_is_that_of_the_paper(measured):
     assert row["exp_grad_noise"] == pytest.approx(noise, rel=1e-3)
     assert row["exp_grad_signal"] == pytest.approx(signal, rel=1e-3)
     if signal > 0:
-        assert row["exp_grad_noise_scale"] == pytest.approx(noise / signal, rel=1e-2)
+        assert row["exp_simple_noise_scale"] == pytest.approx(noise / signal, rel=1e-2)
+
+
+def test_curvature_is_the_spread_of_the_last_gradient_norms_relative_to_their_mean(tiny_directory, tmp_path):
+    def train(name, callbacks=()):
+        log = {"probes": {**dict.fromkeys(NAMES), "curvature": 3}}
+        return whet.train(
+            run_config(tiny_directory, tmp_path, run={"name": name, "steps": 6}, log=log), callbacks
+        )
+
+    found = [row for row in rows(train("whole").directory) if "loss" in row]
+    norms = [row["grad_norm"] for row in found]
+    assert "exp_grad_noise_scale" not in found[0], "one norm has no spread"
+    for number, row in enumerate(found[1:], start=2):
+        last = norms[max(0, number - 3) : number]
+        assert row["exp_grad_noise_scale"] == pytest.approx(np.std(last) / np.mean(last), rel=1e-9)
+    resumed = whet.resume(train("cut", [StopAt(2)]).directory)
+    again = [row["exp_grad_noise_scale"] for row in rows(resumed.directory) if "loss" in row][1:]
+    assert again == [row["exp_grad_noise_scale"] for row in found[1:]]
+
+
+def test_steps_without_a_finite_gradient_are_no_part_of_the_curvature():
+    probe = whet.LossCurvature()
+    for value in (1.0, math.nan, math.inf, 3.0):
+        metrics = {"grad_norm": value}
+        probe.on_step_end(1, metrics)
+    assert metrics["exp_grad_noise_scale"] == 0.5
+    assert probe.norms.maxlen == 50
+    with pytest.raises(ConfigError, match="window must be at least 1"):
+        whet.LossCurvature(0)
+
+
+@pytest.mark.parametrize("eps", [1e-3, 0.5, 1e9])
+def test_what_counts_as_sparse_can_be_set(measured, tiny_directory, eps):
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    pieces = measured["pieces"]
+    probe = whet.ActivationStats(pieces[0], eps=eps)
+    probe.run = SimpleNamespace(
+        model=model, device=model.device, precision=choose_precision("fp32", model.device)
+    )
+    outputs = []
+    hook = model.layers[0].register_forward_hook(lambda _, __, out: outputs.append(out.flatten()))
+    found = probe.measure()
+    hook.remove()
+    assert found["exp_act_sparsity_layer"][0] == pytest.approx(
+        (torch.cat(outputs).abs() < eps).double().mean()
+    )
+    with pytest.raises(ConfigError, match="eps must be above 0"):
+        whet.ActivationStats(pieces[0], eps=0.0)
 
 
 def test_the_estimates_of_signal_and_noise_have_no_bias():
@@ -300,7 +353,7 @@ def test_with_adapters_only_what_trains_is_measured(tiny_directory, tmp_path):
     for key in ("exp_grad_norm_layer", "exp_weight_norm_layer", "exp_effective_rank_layer"):
         assert found[key][0] is None, "the first layer has no adapters"
         assert found[key][1] > 0
-    assert found["exp_grad_norm_max_layer"] == 1
+    assert found["exp_grad_norm_largest_layer"] == 1
     assert None not in found["exp_act_norm_layer"]
 
 
@@ -434,7 +487,7 @@ def test_grpo_has_no_batch_to_look_at(tiny_directory, tmp_path, caplog):
     )  # fmt: skip
     [found] = probed(rows(whet.train(config).directory))
     assert {key.split("_")[1] for key in found} == {"weight", "effective"}
-    assert caplog.text.count("probes: only weights and rank") == 1
+    assert caplog.text.count("probes: only curvature, weights and rank") == 1
 
 
 def test_a_mix_is_probed_in_all_its_parts(tiny_directory, tmp_path):
@@ -479,12 +532,14 @@ def test_a_start_that_was_not_kept_is_said(tiny_directory, tmp_path, caplog):
     """Probes may be asked for on resume: then the way from the start is not known."""
     first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(2)])
     text = (first.directory / "config.yaml").read_text()
-    (first.directory / "config.yaml").write_text(text.replace("probes: null", "probes: {weights: 1}"))
+    (first.directory / "config.yaml").write_text(
+        text.replace("probes: null", "probes: {weights: 1, curvature: null}")
+    )
     found = probed(rows(whet.resume(first.directory).directory))
     assert [sorted(row) for row in found] == [
         ["exp_weight_norm", "exp_weight_norm_layer", "exp_weight_norm_rest"]
     ] * 2
-    assert "exp_weight_delta is not measured" in caplog.text
+    assert "exp_weight_distance is not measured" in caplog.text
 
 
 def test_the_probe_batch_is_the_same_wherever_the_stream_stands(tiny_directory):

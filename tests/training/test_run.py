@@ -486,6 +486,20 @@ def test_resume_refuses_a_changed_config_and_names_every_difference(tiny_directo
     assert whet.resume(first.directory).steps == 5
 
 
+def test_a_run_of_a_version_with_fewer_keys_is_not_a_changed_one(tiny_directory, tmp_path):
+    from whet.config.load import make_config, to_dict
+    from whet.training.resuming import refuse_changes
+
+    config = make_config(run_config(tiny_directory, tmp_path))
+    began = to_dict(config)
+    for key in ("freeze_pad_row", "decay_embeddings"):
+        del began["optim"][key]
+    refuse_changes(began, config, tmp_path)
+    began["optim"]["lr"] = 0.5
+    with pytest.raises(CheckpointError, match=r"way:\n  optim.lr: 0.5 became 0.01\n"):
+        refuse_changes(began, config, tmp_path)
+
+
 def test_resume_refuses_another_architecture_and_other_base_weights(tiny_directory, tmp_path):
     model = shutil.copytree(tiny_directory, tmp_path / "model")
     first = whet.train(run_config(model, tmp_path), [StopAt(2)])

@@ -208,7 +208,7 @@ def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, 
     names = {step: [sorted(numbers) for at, numbers in fake.rows if at == step] for step, _ in fake.rows}
     assert list(names) == [0, 2, 3, 4], "log.every, and where a probe was"
     assert any("eval_loss" in found for found in names[0])
-    assert any("exp_weight_delta_layer/1" in found for found in names[3])
+    assert any("exp_weight_distance_layer/1" in found for found in names[3])
     assert any("test_loss" in found for found in names[4])
     assert [(run.name, run.project, run.step, run.identity) for run in fake.started] == [
         ("test", "runs", 0, None),

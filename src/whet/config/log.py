@@ -33,6 +33,10 @@ class Probes(Section):
     attention: Positive | None = Field(500, description="entropy of the attention weights by layer")
     noise: Positive | None = Field(2000, description="gradient noise scale, from four batches")
     rank: Positive | None = Field(2000, description="effective rank of the trained matrices by layer")
+    curvature: Positive | None = Field(
+        50, description="in every row: std / mean of the gradient norms of the last so many steps"
+    )
+    sparsity_eps: float = Field(1e-3, gt=0, description="activations: entries nearer to zero count as none")
 
 
 class Log(Section):

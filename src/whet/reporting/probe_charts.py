@@ -17,13 +17,16 @@ _MOST_LINES = 6  # layers that can be told apart as lines
 _MOST_CHARTS = 24
 _SIZE = 4.2, 2.4  # inches
 _WIDE = 10  # highest / lowest from which colours follow the logarithm: else one value takes them all
-_NOT_DRAWN = {"exp_grad_norm_max_layer"}  # the number of a layer: the map shows it
+# the number of a layer, by its name now and in older runs: the map shows it
+_NOT_DRAWN = {"exp_grad_norm_largest_layer", "exp_grad_norm_max_layer"}
 _TITLES = {
     "grad_norm": "gradient norm",
+    "simple_noise_scale": "simple noise scale",
     "grad_noise_scale": "gradient noise scale",
     "grad_noise": "gradient noise",
     "grad_signal": "gradient signal",
     "weight_norm": "weight norm",
+    "weight_distance": "distance from the first weights",
     "weight_delta": "way from the first weights",
     "act_norm_ratio": "activation norm, last layer to first",
     "act_norm": "activation norm",

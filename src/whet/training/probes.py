@@ -1,9 +1,11 @@
 """Probes: what goes on inside the model during a run, measured on fixed batches, without changing the run."""
 
 import abc
+import functools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,11 @@ from whet.analysis.attention import visit_attention
 from whet.analysis.capture import ActivationCapture
 from whet.analysis.measures import attention_entropy, effective_rank, gradient_noise
 from whet.data.batches import Batch
-from whet.errors import StorageError, check_positive
+from whet.errors import ConfigError, StorageError, check_positive
 from whet.models.language_model import LanguageModel
 from whet.storage import new_file, write_safetensors
 from whet.training.ahead import Reading
-from whet.training.callbacks import Injector, Metrics
+from whet.training.callbacks import Injector, Metrics, NumbersOnly
 from whet.training.evaluation import total_weights, weighted_loss
 from whet.training.layers import Layers, mean, spread
 from whet.training.probe_batches import texts_of, units
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("whet")
 
 START = "start.safetensors"
-_SPARSE = 1e-3  # what is nearer to zero counts as none
+_SMALLEST_NORM = 1e-10  # a mean of gradient norms below it has no meaningful ratio
 _SMALLEST_SIDE = 4  # of a matrix whose rank says anything
 
 
@@ -97,21 +99,23 @@ class Probe(Injector, abc.ABC):
 
 
 class GradientStats(Probe):
-    """The norm of each layer's gradient on some micro-batches: mean, spread, and where it is largest."""
+    """Norms of the gradient on some micro-batches, by tensor and by layer, and where it is largest."""
 
     def __init__(self, batches: Sequence[Batch], every: int = 200) -> None:
         super().__init__(every)
         self.batches = batches
 
     def measure(self) -> Metrics:
-        """exp_grad_norm_mean, _std, _max_layer (its number), _layer (each) and _rest (outside the layers)."""
+        """exp_grad_norm_mean and _std over tensors, _layer (each), _rest (outside them), _largest_layer."""
         norms = _norms(self.gradients(self.batches))
         by_layer, rest = self.layers.root_sums(self.run.trained, norms)
+        of_tensors = [norm for norm in norms if norm is not None]
         known = [norm for norm in by_layer if norm is not None]
         found: Metrics = {"exp_grad_norm_layer": by_layer, "exp_grad_norm_rest": rest}
+        if of_tensors:
+            found |= {"exp_grad_norm_mean": mean(of_tensors), "exp_grad_norm_std": spread(of_tensors)}
         if known:
-            found |= {"exp_grad_norm_mean": mean(known), "exp_grad_norm_std": spread(known)}
-            found["exp_grad_norm_max_layer"] = by_layer.index(max(known))
+            found["exp_grad_norm_largest_layer"] = by_layer.index(max(known))
         return found
 
 
@@ -126,7 +130,7 @@ class GradientNoise(Probe):
         self.pieces = pieces
 
     def measure(self) -> Metrics:
-        """exp_grad_noise_scale, in tokens (or pairs, or texts), and what it is the quotient of."""
+        """exp_simple_noise_scale, in tokens (or pairs, or texts), and what it is the quotient of."""
         sizes = [units(self.run.objective, piece) for piece in self.pieces]
         total = sum(sizes)
         squares: list[float] = []
@@ -140,7 +144,35 @@ class GradientNoise(Probe):
                     of_all[place] = share if before is None else before + share
         found = gradient_noise(sizes, squares, sum(norm**2 for norm in _norms(of_all) if norm is not None))
         metrics: Metrics = {"exp_grad_signal": found.signal, "exp_grad_noise": found.noise}
-        return metrics if found.scale is None else metrics | {"exp_grad_noise_scale": found.scale}
+        return metrics if found.scale is None else metrics | {"exp_simple_noise_scale": found.scale}
+
+
+class LossCurvature(Injector, NumbersOnly):
+    """How much the gradient norm varies: std / mean over the last `window` steps, in every row.
+
+    It reads the norms that each step has anyway, and costs nothing.
+    """
+
+    main_only = True
+
+    def __init__(self, window: int = 50) -> None:
+        check_positive(window=window)
+        self.norms: deque[float] = deque(maxlen=window)
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """exp_grad_noise_scale, from the second step on; skipped steps are left out."""
+        if math.isfinite(metrics["grad_norm"]):
+            self.norms.append(metrics["grad_norm"])
+        if len(self.norms) > 1 and (middle := mean(self.norms)) > _SMALLEST_NORM:
+            metrics["exp_grad_noise_scale"] = spread(self.norms) / middle
+
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """The norms."""
+        return {"norms": list(self.norms)}
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Continue with the norms that `state` returned; a shorter window keeps the last ones."""
+        self.norms.extend(state["norms"])
 
 
 class WeightStats(Probe):
@@ -170,14 +202,19 @@ class WeightStats(Probe):
         except (StorageError, OSError) as error:
             log.warning("%s", error)
         if self.start is None:
-            log.warning("exp_weight_delta is not measured: %s does not hold the weights of step 0", path)
+            log.warning("exp_weight_distance is not measured: %s does not hold the weights of step 0", path)
 
     def measure(self) -> Metrics:
-        """exp_weight_norm and exp_weight_delta, each also as _layer and _rest."""
+        """exp_weight_norm and exp_weight_distance, each also as _layer and _rest, and exp_weight_delta.
+
+        The distance is the norm of the difference; the delta the difference of the norms, without its sign.
+        """
         parameters = list(self.named.values())
         found = self._by_layer("exp_weight_norm", parameters, _norms(parameters))
         if self.start is not None:
-            found |= self._by_layer("exp_weight_delta", parameters, self._deltas(self.start))
+            ways, begun = self._from_start(self.start)
+            found |= self._by_layer("exp_weight_distance", parameters, ways)
+            found["exp_weight_delta"] = abs(found["exp_weight_norm"] - math.hypot(*begun))
         return found
 
     def _by_layer(
@@ -187,8 +224,11 @@ class WeightStats(Probe):
         total = sum(norm**2 for norm in norms if norm is not None) ** 0.5
         return {key: total, f"{key}_layer": by_layer, f"{key}_rest": rest}
 
-    def _deltas(self, start: dict[str, torch.Tensor] | Path) -> list[float | None]:
-        """One tensor at a time: the start is never in memory as a whole."""
+    def _from_start(self, start: dict[str, torch.Tensor] | Path) -> tuple[list[float | None], list[float]]:
+        """How far each tensor is from the start, and the norm it had there.
+
+        One tensor at a time: the start is never in memory as a whole.
+        """
         if isinstance(start, Path):
             try:
                 with safe_open(start, framework="pt") as file:
@@ -197,10 +237,15 @@ class WeightStats(Probe):
                 raise StorageError(f"{start} cannot be read: {error}") from error
         return self._distances(start.__getitem__)
 
-    def _distances(self, begin: Any) -> list[float | None]:  # Any: a function from names to tensors
+    def _distances(self, begin: Any) -> tuple[list[float | None], list[float]]:
+        # Any: a function from names to tensors
+        ways, begun = [], []
         with torch.no_grad():
-            ways = [(p.float() - begin(name).to(p.device).float()).norm() for name, p in self.named.items()]
-        return list(Reading(*ways).values())
+            for name, p in self.named.items():
+                first = begin(name).to(p.device).float()
+                ways.append((p.float() - first).norm())
+                begun.append(first.norm())
+        return list(Reading(*ways).values()), list(Reading(*begun).values())
 
 
 class _OnTexts(Probe):
@@ -212,15 +257,22 @@ class _OnTexts(Probe):
 
 
 class ActivationStats(_OnTexts):
-    """How large the layers' outputs are, and how many of their entries are next to nothing."""
+    """How large the layers' outputs are, and how many of their entries are nearer to zero than `eps`."""
+
+    def __init__(self, batches: Sequence[Batch], every: int = 500, *, eps: float = 1e-3) -> None:
+        super().__init__(batches, every)
+        if not eps > 0:
+            raise ConfigError(f"eps must be above 0, and is {eps:g}")
+        self.eps = eps
 
     def measure(self) -> Metrics:
         """exp_act_norm_ratio (last to first layer), exp_act_sparsity_mean, and both of each layer."""
         model = self.run.model
         assert isinstance(model, LanguageModel)
         sums: dict[str, torch.Tensor] = {}
+        keep = functools.partial(_summed, eps=self.eps)
         for text in self.texts:
-            with torch.no_grad(), _precision(self.run), ActivationCapture(model, keep=_summed) as captured:
+            with torch.no_grad(), _precision(self.run), ActivationCapture(model, keep=keep) as captured:
                 model.hidden(text.to(self.run.device))
             for name, found in captured.outputs.items():
                 sums[name] = sums[name] + found if name in sums else found
@@ -291,10 +343,10 @@ def _norms(tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
     return [None if tensor is None else next(values) for tensor in tensors]
 
 
-def _summed(x: torch.Tensor) -> torch.Tensor:
+def _summed(x: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Of a layer's output: the sum of squares, the entries near zero, and the number of entries."""
     wide = x.double() if x.device.type != "mps" else x.float()
-    near = (wide.abs() < _SPARSE).sum()
+    near = (wide.abs() < eps).sum()
     return torch.stack(
         [wide.square().sum(), near.to(wide.dtype), torch.full_like(wide[..., 0].sum(), x.numel())]
     )

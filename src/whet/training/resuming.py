@@ -1,5 +1,6 @@
 """What must be as it was before a run goes on, and what to do with the rows of the part that is lost."""
 
+import contextlib
 import json
 import logging
 import shlex
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.config.load import flat_keys, load_config, to_dict
+from whet.config.load import flat_keys, load_config, make_config, to_dict
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.models.weights import read_json
@@ -47,6 +48,8 @@ MAY_CHANGE = (
 
 def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
     """Compare a config with the one its checkpoint was written under; every difference is named."""
+    with contextlib.suppress(ConfigError):  # keys that the version it was written by did not have
+        began = to_dict(make_config(began))
     changed = [
         f"  {key}: {json.dumps(before)} became {json.dumps(now)}"
         for key, (before, now) in differences(began, to_dict(config)).items()

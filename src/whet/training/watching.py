@@ -25,6 +25,7 @@ from whet.training.probes import (
     EffectiveRank,
     GradientNoise,
     GradientStats,
+    LossCurvature,
     WeightStats,
 )
 from whet.training.samples import SampleGenerations
@@ -107,12 +108,14 @@ def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any:
 
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
     found: list[Callback] = []
+    if wanted.curvature:
+        found.append(LossCurvature(wanted.curvature))
     if wanted.weights:
         found.append(WeightStats(wanted.weights))
     if wanted.rank:
         found.append(EffectiveRank(wanted.rank))
     if isinstance(config.objective, GRPOObjective):
-        log.info("probes: only weights and rank: grpo has no batch before it has sampled one")
+        log.info("probes: only curvature, weights and rank: grpo has no batch before it has sampled one")
         return found
     pieces = probe_batches(work.stream, work.objective)
     if wanted.gradients:
@@ -123,7 +126,7 @@ def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # 
         log.info("probes: no activations and no attention: this is no language model")
         return found
     if wanted.activations:
-        found.append(ActivationStats(pieces[0], wanted.activations))
+        found.append(ActivationStats(pieces[0], wanted.activations, eps=wanted.sparsity_eps))
     if wanted.attention:
         found.append(AttentionEntropy(pieces[0], wanted.attention))
     return found
