@@ -114,7 +114,7 @@ def test_too_long_is_cut_dropped_split_or_refused_and_counted(tmp_path):
     lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="truncate")
     # the second keeps part of its answer; the third would keep none of it, and is dropped
     assert lengths == [10, 17]
-    assert found.summary().endswith("1 truncated, 1 dropped")
+    assert found.summary().endswith("1 record truncated, 1 record dropped")
     lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="drop")
     assert (lengths, found.counts["dropped"]) == ([10], 2)
     lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="split")

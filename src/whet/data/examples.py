@@ -1,6 +1,6 @@
 """Examples: token ids with a mark on each that is learned, in memory or cut out of a token store."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,6 +9,8 @@ import numpy as np
 from whet.data.store import TokenStore
 from whet.data.teachings import Taught, Teaching
 from whet.errors import DataError
+
+MOST_CUT = 0.10  # of the records, truncated or dropped, before a warning
 
 TooLong = Literal["truncate", "drop", "split", "error"]
 
@@ -49,8 +51,10 @@ class StoredExamples(Sequence[Example]):
         *,
         counts: dict[str, int],
         supervised: int,
+        judged: bool = False,
     ) -> None:
         self.store = store
+        self.judged = judged  # texts that are classified: the last token of each is never read
         self.records = records  # [examples] the record of the store each was cut from
         self.starts = starts
         self.stops = stops
@@ -86,7 +90,13 @@ class StoredExamples(Sequence[Example]):
         records = self.records[places]
         supervised = int(self.store.learned[records].sum())
         return StoredExamples(
-            self.store, records, self.starts[places], self.stops[places], counts={}, supervised=supervised
+            self.store,
+            records,
+            self.starts[places],
+            self.stops[places],
+            counts={},
+            supervised=supervised,
+            judged=self.judged,
         )
 
     @property
@@ -96,13 +106,17 @@ class StoredExamples(Sequence[Example]):
 
     def summary(self) -> str:
         """Counts and lengths, for a person."""
-        sizes = np.sort(self.stops - self.starts)
+        return f"{len(self):,} examples, {self.describe_sizes('record')}"
+
+    def describe_sizes(self, unit: str) -> str:
+        """Tokens and lengths, and what became of units (records, pairs) that were too long."""
+        sizes = np.sort(self.stops - self.starts - self.judged)
         quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
-        changed = "".join(f", {count:,} {what}" for what, count in self.counts.items() if count)
-        return (
-            f"{len(self):,} examples, {sizes.sum():,} tokens ({self.supervised:,} supervised), "
-            f"length min/median/p95/max {quantiles}{changed}"
+        changed = "".join(
+            f", {count:,} {unit}{'s' * (count != 1)} {what}" for what, count in self.counts.items() if count
         )
+        supervised = "" if self.judged else f" ({self.supervised:,} supervised)"
+        return f"{sizes.sum():,} tokens{supervised}, length min/median/p95/max {quantiles}{changed}"
 
 
 def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
@@ -158,7 +172,13 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
         )
     order = np.argsort(records, kind="stable")  # in the order of the records
     return StoredExamples(
-        store, records[order], begin[order], end[order], counts=counts, supervised=supervised
+        store,
+        records[order],
+        begin[order],
+        end[order],
+        counts=counts,
+        supervised=supervised,
+        judged=judged,
     )
 
 
@@ -200,7 +220,18 @@ class StoredPairs(Sequence[Pair]):
 
     def summary(self) -> str:
         """Counts and lengths, for a person."""
-        return f"{len(self):,} pairs: {self.sides.summary()}"
+        return f"{len(self):,} pairs of chosen and rejected, {self.sides.describe_sizes('pair')}"
+
+
+def cut_warning(counts: Mapping[str, int], units: int, *, can_split: bool) -> tuple[str, str] | None:
+    """What is wrong, and what to do, where more than a few of the records or pairs are cut off or dropped."""
+    cut_off = counts.get("truncated", 0) + counts.get("dropped", 0)
+    if cut_off <= MOST_CUT * units:
+        return None
+    return (
+        f"{cut_off / units:.0%} of the records are cut off or dropped (more than {MOST_CUT:.0%})",
+        "raise data.max_length" + (", or set data.too_long to split" if can_split else ""),
+    )
 
 
 def too_long_hint(*, judged: bool) -> str:

@@ -5,7 +5,7 @@ from html import escape
 
 from whet.reporting.data_problems import Problem
 from whet.reporting.data_view import Bin, DataView, Sample, SplitFacts
-from whet.reporting.describe_data import model_line, split_rows, step_rows, tokenizer_rows
+from whet.reporting.describe_data import model_line, sample_title, split_rows, step_rows, tokenizer_rows
 from whet.reporting.page import html_lines, html_page, html_table, html_text
 from whet.reporting.shown_tokens import Piece, visible
 from whet.reporting.step_plan import DrawnRow
@@ -95,13 +95,9 @@ def _bars(bins: Sequence[Bin]) -> str:
 
 
 def _sample(sample: Sample) -> str:
-    place = f", {sample.place}" if sample.place else ""
     more = f"<span class='more'>… {sample.left_out:,} more tokens …</span>" if sample.left_out else ""
     pieces = f"{''.join(map(_piece, sample.head))}{more}{''.join(map(_piece, sample.tail))}"
-    counts = f"{sample.tokens:,} tokens, {sample.supervised:,} learned"
-    return (
-        f"<h3>{html_text(sample.origin)}{html_text(place)}: {counts}</h3><pre class='tokens'>{pieces}</pre>"
-    )
+    return f"<h3>{html_text(sample_title(sample))}</h3><pre class='tokens'>{pieces}</pre>"
 
 
 def _piece(piece: Piece) -> str:

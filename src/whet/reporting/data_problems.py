@@ -7,7 +7,7 @@ from pathlib import Path
 
 from whet.config.sections import RunConfig
 from whet.data.endings import ENDLESS_HINT, endless_message
-from whet.data.examples import too_long_hint
+from whet.data.examples import cut_warning, too_long_hint
 from whet.data.splits import LEARNED
 from whet.errors import ConfigError, WhetError
 from whet.hardware import choose_device, choose_precision
@@ -15,7 +15,6 @@ from whet.reporting.data_view import DataView, SplitFacts
 from whet.training.schedules import create_schedule
 from whet.training.watching import check_watching
 
-MOST_CUT = 0.10  # of the records, truncated or dropped
 MOST_DUPLICATES = 0.05  # of the records
 
 
@@ -124,13 +123,9 @@ def _of_masks(split: SplitFacts, view: DataView) -> Iterator[Problem]:
 
 
 def _of_amounts(split: SplitFacts) -> Iterator[Problem]:
-    cut = split.cut["truncated"] + split.cut["dropped"]
-    if cut > MOST_CUT * split.records:
-        yield Problem(
-            f"{split.name}: {cut / split.records:.0%} of the records are cut off or dropped "
-            f"(more than {MOST_CUT:.0%})",
-            "raise data.max_length" + ("" if split.is_judged else ", or set data.too_long to split"),
-        )
+    if (warning := cut_warning(split.cut, split.records, can_split=split.can_split)) is not None:
+        message, hint = warning
+        yield Problem(f"{split.name}: {message}", hint)
     if split.duplicates.count > MOST_DUPLICATES * split.records:
         share = split.duplicates.count / split.records
         yield Problem(

@@ -55,17 +55,31 @@ def _hash(ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
+def pair_hashes(hashes: np.ndarray) -> np.ndarray:
+    """[pairs] of the hashes of their two sides, in this order."""
+    sides = hashes.reshape(-1, 2)
+    with np.errstate(over="ignore"):
+        combined: np.ndarray = sides[:, 0] * np.uint64(0x9E3779B97F4A7C15) + sides[:, 1]
+    return combined
+
+
+def _sides(store: TokenStore, hashes: np.ndarray) -> int:
+    """How many records of a store there are to each hash: two of a pair."""
+    return len(store) // max(1, len(hashes))
+
+
 def duplicates(store: TokenStore, hashes: np.ndarray) -> Twins:
     """Records that are in a split more than once; the repeats that a mixture's weights ask for are none."""
+    sides = _sides(store, hashes)
     order = np.argsort(hashes, kind="stable")
     same = hashes[order][1:] == hashes[order][:-1]
     count, pair = 0, ("", "")
     first, seen = "", set[str]()
     for place in np.flatnonzero(same).tolist():
         if not place or not same[place - 1]:
-            first = store.origin(int(order[place]))
+            first = store.origin(sides * int(order[place]))
             seen = {first}
-        origin = store.origin(int(order[place + 1]))
+        origin = store.origin(sides * int(order[place + 1]))
         if origin not in seen:
             seen.add(origin)
             pair = pair if count else (first, origin)
@@ -79,4 +93,8 @@ def overlap(held: TokenStore, held_hashes: np.ndarray, learned: TokenStore, hash
     if not len(found):
         return Twins()
     learned_record = int(np.flatnonzero(hashes == held_hashes[found[0]])[0])
-    return Twins(len(found), (held.origin(int(found[0])), learned.origin(learned_record)))
+    pair = (
+        held.origin(_sides(held, held_hashes) * int(found[0])),
+        learned.origin(_sides(learned, hashes) * learned_record),
+    )
+    return Twins(len(found), pair)

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from whet.reporting.data_problems import Problem
 from whet.reporting.data_view import Bin, DataView, Sample, SplitFacts
-from whet.reporting.describe_data import model_line, split_rows, step_rows, tokenizer_rows
+from whet.reporting.describe_data import model_line, sample_title, split_rows, step_rows, tokenizer_rows
 from whet.reporting.shown_tokens import Piece, visible
 from whet.reporting.step_plan import DrawnRow
 
@@ -76,11 +76,8 @@ class DataText:
                 self._sample(split, sample)
 
     def _sample(self, split: SplitFacts, sample: Sample) -> None:
-        place = f", {sample.place}" if sample.place else ""
         self._line("")
-        self._line(
-            f"  {split.name}, {sample.origin}{place}: {sample.tokens:,} tokens, {sample.supervised:,} learned"
-        )
+        self._line(f"  {split.name}, {sample_title(sample)}")
         text = self._pieces(sample.head)
         if sample.left_out:
             text.append(f"\n… {sample.left_out:,} more tokens …\n", style="italic")

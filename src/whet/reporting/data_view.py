@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from whet.adapters.load import tokenizer_of
+from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
@@ -19,9 +20,10 @@ from whet.data.sources import REASONS_KEPT, open_source
 from whet.data.splits import LEARNED
 from whet.errors import ConfigError, DataError, ModelError, WhetError
 from whet.models.scratch import new_tokenizer
-from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, scan
+from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, pair_hashes, scan
 from whet.reporting.shown_tokens import Piece, TokenText
 from whet.reporting.step_plan import StepFacts, plan_steps
+from whet.training.classification import class_counts, describe_classes
 from whet.training.mix_data import MixData
 from whet.training.model_facts import ModelFacts, model_facts
 from whet.training.reinforcement import check_config
@@ -39,6 +41,7 @@ class Sample:
     """One example, token by token; a long one without its middle."""
 
     origin: str
+    kind: str  # chosen or rejected, or the class, where it is one of these
     place: str  # which part of its record it is, where it is not the whole
     tokens: int
     supervised: int
@@ -88,12 +91,15 @@ class SplitFacts:
     refused: int  # records that are too long, where data.too_long is error
     too_long: tuple[str, ...]  # the first of them
     samples: tuple[Sample, ...]
+    is_judged: bool = False  # its texts are classified, so that nothing follows them
+    pairs: bool = False  # records are pairs of two examples each, chosen and rejected
+    classes: str = ""  # how many examples each class has, for a person
     unread: tuple[tuple[str, str], ...] = ()  # fields that reach no token, and what to do about each
 
     @property
-    def is_judged(self) -> bool:
-        """Whether its texts are classified, so that nothing follows them."""
-        return set(self.shapes) == {"classification"}
+    def can_split(self) -> bool:
+        """Whether what is too long can be split into windows."""
+        return not (self.is_judged or self.pairs)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,7 @@ class DataView:
     steps: StepFacts | None
     errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
     held_out: int = 0  # of the training examples, for validation
+    classes_left: str = ""  # how many training examples each class then has, for a person
     unread_prompts: tuple[tuple[str, str], ...] = ()  # fields of the prompts that reach no token, as above
     prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
 
@@ -191,7 +198,9 @@ def _view_examples(
         except DataError as error:
             errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
         if name in data.examples:
-            scans[name] = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
+            scanned = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
+            pairs = data.needs.pairs
+            scans[name] = replace(scanned, hashes=pair_hashes(scanned.hashes)) if pairs else scanned
             splits.append(_split_facts(name, data, scans[name], config, model, samples))
     steps, held_out = None, 0
     if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
@@ -213,6 +222,7 @@ def _view_examples(
         steps=steps,
         errors=tuple(errors),
         held_out=held_out,
+        classes_left=_classes(data, "train") if held_out else "",
     )
 
 
@@ -308,7 +318,7 @@ def _split_facts(
 ) -> SplitFacts:
     examples, source = data.examples[name].sides, data.sources[name]
     store, limit = examples.store, config.data.max_length
-    judged = data.needs.labels is not None
+    judged, sides = data.needs.labels is not None, 2 if data.needs.pairs else 1
     sizes = np.diff(store.bounds) - judged
     in_order = np.sort(sizes)
     low, middle, high, top = (int(in_order[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
@@ -318,10 +328,13 @@ def _split_facts(
     return SplitFacts(
         name=name,
         source=source.name,
+        is_judged=judged,
+        pairs=data.needs.pairs,
+        classes=_classes(data, name),
         shapes=Counter(str(record.shape) for record in islice(source, SHAPES_COUNTED)),
-        records=len(store),
+        records=len(store) // sides,
         examples=len(examples),
-        tokens=int((examples.stops - examples.starts).sum()),
+        tokens=int((examples.stops - examples.starts - judged).sum()),
         supervised=examples.supervised,
         lengths=(low, middle, high, top),
         bins=histogram(sizes),
@@ -342,9 +355,35 @@ def _split_facts(
         ),
         unread=tuple(data.unread(store.notes["unread"])),
         samples=tuple(
-            _sample(examples, index, text, judged=judged) for index in range(min(samples, len(examples)))
+            _sample(examples, index, text, kind=_kind(data, examples, index))
+            for index in range(min(samples * sides, len(examples)))
         ),
     )
+
+
+def _classes(data: RunData, name: str) -> str:
+    """The classes of a split with their numbers of examples; nothing for other objectives."""
+    section, examples = data.config.objective, data.examples[name].sides
+    if not isinstance(section, ClassifyObjective):
+        return ""
+    return describe_classes(section.names, class_counts(section, examples))
+
+
+def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
+    """Which side of a pair an example is, or its classes."""
+    if data.needs.pairs:
+        return "rejected" if index % 2 else "chosen"
+    if data.needs.labels is None:
+        return ""
+    names, values = data.needs.labels.names, examples.store.values_of(int(examples.records[index]))
+    if not data.needs.labels.multi_label:
+        return f"label {names[int(values[0])]}"
+    marked = [
+        f"{name} {value:g}" if value < 1 else name
+        for name, value in zip(names, values, strict=False)
+        if value
+    ]
+    return f"labels {', '.join(marked) or 'none'}"
 
 
 def _outside(
@@ -357,24 +396,28 @@ def _outside(
     return f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r})"
 
 
-def _sample(examples: StoredExamples, index: int, text: TokenText, *, judged: bool) -> Sample:
+def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str) -> Sample:
     example, store = examples[index], examples.store
     record = int(examples.records[index])
     begin, end = (int(store.bounds[at]) for at in (record, record + 1))
     start, stop = int(examples.starts[index]), int(examples.stops[index])
     tokens = np.asarray(example.tokens).tolist()
     marks = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
-    if judged:  # all of it is read, and the token behind it never is
+    if examples.judged:  # all of it is read, and the token behind it never is
         tokens, marks = tokens[:-1], [True] * (len(tokens) - 1)
     long = len(tokens) > SHOWN_WHOLE
     head = SHOWN_HEAD if long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if long else len(tokens)
     whole = (start, stop) == (begin, end)
+    behind = examples.judged
     return Sample(
         origin=example.origin,
-        place="" if whole else f"tokens {start - begin + 1:,} to {stop - begin:,} of {end - begin:,}",
+        kind=kind,
+        place=""
+        if whole
+        else f"tokens {start - begin + 1:,} to {stop - begin - behind:,} of {end - begin - behind:,}",
         tokens=len(tokens),
-        supervised=example.supervised_count,
+        supervised=0 if examples.judged else example.supervised_count,
         head=text.pieces(tokens[:head], marks[:head]),
         left_out=tail - head,
         tail=text.pieces(tokens[tail:], marks[tail:]),

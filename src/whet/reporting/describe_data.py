@@ -2,7 +2,8 @@
 
 from whet.config.grpo import GRPOObjective
 from whet.config.preset import Preset
-from whet.reporting.data_view import SHAPES_COUNTED, DataView, SplitFacts
+from whet.reporting.data_view import SHAPES_COUNTED, DataView, Sample, SplitFacts
+from whet.reporting.step_plan import StepFacts
 
 Rows = list[tuple[str, str]]
 
@@ -37,18 +38,27 @@ def tokenizer_rows(view: DataView) -> Rows:
 def split_rows(split: SplitFacts, view: DataView) -> Rows:
     """Counts, lengths, what was lost, what is there twice. The first three rows are the sizes."""
     bad = f", and {split.skipped:,} bad" if split.skipped else ""
-    share = split.supervised / split.tokens
+    learned = "" if split.is_judged else f", {split.supervised / split.tokens:.1%} of them learned"
     low, middle, high, top = split.lengths
     cut = [f"{count:,} {what}" for what, count in split.cut.items() if count]
     if split.refused:
         cut.append(f"{split.refused:,} refused")
     rows = [
-        ("records", f"{split.records:,}{bad} ({_shapes(split, view)})"),
-        ("examples", f"{split.examples:,}, {split.tokens:,} tokens, {share:.1%} of them learned"),
-        ("lengths", f"min {low:,}, median {middle:,}, 95% {high:,}, max {top:,} tokens a record"),
+        ("pairs" if split.pairs else "records", f"{split.records:,}{bad} ({_shapes(split, view)})"),
+        (
+            "tokens" if split.pairs else "examples",
+            f"{'' if split.pairs else f'{split.examples:,}, '}{split.tokens:,} tokens{learned}",
+        ),
+        (
+            "lengths",
+            f"min {low:,}, median {middle:,}, 95% {high:,}, max {top:,} tokens "
+            + ("per prompt with one answer" if split.pairs else "a record"),
+        ),
         ("too long", f"{', '.join(cut) or 'none'} (data.max_length {view.config.data.max_length:,})"),
         ("duplicates", _twins(split.duplicates.count, split.duplicates.pair)),
     ]
+    if split.classes:
+        rows.append(("classes", split.classes))
     rows += [
         (f"in {each.learned}", _twins(each.twins.count, each.twins.pair))
         for each in view.overlaps
@@ -59,6 +69,13 @@ def split_rows(split: SplitFacts, view: DataView) -> Rows:
         if "BOS" in view.tokenizer.special:
             rows.append(("BOS twice", f"{split.doubled_bos:,}" if split.doubled_bos else "never"))
     return rows
+
+
+def sample_title(sample: Sample) -> str:
+    """Where a sample came from, what it is, and how long."""
+    what = "".join(f", {each}" for each in (sample.kind, sample.place) if each)
+    learned = f", {sample.supervised:,} learned" if sample.supervised else ""
+    return f"{sample.origin}{what}: {sample.tokens:,} tokens{learned}"
 
 
 def _shapes(split: SplitFacts, view: DataView) -> str:
@@ -80,7 +97,8 @@ def _ends(split: SplitFacts, ends: tuple[str, ...]) -> Rows:
         return [("end", "the tokenizer has no token that ends an answer")]
     if split.is_judged:
         return []
-    return [("end", f"{' or '.join(ends)} is learned in {split.ended:,} of {split.examples:,} examples")]
+    what = "answers" if split.pairs else "examples"
+    return [("end", f"{' or '.join(ends)} is learned in {split.ended:,} of {split.examples:,} {what}")]
 
 
 def _twins(count: int, pair: tuple[str, str]) -> str:
@@ -100,22 +118,29 @@ def step_rows(view: DataView) -> Rows:
         ]
     if plan is None:
         return [("steps", "cannot be planned: see the problems")]
-    wanted = f"{run.batch_tokens:,} tokens" if run.batch_tokens else f"{run.batch_size:,} examples"
+    unit = "pairs" if any(split.pairs for split in view.splits) else "examples"
+    wanted = f"{run.batch_tokens:,} tokens" if run.batch_tokens else f"{run.batch_size:,} {unit}"
     passes = f"{plan.epochs:,.2f}".rstrip("0").rstrip(".")
     padding = f"{1 - plan.efficiency:.1%} of the positions" if plan.efficiency < 1 else "none"
     rows = [
         ("steps", f"{plan.steps:,} of at most {wanted}: {passes} epoch{'s' * (passes != '1')}"),
         ("an epoch", f"{plan.in_epoch:,} step{'s' * (plan.in_epoch != 1)}"),
-        ("a step", f"{plan.examples_a_step:,.1f} examples, {plan.tokens_a_step:,.1f} tokens on average"),
+        ("a step", f"{plan.examples_a_step:,.1f} {unit}, {plan.tokens_a_step:,.1f} tokens on average"),
         ("in all", f"about {plan.tokens:,} tokens"),
         ("micro-batches", f"{plan.micro_batches:,.1f} a step, of at most {plan.micro_tokens:,} tokens"),
-        ("packing", f"micro-batches {plan.filled:.1%} full" if view.config.data.pack else "off"),
+        ("packing", _packing(plan) if view.config.data.pack else "off"),
         ("padding", padding),
     ]
     if view.held_out:
-        rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation"))
+        left = f"; left: {view.classes_left}" if view.classes_left else ""
+        rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation{left}"))
     if plan.measured < plan.in_epoch:
         rows.append(("", f"the last two were measured on the first {plan.measured:,} steps"))
     if plan.staged:
         rows.append(("", "measured without data.curriculum, which changes what is in a step"))
     return rows
+
+
+def _packing(plan: StepFacts) -> str:
+    held = plan.filled * plan.micro_tokens
+    return f"{held:,.0f} tokens in a micro-batch ({plan.filled:.1%} of its room; unused room costs nothing)"

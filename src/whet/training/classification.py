@@ -53,8 +53,7 @@ def build_classify(
 def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) -> list[float]:
     names, kind = section.names, section.class_weights
     counts = np.sum([class_counts(section, examples) for examples in train], axis=0)
-    shown = (f"{count:,.1f}".removesuffix(".0") for count in counts)
-    log.info("classes: %s", ", ".join(f"{name} {count}" for name, count in zip(names, shown, strict=True)))
+    log.info("classes: %s", describe_classes(names, counts))
     if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
         log.warning("no training record is of the class %s", ", ".join(absent))
     if isinstance(kind, list):
@@ -77,6 +76,12 @@ def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) 
             "class weights: %s", ", ".join(f"{name} {w:.3g}" for name, w in zip(names, weights, strict=True))
         )
     return weights
+
+
+def describe_classes(names: Sequence[str], counts: Sequence[float] | np.ndarray) -> str:
+    """Each class with its number of examples, for a person."""
+    shown = (f"{count:,.1f}".removesuffix(".0") for count in counts)
+    return ", ".join(f"{name} {count}" for name, count in zip(names, shown, strict=True))
 
 
 def class_counts(section: ClassifyObjective, examples: StoredExamples) -> np.ndarray:

@@ -93,7 +93,7 @@ class RowData:
 
     def describe_steps(self) -> str:
         """How large a step is, for a person."""
-        return f"{self.steps.batch_size or self.steps.batch_tokens} rows"
+        return f"{self.steps.batch_size or self.steps.batch_tokens:,} rows"
 
     def stream(self) -> RowStream:
         """The training steps."""

@@ -233,7 +233,7 @@ class _Assembly:
     def _count_steps(self) -> int:
         run, stream = self.config.run, self.work.stream
         steps: int = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
-        log.info("steps: %d of %s", steps, self.work.data.describe_steps())
+        log.info("steps: %d, each of at most %s", steps, self.work.data.describe_steps())
         return steps
 
     def _own_callbacks(self, test: EvaluationSplit | None, held: contextlib.ExitStack) -> list[Callback]:

@@ -15,7 +15,7 @@ from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
 from whet.data.encode import Question, token_bytes
 from whet.data.endings import ENDLESS_HINT, endless, endless_message
-from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs
+from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs, cut_warning
 from whet.data.field_audit import Unread, unread_fields
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
@@ -104,6 +104,11 @@ class RunData:
             log.info("%s: %s: %s", name, source.name, examples.summary())
             for line in complaints(examples.store.notes):
                 log.warning("%s: %s", name, line)
+            units = len(examples.store) // (2 if self.needs.pairs else 1)
+            can_split = not self.needs.pairs and self.needs.labels is None
+            warning = cut_warning(examples.sides.counts, units, can_split=can_split)
+            if warning is not None:
+                log.warning("%s: %s: %s", name, *warning)
             self._warn_of_unread(name, examples.store.notes["unread"])
         self.hold_out()
         data = self.config.data
@@ -251,8 +256,8 @@ class RunData:
     def describe_steps(self) -> str:
         """How large a step is, for a person."""
         size = self.steps.batch_tokens or self.steps.batch_size
-        what = "tokens" if self.steps.batch_tokens else "examples"
-        return f"{size} {what}, micro-batches of at most {self.steps.micro_tokens} tokens"
+        what = "tokens" if self.steps.batch_tokens else self.needs.unit
+        return f"{size:,} {what}, in micro-batches of at most {self.steps.micro_tokens:,} tokens"
 
     def _balanced(self, examples: StoredExamples | StoredPairs) -> Any:  # Any: a sequence of either
         """The training examples, with those of rare classes repeated where the config asks for it."""

@@ -58,6 +58,11 @@ class Needs:
     columns: tuple[str, ...] = ()
     labels: Labels | None = None
 
+    @property
+    def unit(self) -> str:
+        """What a step is counted in."""
+        return "pairs" if self.pairs else "prompts" if self.prompts else "examples"
+
 
 def needs_of(objective: AnyObjective | MixObjective) -> Needs:
     """The kind of examples that an objective learns from."""
