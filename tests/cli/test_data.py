@@ -13,10 +13,12 @@ import pytest
 import yaml
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
+from torch import get_default_device
 from transformers import AutoTokenizer
 
 from tiny import run_config, write_tiny_model, write_tokenizer
 from whet.config.load import load_config
+from whet.models.decoder import Decoder
 from whet.reporting.data_text import DataText
 from whet.reporting.data_view import view_data
 
@@ -355,17 +357,19 @@ def test_skipped_records_are_problems_that_stop_no_run(cli, config):
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    """A world in which no model can be built or read."""
+    """A world in which no model can be read, nor built but on the meta device."""
+    build = Decoder.__init__
 
     def fail(*_, **__):
         raise AssertionError("a model was built")
 
-    for name in (
-        "whet.adapters.load.load_model",
-        "whet.models.load.load_parameters",
-        "whet.models.decoder.Decoder.__init__",
-    ):
+    for name in ("whet.adapters.load.load_model", "whet.models.load.load_parameters"):
         monkeypatch.setattr(name, fail)
+    monkeypatch.setattr(
+        Decoder,
+        "__init__",
+        lambda *given, **named: build(*given, **named) if get_default_device().type == "meta" else fail(),
+    )
 
 
 @pytest.mark.usefixtures("no_weights")

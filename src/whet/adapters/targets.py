@@ -10,6 +10,7 @@ from torch import nn
 
 from whet.adapters.experts import expert_weights, router_weights
 from whet.adapters.nf4 import NF4Linear
+from whet.config.patterns import compile_pattern
 from whet.errors import ConfigError
 from whet.models.experts import Router
 from whet.models.language_model import LanguageModel
@@ -95,9 +96,9 @@ def _found(model: LanguageModel, target: str, possible: Sequence[str]) -> set[st
 def matches(model: LanguageModel, name: str, pattern: str) -> bool:
     """Whether a regular expression fits the end of a layer's path, in whet's names or Hugging Face's."""
     try:
-        whole = re.compile(rf"(.*\.)?({pattern})")
-    except re.error as error:
-        raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
+        whole = compile_pattern(pattern, before=r"(.*\.)?")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return bool(whole.fullmatch(name) or whole.fullmatch(model.hf_name(name)))
 
 

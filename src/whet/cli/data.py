@@ -42,7 +42,7 @@ def command(
         raise typer.Exit(2)
 
 
-def plan(config: str, overrides: list[str]) -> None:
+def plan(config: str, overrides: list[str], *, processes: int) -> None:
     """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
     from whet.cli.console import results, set_up_logging
     from whet.config.load import load_config
@@ -64,7 +64,11 @@ def plan(config: str, overrides: list[str]) -> None:
         text.show_plan(view)
         problems += find_problems(view)
         steps = settings.run.steps or (view.steps.steps if view.steps is not None else None)
-    problems = [*find_refusals(settings, steps=steps), *problems, *map(Problem, unread_lines(settings))]
+        tokens = view.tokenizer.size if view.tokenizer is not None else None
+    refusals = find_refusals(settings, steps=steps, tokens=tokens, processes=processes)
+    known = {problem.message for problem in problems}
+    problems += map(Problem, unread_lines(settings))
+    problems = [*(problem for problem in refusals if problem.message not in known), *problems]
     text.show_problems(problems, every_record=False)
     if any(problem.stops for problem in problems):
         raise typer.Exit(2)

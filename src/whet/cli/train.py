@@ -36,7 +36,9 @@ def command(
     config: str = typer.Argument(help="A YAML file; docs/config.md lists every key."),
     overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
     dry_run: bool = typer.Option(
-        False, "--dry-run", help="Go through every file and print the plan; build no model, write no run."
+        False,
+        "--dry-run",
+        help="Print the plan and what would be refused; read no weights, write no run.",
     ),
     nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
     max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
@@ -73,7 +75,7 @@ def command(
         set_up_logging(quiet=quiet)
         say(summary_line(quality_run.dry_run(settings)))
         return
-    plan(config, overrides or [])
+    plan(config, overrides or [], processes=nproc)
 
 
 def in_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> NoReturn:

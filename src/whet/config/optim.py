@@ -1,10 +1,10 @@
 """The optimizer, its learning rate and how that changes during a run."""
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from whet.config.patterns import compile_pattern
 from whet.config.section import Factor, Positive, Section
 
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
@@ -128,10 +128,7 @@ class Optim(Section):
     @classmethod
     def _patterns_are_valid(cls, groups: dict[str, ParameterGroup]) -> dict[str, ParameterGroup]:
         for pattern in groups:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            compile_pattern(pattern)
         return groups
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from whet.errors import ConfigError, WhetError
 from whet.hardware import choose_device, choose_precision
 from whet.reporting.data_view import DataView, SplitFacts
 from whet.training.schedules import create_schedule
+from whet.training.trial import try_assembly
 from whet.training.watching import check_watching
 
 MOST_DUPLICATES = 0.05  # of the records
@@ -46,13 +47,17 @@ def find_problems(view: DataView) -> list[Problem]:
     return sorted(found, key=lambda problem: not problem.stops)
 
 
-def find_refusals(config: RunConfig, *, steps: int | None) -> list[Problem]:
-    """What `whet train` would refuse before it builds a model, the data aside."""
+def find_refusals(
+    config: RunConfig, *, steps: int | None, tokens: int | None = None, processes: int = 1
+) -> list[Problem]:
+    """What `whet train` would refuse before its first step, the data aside; `tokens`: of its tokenizer."""
     found = []
     checks: list[Callable[[], object]] = [
+        lambda: config.parallel.check_processes(processes),
         lambda: check_watching(config),
         lambda: choose_precision(config.run.precision, choose_device(config.run.device)),
         lambda: _refuse_no_directory(config.directory),
+        lambda: try_assembly(config, tokens=tokens),
     ]
     if steps is not None:
         checks.append(lambda: create_schedule(config.optim, steps))

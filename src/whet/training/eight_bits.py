@@ -8,9 +8,9 @@ from whet.ops.fp8 import MULTIPLE
 from whet.ops.linear import Linear
 
 
-def use_fp8(model: LanguageModel, method: str) -> str:
+def use_fp8(model: LanguageModel, method: str, *, device: torch.device | None = None) -> str:
     """Let the linear layers of all blocks multiply in 8 bits while they train; says how many do."""
-    device = model.device
+    device = device or model.device
     if method != "full":
         raise ConfigError(
             "run.fp8 is for training every weight", hint="set method.kind to full, or run.fp8 to false"

@@ -1,0 +1,96 @@
+"""A run assembled without weights: raises what `whet train` would refuse before its first step."""
+
+from typing import Any
+
+from whet.adapters.load import tokenizer_of
+from whet.config.grpo import GRPOObjective
+from whet.config.objectives import AnyObjective, DistillObjective, PreferenceObjective
+from whet.config.preset import Preset
+from whet.config.sections import MixObjective, RunConfig
+from whet.hardware import Precision
+from whet.models.heads import WithHeads
+from whet.models.language_model import LanguageModel
+from whet.models.mup import refuse_other_multipliers
+from whet.models.scratch import new_spec
+from whet.objectives.base import Objective
+from whet.objectives.hidden_matching import HiddenMatching
+from whet.objectives.mix import Mix
+from whet.training.eight_bits import use_fp8
+from whet.training.kinds import work_for
+from whet.training.optimizers import create_optimizer
+from whet.training.rewards.pool import RewardPool
+from whet.training.routing import with_routers
+from whet.training.sketches import META, from_spec, make_objective, other_models, prepare, read_model
+from whet.training.teachers import refuse_other_tokens
+
+
+def try_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
+    """Put a run's model, objective and optimizer together on the meta device.
+
+    Args:
+        config: the run.
+        tokens: of the tokenizer, where the model is new and its tokenizer made from texts.
+    """
+    work = work_for(config, config.directory)
+    model = _untrained(config, tokens)
+    prepare(model, config, work.precision)
+    if config.run.fp8:
+        use_fp8(model, config.method.kind, device=work.device)
+    parts = config.parts()
+    objective: Objective
+    if parts:
+        objectives = {name: _objective(part, model, work.precision) for name, part in parts.items()}
+        objective = Mix(objectives, dict.fromkeys(parts, 1.0))
+    else:
+        objective = _objective(config, model, work.precision)
+    objective, _ = with_routers(objective, model, config.experts, compute=work.precision.compute)
+    heads = getattr(objective, "heads", None)
+    create_optimizer(config.optim_groups, model if heads is None else WithHeads(model, heads), quiet=True)
+
+
+def _untrained(config: RunConfig, tokens: int | None) -> LanguageModel:
+    name, mup = config.language_model, config.optim.mup
+    if isinstance(name, Preset) and tokens is not None:
+        return from_spec(new_spec(name, tokens=tokens, mup=mup))
+    model = read_model(name)
+    if mup is not None and not isinstance(name, Preset):
+        refuse_other_multipliers(getattr(model, "spec", None), mup, name=name)
+    return model
+
+
+def _objective(config: RunConfig, model: LanguageModel, precision: Precision) -> Objective:
+    section = config.objective
+    assert not isinstance(section, MixObjective)
+    others = other_models(config, precision)
+    for name, other in zip(_names(section), others, strict=False):
+        _refuse_other_tokens(name, other, config, model)
+    if isinstance(section, DistillObjective) and section.hidden is not None and others:
+        with META:
+            HiddenMatching(model, others[0], section.hidden.layers, kind=section.hidden.kind)
+    if isinstance(section, GRPOObjective):
+        with RewardPool(section):  # they start, or say why they do not
+            pass
+    return make_objective(section, model, others, precision)
+
+
+def _names(section: AnyObjective) -> list[str]:
+    """The models that an objective opens by name."""
+    if isinstance(section, DistillObjective):
+        return [name for name, _ in section.teachers]
+    named = section.reference_model if isinstance(section, PreferenceObjective | GRPOObjective) else None
+    return [named] if named is not None else []
+
+
+def _refuse_other_tokens(name: str, other: LanguageModel, config: RunConfig, model: LanguageModel) -> None:
+    ours: Any = None  # Any: transformers tokenizers
+    theirs: Any = None
+    if not isinstance(config.language_model, Preset):
+        ours, theirs = tokenizer_of(config.language_model), tokenizer_of(name)
+    refuse_other_tokens(
+        name,
+        other.vocab_size,
+        theirs if ours is not None else None,
+        student=str(config.language_model),
+        vocab_size=model.vocab_size,
+        tokenizer=ours,
+    )
