@@ -8,7 +8,10 @@ JOBS ?= 2
 SEED ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 1)
 PYTEST := WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --randomly-seed=$(SEED) --durations=15
 
-.PHONY: demo test test-slow bench-smoke check format clean
+# an older transformers, which vLLM and others still pin: slow tests open there what whet wrote
+V4 := .venv-transformers4
+
+.PHONY: demo test test-slow bench-smoke check format extras compat clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -17,9 +20,9 @@ test: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
 	$(PYTEST) -m "not slow" -n $(JOBS)
 
-test-slow: $(VENV)/installed-dev
+test-slow: $(VENV)/installed-dev extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
-	$(PYTEST) -m slow
+	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow
 
 bench-smoke: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
@@ -34,8 +37,17 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# each extra of pyproject.toml, and all of them together, can be installed with constraints.txt
+extras: $(VENV)/installed-dev
+	@extras=$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"])') && \
+	for extra in $$extras "$$(echo $$extras | tr ' ' ',')"; do \
+		echo "resolving whet[$$extra]"; $(PIP) --dry-run ".[$$extra]" || exit 1; \
+	done
+
+compat: $(V4)/installed
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(V4) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,4 +60,10 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the tools for tests and checks into $(VENV)"
 	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(V4)/installed: constraints-transformers4.txt
+	@echo "installing transformers 4 into $(V4)"
+	@$(PYTHON) -m venv $(V4)
+	@$(V4)/bin/python -m pip --disable-pip-version-check install --quiet --requirement constraints-transformers4.txt
 	@touch $@
