@@ -12,11 +12,14 @@ from whet.adapters.peft_files import read_peft, write_peft
 from whet.adapters.stored import attach_stored, collect
 from whet.errors import ConfigError
 from whet.models.checks import check_links
+from whet.models.hub import hub_id
 from whet.models.language_model import LanguageModel
+from whet.models.tokenizer_files import save_tokenizer
 from whet.storage import clear_leftovers, new_directory, write_json
 
 CONFIG = "adapter_config.json"
 QUANTISED = "base_quantization.json"  # whet's own, beside either layout: how to quantise the base
+TRAINED_ON = "trained_on.json"  # whet's own, beside a hub id: the copy of that model on this machine
 NF4_BASE = {"kind": "nf4", "block_size": BLOCK, "double_quantization": True}
 LAYOUTS = {"peft": write_peft, "mlx": write_mlx}
 
@@ -37,9 +40,8 @@ def save_adapter(
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown adapter layout {layout!r}", hint=f"known: {', '.join(LAYOUTS)}")
-    stored = collect(model)
-    if base is not None:
-        stored = replace(stored, origin=str(base.absolute()))
+    origin = base_name(model) if base is None else str(base.absolute())
+    stored = replace(collect(model), origin=origin)
     if classifier is not None:
         stored = replace(stored, whole=stored.whole | classifier.tensors(model))
     quantised = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
@@ -47,12 +49,21 @@ def save_adapter(
     clear_leftovers(directory.parent, of=directory.name)
     with new_directory(directory) as staging:
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
+            save_tokenizer(tokenizer, staging)
         LAYOUTS[layout](staging, model, stored)
         if classifier is not None:
             classifier.write(staging)
         if quantised:
             write_json(staging / QUANTISED, NF4_BASE)
+        if base is None and model.source is not None and origin == hub_id(str(model.name)):
+            write_json(staging / TRAINED_ON, {"name": model.name, "directory": str(model.source.absolute())})
+
+
+def base_name(model: LanguageModel) -> str | None:
+    """What other programs can open a base by: a path, its hub id, or else the directory it was read from."""
+    if model.name is None or Path(model.name).exists():
+        return model.name
+    return hub_id(model.name) or (model.name if model.source is None else str(model.source.absolute()))
 
 
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:

@@ -33,13 +33,14 @@ def train(
     from whet.data.render import text_of
     from whet.data.sources import open_source
     from whet.models.encoders import make_tokenizer
+    from whet.models.tokenizer_files import save_tokenizer
     from whet.storage import new_directory
 
     source = open_source(data)
     spec = f"bpe:{vocab_size}" if kind is Kind.bpe else "chars"
     tokenizer = make_tokenizer(spec, map(text_of, source))
     with new_directory(Path(out)) as staging:
-        tokenizer.save_pretrained(staging)
+        save_tokenizer(tokenizer, staging)
     texts = [text_of(record)[:100_000] for record in islice(source, 100)]
     count = sum(len(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"])
     size = sum(len(text.encode()) for text in texts)

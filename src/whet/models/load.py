@@ -159,11 +159,7 @@ def save_model(
     `more` tensors, other keys of the `config`, and files that are written `beside` belong to what is more
     than a language model.
     """
-    ours = model.state_dict() if state is None else state
-    tensors = {
-        stored: part for name, tensor in ours.items() for stored, part in model.in_files(name, tensor).items()
-    }
-    tensors |= more or {}
+    tensors = model.state_in_files(model.state_dict() if state is None else state) | dict(more or {})
     # two names on one storage are one tensor: the config says that they are tied
     seen: dict[tuple[int, torch.Size], str] = {}
     unique = {

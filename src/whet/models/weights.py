@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from whet.boundary import wrong_input
 from whet.errors import ModelError
 from whet.models.checks import check_links, check_weight
+from whet.models.tokenizer_files import save_tokenizer
 from whet.storage import SAFETENSORS_DTYPES, clear_leftovers, new_directory, write_json, write_safetensors
 
 INDEX = "model.safetensors.index.json"
@@ -242,11 +243,12 @@ def write_model_directory(
     clear_leftovers(directory.parent, of=directory.name)
     with new_directory(directory) as staging:
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
+            save_tokenizer(tokenizer, staging)
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copy(source / "generation_config.json", staging)
-        # the old name of `dtype` is of the file that was read, not of this one
-        write_json(staging / "config.json", {key: config[key] for key in config if key != "torch_dtype"})
+        # transformers before 4.56 and vLLM know `dtype` by its old name
+        older = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+        write_json(staging / "config.json", {**config, **older})
         if beside is not None:
             beside(staging)
         shards = _shards(tensors, max_shard_bytes)

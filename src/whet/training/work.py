@@ -26,6 +26,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel
 from whet.models.mup import refuse_other_multipliers
 from whet.models.scratch import new_model, new_tokenizer
+from whet.models.tokenizer_files import save_tokenizer
 from whet.models.trainable import Trainable
 from whet.objectives.base import Objective, frozen_models
 from whet.objectives.mix import Mix
@@ -143,7 +144,7 @@ class TextWork(Work):
     def stage(self, staging: Path) -> None:
         """A tokenizer that was made for this run is in no model directory yet."""
         if isinstance(self.config.model, Preset):
-            self.tokenizer.save_pretrained(staging / "tokenizer")
+            save_tokenizer(self.tokenizer, staging / "tokenizer")
 
     def write_final(self, trainer: Trainer) -> None:
         """A Hugging Face model directory or a PEFT adapter directory."""

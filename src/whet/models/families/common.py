@@ -172,13 +172,21 @@ def rope_config(spec: RopeSpec) -> dict[str, Any]:
 
 
 def both_rope_spellings(spec: RopeSpec) -> dict[str, Any]:
-    """`rope_parameters`, which transformers 5 reads, and the two keys that older readers know."""
+    """`rope_parameters`, which transformers 5 reads, and the keys that transformers 4 reads."""
     fields = rope_config(spec)
-    return {
-        "rope_parameters": fields,
-        "rope_theta": spec.theta,
-        "rope_scaling": fields if spec.scaling is not None else None,
-    }
+    return {"rope_parameters": fields, **older_rope_keys(fields)}
+
+
+def older_rope_keys(fields: Config) -> dict[str, Any]:
+    """The keys of transformers 4 for `rope_parameters`; it ignores those, and silently uses its defaults."""
+    kind = fields.get("rope_type", "default")
+    scaling = None if kind == "default" else dict(fields)
+    if kind == "longrope":  # Phi-3's class refuses any other key
+        scaling = {"type": kind} | {key: fields.get(key) for key in ("short_factor", "long_factor")}
+    older = {"rope_theta": fields.get("rope_theta"), "rope_scaling": scaling}
+    if "partial_rotary_factor" in fields:
+        older["partial_rotary_factor"] = fields["partial_rotary_factor"]
+    return older
 
 
 def activation(config: Config) -> str:

@@ -63,4 +63,10 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
         kind = _GLOBAL if block.grouped.window is None else _LOCAL
         ropes[kind] = block.grouped.rope or ropes[kind]
     parameters = {kind: common.rope_config(rope) for kind, rope in ropes.items()}
-    return {**gemma2.write(spec, ARCHITECTURE), "rope_parameters": parameters}
+    return {**gemma2.write(spec, ARCHITECTURE), "rope_parameters": parameters, **older_rope_keys(parameters)}
+
+
+def older_rope_keys(parameters: Config) -> dict[str, Any]:
+    """The keys of transformers 4 for `rope_parameters` of two kinds of layers."""
+    older = common.older_rope_keys(parameters[_GLOBAL])
+    return {**older, "rope_local_base_freq": parameters[_LOCAL]["rope_theta"]}

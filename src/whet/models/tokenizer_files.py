@@ -1,0 +1,28 @@
+"""Tokenizers on disk, in files that transformers 4 and 5 read alike."""
+
+import json
+from pathlib import Path
+from typing import Any  # everywhere below: tokenizers of transformers, and JSON values
+
+from whet.storage import write_json
+
+CONFIG = "tokenizer_config.json"
+_GENERIC = "TokenizersBackend"  # transformers 5's name for PreTrainedTokenizerFast, which both versions open
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer's files; what only transformers 5 understands is spelled as both versions read it."""
+    tokenizer.save_pretrained(directory)
+    config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
+    if config.get("tokenizer_class") == _GENERIC:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    elif tokenizer.is_fast and config.get("bos_token") and config.get("eos_token"):
+        # without these keys the classes of transformers 4 decide by themselves what surrounds a text
+        ids = tokenizer("a")["input_ids"]
+        config.setdefault("add_bos_token", ids[:1] == [tokenizer.bos_token_id])
+        config.setdefault("add_eos_token", ids[-1:] == [tokenizer.eos_token_id])
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    # the generic class of transformers 4 would add token_type_ids, which decoders refuse
+    config["model_input_names"] = list(tokenizer.model_input_names)
+    write_json(directory / CONFIG, dict(sorted(config.items())))
