@@ -124,3 +124,12 @@ def test_room_that_packing_leaves_is_explained(cli, write):
     assert re.search(
         r"packing +\d+ tokens in a micro-batch \(.*% of its room; unused room costs nothing\)", shown
     )
+
+
+def test_evaluation_warns_of_fields_that_reach_no_token(cli, tiny_directory, tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": "a", "group": "g", "score": 3}) + "\n")
+    code, _, said = cli("eval", tiny_directory, "--data", path)
+    assert code == 0
+    assert "field score of 1 record reaches no token" in said
+    assert "field group" not in said

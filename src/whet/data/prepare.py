@@ -24,7 +24,7 @@ from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 5  # of what rendering and encoding make of a record: a change makes all stores new
+VERSION = 6  # of what rendering and encoding make of a record: a change makes all stores new
 _LABELS_VERSION = 1  # of what `Labels` makes of a record: 1 knows soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
