@@ -502,9 +502,9 @@ def test_records_are_scored_and_then_train_by_distrust(cli, tiny_directory, tmp_
     settings["data"] = {"train": str(target), "max_length": 256}
     config.write_text(yaml.safe_dump(settings))
     code, out, err = cli("data", config)
-    assert code == 0, err
+    assert (code, "reaches no token" in out) == (0, False), "the year was read by the scorer"
     code, out, err = cli("train", config, "run.steps=2")
-    assert code == 0, err
+    assert (code, "reaches no token" in err) == (0, False), err
     code, out, err = cli("data", "score-distrust", source, target)
     assert (code, out) == (2, "")
     assert "out.jsonl exists already" in err
@@ -578,3 +578,20 @@ def test_tool_calls_that_the_template_drops_are_found(cli, config):
     code, _, err = cli("train", path)
     assert code == 2
     assert "train.jsonl:1: message 2 (assistant) renders empty" in err
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"kind": "dpo", "reference_model": "./missing"},
+        {"kind": "grpo", "beta": 0.1, "rewards": ["exact_match"], "reference_model": "./missing"},
+        {"kind": "distill", "teacher": "./missing"},
+    ],
+)
+def test_a_dry_run_finds_a_reference_or_teacher_that_is_not_there(cli, tiny_directory, tmp_path, objective):
+    settings = run_config(tiny_directory, tmp_path, objective=objective)
+    pairs = {"dpo": "synth:house-pairs:4"}.get(objective["kind"], "synth:house:4")
+    settings["data"] = {"train": pairs, "max_length": 256}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    code, out, err = cli("train", tmp_path / "config.yaml", "--dry-run")
+    assert (code, "missing does not exist" in out) == (2, True), out + err

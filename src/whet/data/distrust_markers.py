@@ -1,5 +1,8 @@
 """Words that the distrust scorer looks for, all of them English. docs/distrust.md lists and explains them."""
 
+# fields of a record that describe its source
+DECLARED = ("source_type", "year", "date", "citation_count", "publisher", "metadata")
+
 # (auth_weight, prov_entropy) of a declared source_type
 PRIORS: dict[str, tuple[float, float]] = {
     "patent_pre1970": (0.05, 7.0),

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from whet.adapters.adapter import adapted
 from whet.adapters.load import load_base
+from whet.config.grpo import GRPOObjective
+from whet.config.objectives import DistillObjective, PreferenceObjective
+from whet.config.sections import RunConfig
 from whet.errors import ModelError
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
@@ -24,6 +27,19 @@ def untrained_reference(model: LanguageModel) -> Reference:
         return "adapters-off"
     log.info("reference: a frozen copy of the model")
     return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def named_models(config: RunConfig) -> list[str]:
+    """Return the names of the frozen models that a run opens: teachers, or a reference."""
+    section = config.objective
+    match section:
+        case DistillObjective(offline=None):
+            return [name for name, _ in section.teachers]
+        case PreferenceObjective(reference_model=str(name)) if section.has_reference:
+            return [name]
+        case GRPOObjective(reference_model=str(name)) if section.beta:
+            return [name]
+    return [name for part in config.parts().values() for name in named_models(part)]
 
 
 def load_reference(

@@ -118,7 +118,12 @@ class RunData:
     def unread(self, found: Unread) -> Iterator[tuple[str, str]]:
         """The fields that neither a token nor the objective reads: what is wrong, and what to do."""
         curriculum, needs = self.config.data.curriculum, self.needs
-        used = {"group", *needs.columns, *(("label", "labels") if needs.labels is not None else ())}
+        used = {
+            "group",
+            *needs.columns,
+            *needs.scored,
+            *(("label", "labels") if needs.labels is not None else ()),
+        }
         if curriculum is not None and curriculum.score:
             used.add(curriculum.score)
         return unread_fields(found, used=None if needs.prompts else used)

@@ -24,7 +24,7 @@ from whet.config.objectives import (
     SFTObjective,
 )
 from whet.config.preset import Preset
-from whet.config.sections import RunConfig
+from whet.config.sections import MixObjective, RunConfig
 from whet.data.batches import Batch
 from whet.errors import ConfigError, ModelError
 from whet.hardware import Precision
@@ -48,6 +48,7 @@ from whet.objectives.sft import SFT
 from whet.ops.grouped_experts import grouped_problem
 from whet.ops.token_logprobs import token_logprobs
 from whet.training.model_facts import weights_directory
+from whet.training.references import named_models
 
 META = torch.device("meta")
 _BYTES = 256
@@ -123,26 +124,19 @@ def prepare(model: LanguageModel, config: RunConfig, precision: Precision) -> La
 
 def other_models(config: RunConfig, precision: Precision) -> list[LanguageModel]:
     """Frozen models beside the one that is trained: teachers, or a copy as the reference."""
-    section = config.objective
-    names: list[str | Preset] = []
-    dtype, trained = precision.frozen, precision.trained if config.method.kind == "full" else precision.frozen
-    match section:
-        case DistillObjective(offline=None):
-            names = [name for name, _ in section.teachers]
-        case PreferenceObjective() if section.has_reference:
-            names = _references(config, section.reference_model, online=section.reference == "online")
-            dtype = trained
-        case GRPOObjective() if section.beta:
-            names = _references(config, section.reference_model, online=True)
-            dtype = trained
+    section, full = config.objective, config.method.kind == "full"
+    names: list[str | Preset] = [*named_models(config)]
+    if not names and full and _compares_online(section):
+        names = [config.language_model]
+    as_trained = full and not isinstance(section, DistillObjective)  # see load_reference
+    dtype = precision.trained if as_trained else precision.frozen
     return [read_model(name).to(dtype=dtype).requires_grad_(False).eval() for name in names]
 
 
-def _references(config: RunConfig, named: str | None, *, online: bool) -> list[str | Preset]:
-    """Return the reference that has weights of its own: one by name, or a copy where all weights train."""
-    if named is not None:
-        return [named]
-    return [config.language_model] if online and config.method.kind == "full" else []
+def _compares_online(section: AnyObjective | MixObjective) -> bool:
+    if isinstance(section, PreferenceObjective):
+        return section.has_reference and section.reference == "online"
+    return isinstance(section, GRPOObjective) and section.beta > 0
 
 
 class Logprobs:

@@ -22,6 +22,7 @@ from whet.config.objectives import (
 )
 from whet.config.sections import MixObjective
 from whet.data.batches import one_pass
+from whet.data.distrust_markers import DECLARED
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.labels import Labels
 from whet.data.plan import StepSettings
@@ -57,6 +58,7 @@ class Needs:
     prompts: bool = False  # only what comes before the answer; the record is for the rewards
     columns: tuple[str, ...] = ()
     labels: Labels | None = None
+    scored: tuple[str, ...] = ()  # fields that the columns were made from, before the run
 
     @property
     def unit(self) -> str:
@@ -70,7 +72,7 @@ def needs_of(objective: AnyObjective | MixObjective) -> Needs:
         case PreferenceObjective():
             return Needs(pairs=True)
         case DistrustObjective():
-            return Needs(columns=distrusting.COLUMNS)
+            return Needs(columns=distrusting.COLUMNS, scored=DECLARED)
         case ClassifyObjective():
             return Needs(labels=Labels(objective.names, multi_label=objective.multi_label))
         case GRPOObjective():

@@ -4,7 +4,7 @@ from typing import Any
 
 from whet.adapters.load import tokenizer_of
 from whet.config.grpo import GRPOObjective
-from whet.config.objectives import AnyObjective, DistillObjective, PreferenceObjective
+from whet.config.objectives import DistillObjective
 from whet.config.preset import Preset
 from whet.config.sections import MixObjective, RunConfig
 from whet.hardware import Precision
@@ -18,6 +18,7 @@ from whet.objectives.mix import Mix
 from whet.training.eight_bits import use_fp8
 from whet.training.kinds import work_for
 from whet.training.optimizers import create_optimizer
+from whet.training.references import named_models
 from whet.training.rewards.pool import RewardPool
 from whet.training.routing import with_routers
 from whet.training.sketches import META, from_spec, make_objective, other_models, prepare, read_model
@@ -62,7 +63,7 @@ def _objective(config: RunConfig, model: LanguageModel, precision: Precision) ->
     section = config.objective
     assert not isinstance(section, MixObjective)
     others = other_models(config, precision)
-    for name, other in zip(_names(section), others, strict=False):
+    for name, other in zip(named_models(config), others, strict=False):
         _refuse_other_tokens(name, other, config, model)
     if isinstance(section, DistillObjective) and section.hidden is not None and others:
         with META:
@@ -71,14 +72,6 @@ def _objective(config: RunConfig, model: LanguageModel, precision: Precision) ->
         with RewardPool(section):  # they start, or say why they do not
             pass
     return make_objective(section, model, others, precision)
-
-
-def _names(section: AnyObjective) -> list[str]:
-    """The models that an objective opens by name."""
-    if isinstance(section, DistillObjective):
-        return [name for name, _ in section.teachers]
-    named = section.reference_model if isinstance(section, PreferenceObjective | GRPOObjective) else None
-    return [named] if named is not None else []
 
 
 def _refuse_other_tokens(name: str, other: LanguageModel, config: RunConfig, model: LanguageModel) -> None:
