@@ -578,20 +578,3 @@ def test_tool_calls_that_the_template_drops_are_found(cli, config):
     code, _, err = cli("train", path)
     assert code == 2
     assert "train.jsonl:1: message 2 (assistant) renders empty" in err
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        {"kind": "dpo", "reference_model": "./missing"},
-        {"kind": "grpo", "beta": 0.1, "rewards": ["exact_match"], "reference_model": "./missing"},
-        {"kind": "distill", "teacher": "./missing"},
-    ],
-)
-def test_a_dry_run_finds_a_reference_or_teacher_that_is_not_there(cli, tiny_directory, tmp_path, objective):
-    settings = run_config(tiny_directory, tmp_path, objective=objective)
-    pairs = {"dpo": "synth:house-pairs:4"}.get(objective["kind"], "synth:house:4")
-    settings["data"] = {"train": pairs, "max_length": 256}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    code, out, err = cli("train", tmp_path / "config.yaml", "--dry-run")
-    assert (code, "missing does not exist" in out) == (2, True), out + err
