@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from whet.boundary import panics_hidden, wrong_input
 from whet.data.examples import Example
 from whet.data.render import AskedRendering, Rendering
+from whet.data.windows import LONG, Tokens, encode_long
 from whet.errors import DataError
 
 
@@ -82,7 +83,22 @@ class Encoder:
                 found[place] = encoding
         return found
 
+    def _long(self, rendering: Rendering, *, special: bool) -> Tokens | DataError:
+        def encode(text: str) -> Any:  # Any: tokenizers' Encoding
+            return self._backend.encode(text, add_special_tokens=special)
+
+        around = self._around if special else (0, 0)
+        try:
+            with _tokenizing(f"{rendering.origin}: "):
+                return encode_long(rendering.text, encode, around=around, origin=rendering.origin)
+        except DataError as error:
+            return error
+
     def _batch(self, renderings: Sequence[Rendering], *, special: bool) -> list[Any]:  # Any: as above
+        if len(renderings) == 1 and len(renderings[0].text) > LONG:
+            return [self._long(renderings[0], special=special)]
+        if any(len(rendering.text) > LONG for rendering in renderings):
+            return [encoding for r in renderings for encoding in self._batch([r], special=special)]
         whole = all(_whole(rendering) for rendering in renderings)
         encode = self._backend.encode_batch_fast if whole else self._backend.encode_batch  # without offsets
         origin = renderings[0].origin if len(renderings) == 1 else ""
@@ -161,7 +177,7 @@ def _around(tokenizer: Any) -> tuple[int, int]:  # Any: a transformers tokenizer
 
 def _open_size(ids: Sequence[int], back: int, eos: int | None) -> int:
     """How many ids there are before the EOS that the tokenizer wrote of its own accord, if it did."""
-    return len(ids) - back if back and ids[-back:] == [eos] * back else len(ids)
+    return len(ids) - back if back and list(ids[-back:]) == [eos] * back else len(ids)
 
 
 def _untrimmed(backend: Tokenizer) -> Tokenizer:
@@ -179,9 +195,9 @@ def _untrimmed(backend: Tokenizer) -> Tokenizer:
 
 def _judged_example(rendering: Rendering, ids: Sequence[int]) -> Example | DataError:
     """All tokens of a text, and one more: an example's last token is only ever a target, and never read."""
-    if not ids:
+    if not len(ids):
         return DataError(f"{rendering.origin}: a text without a token cannot be classified")
-    tokens = np.array([*ids, ids[-1]], dtype=np.uint32)
+    tokens = np.append(np.asarray(ids, dtype=np.uint32), np.uint32(ids[-1]))
     return Example(tokens, np.ones(len(tokens), dtype=bool), rendering.origin, rendering.values)
 
 
