@@ -171,6 +171,8 @@ def _around(tokenizer: Any) -> tuple[int, int]:  # Any: a transformers tokenizer
     """How many special tokens a tokenizer puts before and after a text of its own accord."""
     with _tokenizing():
         mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    if not mask:  # nothing is around a text of which nothing is left
+        return 0, 0
     text = [place for place, special in enumerate(mask) if not special] or [0]
     return text[0], len(mask) - 1 - text[-1]
 

@@ -407,6 +407,11 @@ def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dty
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{directory}: whet does not read quantised weights of {config.model_type!r} models")
     text = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(tensors):
+        raise ModelError(
+            f"{directory}: config.json has {layers} layers, and there are {len(tensors)} tensors"
+        )
     model, report = model_class.from_pretrained(
         None,
         config=text if model_class.config_class is type(text) else config,

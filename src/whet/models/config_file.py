@@ -13,6 +13,8 @@ from whet.models.spec import ModelSpec
 from whet.models.weights import read_json
 
 CONFIG = "config.json"
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_MOST_LAYERS = 10_000  # more would be built one by one before anybody looks for their weights
 
 
 def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON values
@@ -30,6 +32,8 @@ def _check_numbers(value: Any, *, path: Path, key: str) -> None:  # Any: a JSON 
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _check_numbers(inner, path=path, key=f"{key}.{index}")
+    elif isinstance(value, int) and key.endswith(_LAYERS) and value > _MOST_LAYERS:
+        raise ModelError(f"{path}: {key} is {value}: a model of so many layers cannot be built")
     elif isinstance(value, float) and math.isnan(value):
         raise ModelError(f"{path}: {key} is NaN, not a number")
     elif isinstance(value, int | float) and key.endswith(("eps", "epsilon")) and not 0 <= value < math.inf:

@@ -73,12 +73,12 @@ class TensorFiles:
                 )
             return [single]
         listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict):
-            raise ModelError(f"{index} has no weight_map")
-        names = sorted({str(name) for name in listed.values()})
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ModelError(f"{index} has no weight_map from tensors to files")
+        names, there = sorted(set(listed.values())), {path.name for path in self.directory.iterdir()}
         for name in names:
-            if "\0" in name or Path(name).name != name or not (self.directory / name).is_file():
-                raise ModelError(f"{index} names {name!r}, which is not a file of this directory")
+            if name not in there or not (self.directory / name).is_file():
+                raise ModelError(f"{index} names {name[:200]!r}, which is not a file of this directory")
         return [self.directory / name for name in names]
 
     def __contains__(self, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.boundary import memory_knobs_named
+from whet.boundary import memory_knobs_named, wrong_input
 from whet.config.load import load_config, make_config, to_yaml
 from whet.config.sections import RunConfig
 from whet.config.unread import unread_lines
@@ -113,7 +113,8 @@ def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
         else:
             log.info("%s was stopped before its first checkpoint: starting over", directory)
     else:
-        refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
+        with wrong_input(f"{checkpoint / 'state.json'} is damaged", kind=CheckpointError):
+            refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
     return checkpoint
 
 
@@ -152,7 +153,8 @@ class _Assembly:
             self.description = self._describe()
             if again:
                 found = self.origins | {"fingerprint": work.model.fingerprint}
-                refuse_other_origins(self.directory, found, str(work.model.name))
+                with wrong_input(f"{self.directory / 'provenance.json'} is damaged", kind=CheckpointError):
+                    refuse_other_origins(self.directory, found, str(work.model.name))
             lock = held.enter_context(contextlib.ExitStack())  # let go of after sinks, which write there
             self.trainer = trainer = Trainer(
                 work.model,
@@ -174,7 +176,8 @@ class _Assembly:
                 if self.world.is_main:
                     self.run_log.keep_in(self.directory / "log.txt")
             if checkpoint is not None:
-                trainer.restore(checkpoint)
+                with wrong_input(f"{checkpoint} cannot be restored", kind=CheckpointError):
+                    trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
             self.began_after = trainer.state.step
             if again and self.world.is_main:
