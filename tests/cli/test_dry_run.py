@@ -38,6 +38,7 @@ REFUSED = {
     "dropout on the head": [LORA, "method.targets=lm_head", "method.dropout=0.1"],
     "variant for embeddings": [LORA, "method.targets=embed_tokens", "method.variant=dora"],
     "experts": ["experts.load_balancing=0.1"],
+    "teacher that was not asked": ["objective={kind: distill, teacher: MODEL, offline: {top_k: 4}}"],
     "fp8 with adapters": [LORA, "run.fp8=true"],
     "group of nothing": ["optim.groups={zzz: {lr_scale: 2}}"],
     "group that never ends": ["optim.groups={'(a+)+$': {lr_scale: 2}}"],

@@ -208,3 +208,12 @@ def test_whet_data_says_that_there_is_no_text(cli, config):
     code, _, err = cli("data", config)
     assert code == 2
     assert "needs a language model" in err
+
+
+def test_a_dry_run_refuses_a_budget_that_cannot_be_counted(cli, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{quality: nano}}\nrun: {{dir: {tmp_path / 'runs'}, budget: {{flops: 1e9}}}}\n")
+    for options in ((), ("--dry-run",)):
+        code, _, err = cli("train", path, *options)
+        assert code == 2
+        assert "run.budget.flops: whet cannot count the FLOPs of this model" in err

@@ -63,6 +63,7 @@ def plan(config: str, overrides: list[str], *, processes: int) -> None:
         text.show_part(part)
         text.show_plan(view)
         problems += find_problems(view)
+        problems += (Problem(error.message, error.hint, stops=True) for error in view.missing)
         steps = settings.run.steps or (view.steps.steps if view.steps is not None else None)
         tokens = view.tokenizer.size if view.tokenizer is not None else None
     refusals = find_refusals(settings, steps=steps, tokens=tokens, processes=processes)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from whet.adapters.load import tokenizer_of
 from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
+from whet.config.objectives import DistillObjective
 from whet.config.preset import Preset
 from whet.config.sections import RunConfig
 from whet.data.batches import check_lengths
@@ -29,6 +31,7 @@ from whet.training.model_facts import ModelFacts, model_facts
 from whet.training.reinforcement import check_config
 from whet.training.run_data import SPLITS, RunData
 from whet.training.sampler import fitting
+from whet.training.teachers import find_teachings
 
 SHAPES_COUNTED = 10_000  # a source may be long, and is read once more for it
 SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
@@ -133,6 +136,7 @@ class DataView:
     overlaps: tuple[Overlap, ...]
     steps: StepFacts | None
     errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
+    missing: tuple[WhetError, ...] = ()  # what must be written first: fine for the data, not for a run
     held_out: int = 0  # of the training examples, for validation
     classes_left: str = ""  # how many training examples each class then has, for a person
     unread_prompts: tuple[tuple[str, str], ...] = ()  # fields of the prompts that reach no token, as above
@@ -216,6 +220,7 @@ def _view_examples(
     return DataView(
         config=config,
         model=model,
+        missing=() if errors or model is None else tuple(_missing_teachings(config, data, model)),
         tokenizer=_tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
         splits=tuple(splits),
         overlaps=tuple(_overlaps(data, scans)),
@@ -224,6 +229,16 @@ def _view_examples(
         held_out=held_out,
         classes_left=_classes(data, "train") if held_out else "",
     )
+
+
+def _missing_teachings(config: RunConfig, data: RunData, model: ModelFacts) -> Iterator[WhetError]:
+    section = config.objective
+    if isinstance(section, DistillObjective) and section.offline is not None:
+        try:
+            student = str(config.language_model)
+            find_teachings(data.examples, section, student=student, vocab_size=model.vocab_size)
+        except WhetError as error:
+            yield error
 
 
 def _view_prompts(

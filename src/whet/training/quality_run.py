@@ -41,6 +41,7 @@ from whet.training.run_data import SPLITS, EvaluationSplit
 from whet.training.schedules import create_schedule
 from whet.training.state import RunResult
 from whet.training.trainer import Trainer
+from whet.training.watching import check_watching
 
 log = logging.getLogger("whet")
 
@@ -255,6 +256,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
     It lands beside the run, in NAME-dry-run, and may replace an earlier dry run.
     """
     assert isinstance(config.model, Quality)
+    check_watching(config)
     began = time.perf_counter()
     spec = QualitySpec.from_config(config.model)
     directory = config.directory.with_name(f"{config.run.name}-dry-run")

@@ -42,6 +42,9 @@ def check_watching(config: RunConfig) -> None:
     silent = isinstance(config.model, Quality) or isinstance(config.objective, ClassifyObjective)
     if config.log.samples is not None and silent:
         raise ConfigError("log.samples needs a model that answers in text, and this run trains none")
+    budget = config.run.budget
+    if budget is not None and budget.flops is not None and isinstance(config.model, Quality):
+        raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
 
 
 def watchers(
@@ -58,8 +61,6 @@ def watchers(
     rates = ThroughputMonitor(max(10, settings.every), flops_per_token=cost, peak_tflops=peak_tflops(work))
     found: list[Callback] = [rates]
     if (budget := config.run.budget) is not None:
-        if budget.flops is not None and cost is None:
-            raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
         found.append(Budget(flops=budget.flops, minutes=budget.minutes, flops_per_token=cost))
     if settings.probes is not None:
         found += _probes(config, settings.probes, work)
