@@ -178,10 +178,15 @@ def test_an_unknown_name_lists_the_known_ones():
     assert "did you mean" not in caught.value.hint
 
 
-@pytest.mark.parametrize("count", ["", "0", "-3", "2.5", "many", "٣", "1:2", " 7", "9" * 5000])
+@pytest.mark.parametrize("count", ["", "0", "-3", "2.5", "many", "٣", " 7", "9" * 5000])
 def test_a_count_that_is_no_positive_whole_number_is_refused(count):
     with pytest.raises(DataError, match=r"synth:house.*positive whole number"):
         generate(f"synth:house:{count}")
+
+
+def test_a_seed_is_refused_where_records_do_not_depend_on_one():
+    with pytest.raises(DataError, match="house takes no seed"):
+        generate("synth:house:1:2")
 
 
 def test_more_than_there_is_names_the_spec_and_what_there_is(monkeypatch):

@@ -11,7 +11,7 @@ from whet.data.python_topics import PYTHON, python_topics
 from whet.data.quality import quality, regression
 from whet.data.shell_safety import shell_faults, shell_safety
 from whet.data.sums import sums
-from whet.errors import DataError
+from whet.errors import DataError, shorten
 
 
 class Generator(NamedTuple):
@@ -101,7 +101,7 @@ def _seed(seed: str, name: str, spec: str) -> int:
 def _positive(count: str, spec: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{0,11}", count):
         wanted = "a positive whole number of at most 12 digits"
-        raise DataError(f"{spec!r}: the number of records must be {wanted}, not {count!r}")
+        raise DataError(f"{shorten(spec)!r}: the number of records must be {wanted}, not {shorten(count)!r}")
     return int(count)
 
 

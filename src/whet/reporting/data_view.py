@@ -220,7 +220,7 @@ def _view_examples(
     return DataView(
         config=config,
         model=model,
-        missing=() if errors or model is None else tuple(_missing_teachings(config, data, model)),
+        missing=() if errors else tuple(_missing_teachings(config, data, model)),
         tokenizer=_tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
         splits=tuple(splits),
         overlaps=tuple(_overlaps(data, scans)),
@@ -231,12 +231,12 @@ def _view_examples(
     )
 
 
-def _missing_teachings(config: RunConfig, data: RunData, model: ModelFacts) -> Iterator[WhetError]:
-    section = config.objective
-    if isinstance(section, DistillObjective) and section.offline is not None:
+def _missing_teachings(config: RunConfig, data: RunData, model: ModelFacts | None) -> Iterator[WhetError]:
+    section, vocab_size = config.objective, model.vocab_size if model is not None else None
+    if isinstance(section, DistillObjective) and section.offline is not None and vocab_size is not None:
         try:
             student = str(config.language_model)
-            find_teachings(data.examples, section, student=student, vocab_size=model.vocab_size)
+            find_teachings(data.examples, section, student=student, vocab_size=vocab_size)
         except WhetError as error:
             yield error
 
