@@ -138,5 +138,6 @@ def _capture_stderr(restored: contextlib.ExitStack) -> None:
             sys.stderr = open(  # noqa: SIM115 - closed below, after the last message
                 terminal, "w", buffering=1, encoding=python.encoding, errors=python.errors, closefd=False
             )
-            restored.callback(setattr, sys, "stderr", python)
+            # the last added is called first: no thread sees it closed
             restored.callback(sys.stderr.close)
+            restored.callback(setattr, sys, "stderr", python)

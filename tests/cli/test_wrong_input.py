@@ -268,3 +268,35 @@ def test_generated_text_is_escaped_on_a_terminal_and_exact_in_a_pipe():
     os.close(reader)
     assert process.wait(timeout=120) == 0
     assert shown.decode().splitlines() == ["says \\x1b[2J\\x9bm", "and more"]
+
+
+WRITES_MEANWHILE = """
+import sys, threading
+from whet.boundary import panics_hidden
+
+sys.setswitchinterval(1e-6)
+done, failures = threading.Event(), []
+
+def write():
+    while not done.is_set():
+        try:
+            sys.stderr.write("")
+        except ValueError as error:
+            failures.append(error)
+
+writer = threading.Thread(target=write)
+writer.start()
+for _ in range(1000):
+    with panics_hidden():
+        pass
+done.set()
+writer.join()
+print(len(failures))
+"""
+
+
+def test_another_thread_can_write_to_stderr_while_panics_are_hidden():
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES_MEANWHILE], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
