@@ -83,6 +83,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(cli, tiny_directory, tmp_path, n
         r"layers\.(0|1|10)\..*",
         r".*(attn|mlp).*\.[^.]+",
         r"layers\.\d+\.mlp\.up_proj",
+        r".*\.layers\.\d+\..*\.experts\.\d+\..*_proj",
+        r"[^.]+\.[^.]+\.\d+\.[^.]+\.[^.]+\.[^.]+",
     ],
 )
 def test_patterns_that_people_write_are_accepted(pattern):
@@ -96,3 +98,8 @@ def test_patterns_that_people_write_are_accepted(pattern):
 def test_patterns_that_may_never_end_are_refused(pattern):
     with pytest.raises(ValueError, match="may never end"):
         compile_pattern(pattern)
+
+
+def test_a_pattern_with_many_repeats_that_may_end_anywhere_is_refused():
+    with pytest.raises(ValueError, match="more than 4 repeats"):
+        compile_pattern(r".*a.*b.*c.*d.*e")
