@@ -153,6 +153,23 @@ def test_a_bad_record_is_named_and_nothing_is_written(tmp_path, line, message):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("year", math.nan, "year must be a whole number, not nan"),
+        ("citation_count", math.inf, "citation_count must be a whole number from 0, not inf"),
+        ("other", math.nan, "a field holds NaN or infinity"),
+    ],
+)
+def test_a_number_of_a_table_that_json_cannot_hold_is_an_error(tmp_path, name, value, message):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table({"text": ["x"], name: [value]}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=re.escape(message)):
+        score_file(tmp_path / "in.parquet", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_files(tmp_path):
     rows = [record("é", source_type="wiki", id=1), record(year=1900), record(source_type="made up")]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

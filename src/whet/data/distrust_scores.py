@@ -189,10 +189,14 @@ def _scored(source: Path, summary: Summary, existing: Existing) -> Iterator[byte
         origin, record = row
         try:
             scored = _with_scores(record, summary, existing)
+            line = json.dumps(scored, ensure_ascii=False, allow_nan=False)
         except DataError as error:
             raise DataError(f"{origin}: {error.message}", hint=error.hint) from None
+        except ValueError as error:
+            hint = "JSON has no such number: leave the value out"
+            raise DataError(f"{origin}: a field holds NaN or infinity", hint=hint) from error
         empty = False
-        yield json.dumps(scored, ensure_ascii=False).encode() + b"\n"
+        yield line.encode() + b"\n"
     if empty:
         raise DataError(f"{source} holds no records")
 
@@ -249,9 +253,9 @@ def _whole(value: Any) -> int | None:  # Any: a JSON value
     """Return a whole number, also one that a table holds as 1921.0 or as text; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,12}", value):
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return int(value)
+    return int(value) if isinstance(value, int) or value.is_integer() else None
 
 
 def _age(year: int | None) -> Literal["old", "middle", "recent"] | None:
