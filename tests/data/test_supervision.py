@@ -71,8 +71,8 @@ def test_a_message_of_full_weight_is_supervised_as_usual(tiny, mark):
     [
         ({"weight": 0.5}, r"here.jsonl:7: message 2: weight must be 0 or 1, not 0\.5"),
         ({"weight": -1}, "weight must be 0 or 1, not -1"),
-        ({"weight": "0"}, "weight must be 0 or 1, not 0"),
-        ({"train": "no"}, "message 2: train must be true or false, not no"),
+        ({"weight": "0"}, "weight must be 0 or 1, not '0'"),
+        ({"train": "no"}, "message 2: train must be true or false, not 'no'"),
     ],
 )
 def test_other_weights_are_refused(tiny, mark, message):

@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import Any
 
 from whet.data.strict_json import parse_text
-from whet.errors import DataError
+from whet.errors import DataError, shown
 
 Message = dict[str, Any]  # Any: templates read fields of their own choice
 Fields = dict[str, Any]  # Any: JSON values
@@ -59,11 +59,11 @@ def _with_mask(message: Message, number: int) -> Message:
     weight, train = message.get("weight", 1), message.get("train", True)
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise DataError(
-            f"message {number}: weight must be 0 or 1, not {str(weight)[:40]}",
+            f"message {number}: weight must be 0 or 1, not {shown(weight)}",
             hint="0 makes the message context only; 1 supervises it as usual",
         )
     if not isinstance(train, bool):
-        raise DataError(f"message {number}: train must be true or false, not {str(train)[:40]}")
+        raise DataError(f"message {number}: train must be true or false, not {shown(train)}")
     rest = {name: value for name, value in message.items() if name not in ("weight", "train")}
     return rest if weight and train else {**rest, "train": False}
 
@@ -128,8 +128,8 @@ def tools_of(fields: Fields) -> Fields:
     tools = fields.get("tools")
     if isinstance(tools, str):
         tools = parse_text(tools, "tools") if tools.strip() else None
-    if tools is None:
-        return {}
+    if tools is None:  # none at all, or an empty text, which must not stay
+        return {} if fields.get("tools") is None else {"tools": []}
     if not isinstance(tools, list):
         raise DataError(f"tools must be a list, not {type(tools).__name__}")
     return {"tools": tools}

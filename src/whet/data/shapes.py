@@ -193,13 +193,12 @@ def _text(fields: Fields) -> Fields:
 
 
 def _prompt(fields: Fields) -> Fields:
-    if isinstance(fields["prompt"], str):
-        return {"prompt": fields["prompt"]}
-    return {"prompt": messages_of(fields, "prompt"), **tools_of(fields)}
+    prompt = fields["prompt"] if isinstance(fields["prompt"], str) else messages_of(fields, "prompt")
+    return {"prompt": prompt, **tools_of(fields)}
 
 
 def _question(fields: Fields) -> Fields:
-    return {"prompt": _string(fields, "question")}
+    return {"prompt": _string(fields, "question"), **tools_of(fields)}
 
 
 def _from_text(read: Callable[[Fields], Fields]) -> Callable[[Fields], Fields]:
@@ -224,7 +223,7 @@ SHAPES = (
 _TEXT_AND_LABEL = Shape("classification", ("text", "label"), _from_text(_labelled))
 _TEXT_AND_LABELS = Shape("classification", ("text", "labels"), _from_text(_multi_labelled))
 # Only where the config asks for prompts: what answers a question may have any name.
-_QUESTION = Shape("prompt", ("question",), _question)
+_QUESTION = Shape("prompt", ("question",), _question, ("question", "tools"))
 
 # What other tools call the fields of the shapes above; only for hints, since a guess may be wrong.
 _ALIASES = {
