@@ -36,6 +36,8 @@ LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
+LONGER = {**LONG, "original_max_position_embeddings": 16, "attention_factor": 1.3}
+MSCALES = {"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 16}
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # through the bridge, with rotations that are not the class's defaults
@@ -56,6 +58,12 @@ BRIDGED = {
     "qwen2_moe": {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 24, "rope_parameters": LINEAR},
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": THETA},
 }
+# keys that transformers 5 prefers to its own, and that cannot say all of these
+LONG_ROPES = {
+    "phimoe": {**GROUPED, "num_local_experts": 4, "rope_parameters": {**LONG, **MSCALES}},
+    "qwen2_moe": {**BRIDGED["qwen2_moe"], "rope_parameters": LONGER},
+    "phi3": {**BRIDGED["phi3"], "rope_parameters": {**LONG, "attention_factor": 1.3}},
+}
 NATIVE = [
     "llama-tied",
     "llama-llama3-rope",
@@ -74,10 +82,10 @@ NATIVE = [
 ]
 
 
-def write_bridged(directory, family):
+def write_bridged(directory, family, settings=None):
     """Theirs and ours: as transformers 5 and as whet saves it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **BRIDGED[family])
+    config = AutoConfig.for_model(family, **(settings or BRIDGED[family]))
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -97,6 +105,16 @@ def tokens():
 def names_in(directory):
     with safe_open(directory / "model.safetensors", "pt") as file:
         return set(file.keys())
+
+
+@pytest.mark.parametrize("family", LONG_ROPES)
+def test_transformers_5_reads_every_key_of_a_long_rope(tmp_path, family):
+    write_bridged(tmp_path, family, LONG_ROPES[family])
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("theirs", "ours")]
+    with torch.no_grad():
+        for length in (8, 24):  # turned by the short factors, and by the long ones
+            theirs, ours = (model(tokens()[:, :length]).logits for model in models)
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", BRIDGED)

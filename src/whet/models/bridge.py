@@ -237,7 +237,10 @@ class Bridge(LanguageModel):
     def hf_config(self) -> dict[str, Any]:
         """The config.json that describes this model."""
         config = json.loads(self._stored_config.to_json_string(use_diff=False))
-        return {**config, **_older_keys(config), "architectures": [type(self.model).__name__]}
+        older = _older_keys(config)
+        if older and not _has_same_rope(self._stored_config, {**config, **older}):
+            older = {}
+        return {**config, **older, "architectures": [type(self.model).__name__]}
 
     def state_in_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Parameters under the names that the hub's files have: transformers 5 fuses and renames some."""
@@ -286,7 +289,21 @@ def _older_keys(config: dict[str, Any]) -> dict[str, Any]:
         return {names.get(key, key): value for key, value in older.items()}
     if kind == "phi3" and older.get("partial_rotary_factor") == 1.0:  # the default of transformers 4
         del older["partial_rotary_factor"]
+    if kind in ("phi3", "phi4_multimodal") and rope.get("rope_type") == "longrope":
+        known = {key: rope.get(key) for key in ("short_factor", "long_factor")}
+        older["rope_scaling"] = {"type": "longrope", **known}  # their classes refuse any other key
     return older
+
+
+def _has_same_rope(config: Any, written: dict[str, Any]) -> bool:
+    """Whether transformers 5, which prefers the keys of transformers 4, reads the rotations of `config`."""
+    try:
+        again = type(config).from_dict(copy.deepcopy(written))
+    except Exception:  # each class has checks and errors of its own
+        return False
+    # "type" is an older name of "rope_type"
+    before, after = ({**(each.rope_parameters or {}), "type": None} for each in (config, again))
+    return before == after
 
 
 def _switch_dropout_off(model: Any) -> None:

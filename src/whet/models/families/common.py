@@ -180,10 +180,10 @@ def both_rope_spellings(spec: RopeSpec) -> dict[str, Any]:
 def older_rope_keys(fields: Config) -> dict[str, Any]:
     """The keys of transformers 4 for `rope_parameters`; it ignores those, and silently uses its defaults."""
     kind = fields.get("rope_type", "default")
-    scaling = None if kind == "default" else dict(fields)
-    if kind == "longrope":  # Phi-3's class refuses any other key
-        scaling = {"type": kind} | {key: fields.get(key) for key in ("short_factor", "long_factor")}
-    older = {"rope_theta": fields.get("rope_theta"), "rope_scaling": scaling}
+    older = {
+        "rope_theta": fields.get("rope_theta"),
+        "rope_scaling": None if kind == "default" else dict(fields),
+    }
     if "partial_rotary_factor" in fields:
         older["partial_rotary_factor"] = fields["partial_rotary_factor"]
     return older
