@@ -112,6 +112,17 @@ def test_answers_that_are_all_cut_off_are_warned_of(cli, write):
     assert "too_long to split" not in shown
 
 
+def test_pairs_that_are_refused_as_too_long_are_counted_as_pairs(cli, write):
+    pairs = [{"prompt": f"q{n}", "chosen": "a" * 90, "rejected": "b" * (9 if n else 90)} for n in range(3)]
+    path = write(pairs, objective=DPO, data={"max_length": 40, "too_long": "error"})
+    _, _, said = cli("train", path)
+    hint = re.search("hint: (.*)", said)[1]
+    _, shown, _ = cli("data", path)
+    assert "3 records longer than data.max_length" in shown
+    assert f"hint: {hint}\n" in shown
+    assert re.search(r"too long +3 refused", shown)
+
+
 def test_records_that_were_split_are_counted_as_records(cli, write):
     path = write([{"text": "abc " * 100}, {"text": "short"}], data={"max_length": 64, "too_long": "split"})
     code, _, said = cli("train", path)

@@ -145,7 +145,7 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
         raise DataError(
             f"{store.origin(first)}: {stops[first] - starts[first] - judged} tokens, and data.max_length is "
             f"{max_length - judged}",
-            hint=too_long_hint(judged=judged),
+            hint=too_long_hint(can_split=not judged),
         )
     counts = dict.fromkeys(("truncated", "split", "dropped"), 0)
     fits = np.flatnonzero(stops - starts <= max_length)
@@ -168,7 +168,7 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
         raise DataError(
             f"no example is left: all {counts['dropped']} were dropped (the last one: "
             f"{store.origin(len(store) - 1)})",
-            hint=f"data.max_length is {max_length}: raise it",
+            hint=f"data.max_length is {max_length - judged}: raise it",
         )
     order = np.argsort(records, kind="stable")  # in the order of the records
     return StoredExamples(
@@ -234,9 +234,9 @@ def cut_warning(counts: Mapping[str, int], units: int, *, can_split: bool) -> tu
     )
 
 
-def too_long_hint(*, judged: bool) -> str:
+def too_long_hint(*, can_split: bool) -> str:
     """What to do where a record is longer than it may be."""
-    ways = "truncate or drop" if judged else "truncate, drop or split"
+    ways = "truncate, drop or split" if can_split else "truncate or drop"
     return f"raise data.max_length, or set data.too_long to {ways}"
 
 
@@ -252,7 +252,7 @@ def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bo
         raise DataError(
             f"{store.origin(2 * first)}: {(stops - starts)[first].max()} tokens, and data.max_length is "
             f"{max_length}",
-            hint="raise data.max_length, or set data.too_long to truncate or drop",
+            hint=too_long_hint(can_split=False),
         )
     ends = np.minimum(stops, starts + max_length)
     learned = np.array(store.learned, dtype=np.int64).reshape(-1, 2)

@@ -84,7 +84,7 @@ def _of_records(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
     if split.refused:
         yield Problem(
             f"{split.name}: {_records(split.refused)} longer than data.max_length",
-            too_long_hint(judged=split.is_judged),
+            too_long_hint(can_split=split.can_split),
             _listed(split.too_long, split.refused),
             stops=True,
         )

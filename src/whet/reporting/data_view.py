@@ -338,7 +338,8 @@ def _split_facts(
     in_order = np.sort(sizes)
     low, middle, high, top = (int(in_order[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
     longest = int(examples.lengths.argmax())
-    refused = np.flatnonzero(sizes > limit) if config.data.too_long == "error" else np.array([], dtype=int)
+    longer = sizes.reshape(-1, sides).max(1)  # of a pair, the longer side
+    refused = np.flatnonzero(longer > limit) if config.data.too_long == "error" else np.array([], dtype=int)
     text = TokenText(data.tokenizer)
     return SplitFacts(
         name=name,
@@ -366,7 +367,8 @@ def _split_facts(
         outside=_outside(examples, data.tokenizer, model),
         refused=len(refused),
         too_long=tuple(
-            f"{store.origin(record)}: {sizes[record]:,} tokens" for record in refused[:REASONS_KEPT].tolist()
+            f"{store.origin(sides * record)}: {longer[record]:,} tokens"
+            for record in refused[:REASONS_KEPT].tolist()
         ),
         unread=tuple(data.unread(store.notes["unread"])),
         samples=tuple(
