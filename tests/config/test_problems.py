@@ -71,6 +71,11 @@ def test_records_in_memory_are_refused_in_a_few_words(records):
     assert len(message) < 1000
 
 
+def test_a_part_of_a_mixture_under_another_key_says_what_a_part_is():
+    message = refusal({**GOOD, "data": {"train": [{"path": "a.jsonl", "type": "alpaca"}]}})
+    assert "an item is a name or {source: NAME, weight: NUMBER}" in message
+
+
 def test_an_object_that_is_not_a_source_is_named_by_its_type():
     class DataFrame:
         pass

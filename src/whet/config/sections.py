@@ -38,7 +38,10 @@ def _names_or_a_list(value: Any) -> Any:  # Any: YAML values
     if isinstance(value, dict | WeightedSource):
         raise ValueError("write a name, a list of names, or a list of {source, weight}: not one mapping")
     if isinstance(value, list) and any(isinstance(each, dict) and "source" not in each for each in value):
-        raise ValueError(f"a list of {len(value)} records in memory is not a source: {_IN_A_FILE}")
+        raise ValueError(
+            "a mapping in this list has no source: an item is a name or {source: NAME, weight: NUMBER}. "
+            f"Records in memory are not a source: {_IN_A_FILE}"
+        )
     if value is not None and not isinstance(value, str | int | float | date | Path | list):
         raise ValueError(f"an object of type {type(value).__name__} is not a source: {_IN_A_FILE}")
     return value

@@ -118,7 +118,7 @@ class Encoder:
         if not marks[1:].any():
             return DataError(
                 f"{rendering.origin}: no token of this example is supervised",
-                hint="it needs an assistant message, a completion or a text",
+                hint="it needs an assistant message without weight: 0, a completion or a text",
             )
         return Example(tokens, marks, rendering.origin, rendering.values)
 

@@ -105,12 +105,12 @@ def unread_fields(unread: Unread, *, used: Collection[str] | None) -> Iterator[t
         )
         yield (
             f"{kind} {name[:40]} of {count:,} record{'s' * (count != 1)} reaches no token",
-            f"{fix}; data.ignore: [{name[:40]}] says that it is not needed",
+            f"{fix}; set data.ignore to [{name[:40]}] if it is not needed",
         )
     if len(entries) > _SHOWN:
         yield (
             f"{len(entries) - _SHOWN:,} more fields reach no token",
-            "data.ignore lists fields that are not needed",
+            "list fields that are not needed in data.ignore",
         )
 
 
