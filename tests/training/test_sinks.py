@@ -219,6 +219,18 @@ def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, 
     assert result.steps == 4
 
 
+def test_rows_of_a_sink_after_a_resume_are_those_of_the_file(tiny_directory, tmp_path, monkeypatch):
+    fake = Fake()
+    use(monkeypatch, fake)
+    config = run_config(
+        tiny_directory, tmp_path, log={"sinks": ["wandb"], "every": 3}, run={"steps": 6}, data={"valid": None}
+    )
+    result = whet.resume(whet.train(config, [StopAt(5)]).directory)
+    written = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    expected = [(row["step"], row["loss"], row["tokens"]) for row in written if "loss" in row]
+    assert [(step, row["loss"], row["tokens"]) for step, row in fake.rows] == expected
+
+
 class Raising(Fake):
     def __init__(self, where):
         super().__init__()

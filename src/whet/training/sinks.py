@@ -120,11 +120,13 @@ class SinkCallback(Rows):
         self._thread = None
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
-        """By what the sink knows this run."""
-        return {} if self.identity is None else {"sink": self.name, "identity": self.identity}
+        """The steps since the last row, and by what the sink knows this run."""
+        known = {} if self.identity is None else {"sink": self.name, "identity": self.identity}
+        return super().state() | known
 
     def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Go on under the same name, if it is the same sink."""
+        """Continue the row; under the same name, if it is the same sink."""
+        super().restore(state)
         if state.get("sink") == self.name:
             self.identity = state["identity"]
 
