@@ -3,9 +3,11 @@
 import itertools
 import json
 import os
+import selectors
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import whet
 from whet.config.grpo import BUILTIN_REWARDS, GRPOObjective
 from whet.errors import ConfigError, RunError
+from whet.training.rewards import pool as reward_pool
 from whet.training.rewards.builtin import (
     BUILTIN,
     exact_match,
@@ -248,6 +251,22 @@ def test_a_reward_that_lets_nothing_else_run_has_a_time_limit_too(own):
     calls = [Judged("a prompt" * 10_000, text, {}) for text in ("slow", *["fast"] * 20)]
     with pool(f"{own}:backtracks", reward_timeout=1.0, on_error=-0.5, reward_workers=1) as rewards:
         assert rewards.score(calls) == [[-0.5], *[[1.0]] * 20]
+
+
+def test_an_answer_in_time_counts_also_when_it_is_read_late(own, monkeypatch):
+    """As after Ctrl-Z and fg, or on a machine that is too busy."""
+    select, stopped_s = selectors.DefaultSelector.select, itertools.count(step=100)
+
+    def select_and_stop(self, timeout=None):
+        clock.now = next(stopped_s)
+        return select(self, 10)
+
+    clock = SimpleNamespace(now=0)
+    clock.monotonic = lambda: clock.now
+    with pool(f"{own}:good", on_error=-0.5, reward_workers=1) as rewards:
+        monkeypatch.setattr(selectors.DefaultSelector, "select", select_and_stop)
+        monkeypatch.setattr(reward_pool, "time", clock)
+        assert rewards.score(judged("1")) == [[2.0]]
 
 
 def test_a_process_that_cannot_be_started_later_on_says_so(own):

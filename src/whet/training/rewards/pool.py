@@ -135,10 +135,13 @@ class _Worker:
             ready.register(self._answers, selectors.EVENT_READ)
             if self._unsent:
                 ready.register(self._requests, selectors.EVENT_WRITE)
+            late = False
             while (answer := self._next_answer(identity)) is None:
-                events = ready.select(max(0.0, deadline - time.monotonic()))
-                if time.monotonic() > deadline:
+                if late:
                     raise TimeoutError
+                late = time.monotonic() > deadline  # this process may have been stopped: read once more
+                events = ready.select(max(0.0, deadline - time.monotonic()))
+                late = late or not events
                 for key, _ in events:
                     if key.fileobj is self._answers:
                         self._read()
