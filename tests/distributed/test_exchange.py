@@ -54,6 +54,7 @@ def test_a_sharded_run_with_checkpoints_uses_no_pickling_collective(tiny_directo
         StorageError("full\n", hint=None),
         ValueError("x", 3),
         MemoryError(),
+        FileNotFoundError(2, "No such file or directory", "/a/file"),
     ],
 )
 def test_an_error_keeps_its_type_and_words(error):

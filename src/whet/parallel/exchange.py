@@ -45,8 +45,11 @@ def describe_error(error: Exception) -> dict[str, Any]:
     described: dict[str, Any] = {"type": f"{kind.__module__}:{kind.__qualname__}", "text": str(error)}
     if isinstance(error, WhetError):
         return {**described, "arguments": [error.message], "hint": error.hint}
-    if all(isinstance(argument, str | int | float | None) for argument in error.args):
-        described["arguments"] = list(error.args)
+    arguments = list(error.args)
+    if isinstance(error, OSError) and error.filename is not None:
+        arguments.append(error.filename)  # which its args leave out
+    if all(isinstance(argument, str | int | float | None) for argument in arguments):
+        described["arguments"] = arguments
     return described
 
 
