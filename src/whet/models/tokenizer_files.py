@@ -13,7 +13,7 @@ _GENERIC = "TokenizersBackend"  # transformers 5's name for PreTrainedTokenizerF
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     """Write a tokenizer's files; what only transformers 5 understands is spelled as both versions read it."""
     tokenizer.save_pretrained(directory)
-    config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
+    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     if config.get("tokenizer_class") == _GENERIC:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif tokenizer.is_fast and config.get("bos_token") and config.get("eos_token"):
