@@ -61,13 +61,13 @@ class GgufFile:
                 f"{self.path}: tensor {name} is stored as {tensor.kind.name}, which cannot be read",
                 hint="get the model in another quantisation, such as Q8_0, Q4_K or F16",
             ) from error
-        found = np.asarray(values, dtype=np.float32).reshape(tensor.shape)
-        if not (np.isfinite(found.min()) and np.isfinite(found.max())):
+        weights = np.asarray(values, dtype=np.float32).reshape(tensor.shape)
+        if not (np.isfinite(weights.min()) and np.isfinite(weights.max())):
             raise ModelError(
                 f"{self.path}: tensor {name} has values that are NaN or infinite",
                 hint="the file is damaged: download or copy it again",
             )
-        return found
+        return weights
 
 
 class _Cursor:

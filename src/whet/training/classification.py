@@ -178,10 +178,10 @@ def fitted_temperature(logits: np.ndarray, labels: np.ndarray, *, multi_label: b
     for _ in range(CALIBRATION_STEPS):
         left, right = high - part * (high - low), low + part * (high - low)
         low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    found = (low + high) / 2
-    if abs(found) < bound - 1e-3:
-        return math.exp(found)
-    temperature = MAX_TEMPERATURE if found > 0 else 1 / MAX_TEMPERATURE
+    log_temperature = (low + high) / 2
+    if abs(log_temperature) < bound - 1e-3:
+        return math.exp(log_temperature)
+    temperature = MAX_TEMPERATURE if log_temperature > 0 else 1 / MAX_TEMPERATURE
     log.warning(
         "calibrate: the best temperature is beyond its bound, and %g is used; the head has hardly learned to "
         "tell the validation records apart: train longer, or check the labels",

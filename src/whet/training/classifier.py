@@ -51,10 +51,10 @@ from whet.training.classification import rows_of
 from whet.training.classifier_config import (
     config_of,
     for_the_head,
-    refuse_one_that_ends,
     refuse_what_needs_a_new_head,
     refuse_what_needs_a_run,
-    steady,
+    require_total_steps,
+    with_constant_rate,
 )
 from whet.training.classifier_report import info_of, report_on
 from whet.training.evaluation import computed_loss, total_weights
@@ -157,8 +157,8 @@ class Classifier:
             )
         run = run_of(path) if checkpointed else target.parent
         given = objective.get("class_weights")
-        config = steady(config_of(run, target, class_weights=given), optim)
-        refuse_one_that_ends(config, total_steps)
+        config = with_constant_rate(config_of(run, target, class_weights=given), optim)
+        require_total_steps(config, total_steps)
         section = config.objective
         if not isinstance(section, ClassifyObjective):
             raise ModelError(f"{name_or_path} belongs to a run with objective.kind: {section.kind}")
@@ -187,7 +187,7 @@ class Classifier:
     @classmethod
     def _new(cls, config: RunConfig, total_steps: int | None) -> "Classifier":
         assert isinstance(config.model, str)
-        refuse_one_that_ends(config, total_steps)
+        require_total_steps(config, total_steps)
         where = choose_device(config.run.device)
         numbers = choose_precision(config.run.precision, where)
         torch.manual_seed(config.run.seed)

@@ -35,8 +35,8 @@ def refuse_what_needs_a_new_head(
         raise ConfigError(f"{', '.join(given)}: only for a new head", hint="give classes, or leave it out")
 
 
-def refuse_one_that_ends(config: RunConfig, total_steps: int | None) -> None:
-    """Without a last update only a constant rate, after its warm-up, is known."""
+def require_total_steps(config: RunConfig, total_steps: int | None) -> None:
+    """Raise a ConfigError where the schedule ends and the number of updates is not given."""
     kinds = [part.kind for part in config.optim.parts if part.kind != "constant"]
     if kinds and total_steps is None:
         raise ConfigError(
@@ -45,10 +45,12 @@ def refuse_one_that_ends(config: RunConfig, total_steps: int | None) -> None:
         )
 
 
-def steady(config: RunConfig, optim: Mapping[str, Any] | None) -> RunConfig:  # Any: as in a config
-    """The config of a trained classifier at its constant rate, unless `optim` says otherwise."""
-    steady = config.optim.model_copy(update={"schedule": "constant", "warmup": 0})
-    config = config.model_copy(update={"optim": steady})
+def with_constant_rate(
+    config: RunConfig, optim: Mapping[str, Any] | None
+) -> RunConfig:  # Any: as in a config
+    """Return the config of a trained classifier with a constant rate, unless `optim` says otherwise."""
+    constant = config.optim.model_copy(update={"schedule": "constant", "warmup": 0})
+    config = config.model_copy(update={"optim": constant})
     if not optim:
         return config
     values = to_dict(config)

@@ -24,8 +24,9 @@ class LogWindow:
 
     A row has the mean of the loss and of the objective's other metrics, weighted by what each step's loss is
     a mean over (its supervised tokens, pairs or texts), the plain mean of other numbers, totals of `tokens`,
-    `supervised_tokens` and `skipped`, and the last step's value of all that is no number or a state of the
-    run. Values that are not finite (of skipped steps) are left out of means. A row of one step is the step's.
+    `supervised_tokens` and `skipped`, and the last step's value of everything that is not a number or is a
+    state of the run. Values that are not finite (of skipped steps) are left out of means. A row of one step
+    is the step's.
     """
 
     steps: int = 0
@@ -51,11 +52,11 @@ class LogWindow:
         """Return the row, whose last step has these metrics."""
         if self.steps == 1:
             return metrics
-        found = {
+        means = {
             name: total / self.weights[name] if name in self.weights else total
             for name, total in self.sums.items()
             if self.weights.get(name) != 0
         }
-        if {"tokens", "step_s"} <= found.keys():
-            found["tokens_per_s"] = found["tokens"] / (found["step_s"] * self.weights["step_s"])
-        return {**metrics, **found}
+        if {"tokens", "step_s"} <= means.keys():
+            means["tokens_per_s"] = means["tokens"] / (means["step_s"] * self.weights["step_s"])
+        return {**metrics, **means}

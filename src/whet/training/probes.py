@@ -212,9 +212,9 @@ class WeightStats(Probe):
         parameters = list(self.named.values())
         found = self._by_layer("exp_weight_norm", parameters, _norms(parameters))
         if self.start is not None:
-            ways, begun = self._from_start(self.start)
-            found |= self._by_layer("exp_weight_distance", parameters, ways)
-            found["exp_weight_delta"] = abs(found["exp_weight_norm"] - math.hypot(*begun))
+            distances, start_norms = self._from_start(self.start)
+            found |= self._by_layer("exp_weight_distance", parameters, distances)
+            found["exp_weight_delta"] = abs(found["exp_weight_norm"] - math.hypot(*start_norms))
         return found
 
     def _by_layer(
@@ -239,13 +239,13 @@ class WeightStats(Probe):
 
     def _distances(self, begin: Any) -> tuple[list[float | None], list[float]]:
         # Any: a function from names to tensors
-        ways, begun = [], []
+        distances, start_norms = [], []
         with torch.no_grad():
             for name, p in self.named.items():
                 first = begin(name).to(p.device).float()
-                ways.append((p.float() - first).norm())
-                begun.append(first.norm())
-        return list(Reading(*ways).values()), list(Reading(*begun).values())
+                distances.append((p.float() - first).norm())
+                start_norms.append(first.norm())
+        return list(Reading(*distances).values()), list(Reading(*start_norms).values())
 
 
 class _OnTexts(Probe):

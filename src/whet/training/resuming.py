@@ -86,7 +86,7 @@ def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) ->
             f"the weights of {model} are no longer those {directory} began with",
             hint="restore them (and run.precision and the kind of device), or start a new run",
         )
-    before, after = began.get("other_models", {}), now["other_models"]  # runs of old have none
+    before, after = began.get("other_models", {}), now["other_models"]  # older runs have none
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         raise CheckpointError(
