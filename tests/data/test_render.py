@@ -132,6 +132,17 @@ def test_a_template_in_which_even_the_last_answer_cannot_be_found_is_refused(tin
         renderer(tiny).example(record(messages=CHAT))
 
 
+def test_a_template_whose_prompt_opens_what_answers_do_not_have_is_refused(tiny):
+    tiny[1].chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    with pytest.raises(
+        DataError, match=r"ends a prompt with '<think>\\n', and does not write that before message 5"
+    ):
+        renderer(tiny).example(record(messages=CHAT))
+
+
 def test_a_batch_of_texts_is_encoded_as_each_alone_and_a_bad_one_spoils_no_other(tiny):
     make = renderer(tiny)
     records = [

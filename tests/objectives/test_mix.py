@@ -266,7 +266,7 @@ def test_a_config_comes_back_from_its_yaml_and_parts_can_be_overridden(tiny_dire
     changed = load_config(path, ["objective.parts.1.weight=0.25", "objective.parts.0.data.max_length=99"])
     assert changed.objective.parts[1].weight == 0.25
     assert changed.parts()["sft"].data.max_length == 99
-    with pytest.raises(ConfigError, match="7 is no place in a list of 2"):
+    with pytest.raises(ConfigError, match="7 is not an index of a list of 2"):
         load_config(path, ["objective.parts.7.weight=1"])
 
 

@@ -218,6 +218,6 @@ def _refused(node: yaml.Node, problem: str) -> yaml.YAMLError:
 
 def _place(items: list[Any], key: str, override: str) -> int:  # Any: YAML values
     if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):
-        problem = f"{shorten(key)} is no place in a list of {len(items)}, counted from 0"
+        problem = f"{shorten(key)} is not an index of a list of {len(items)}, counted from 0"
         raise ConfigError(f"override {shown(override)}: {problem}")
     return int(key)

@@ -12,7 +12,7 @@ from whet.data.skeletons import Skeletons
 from whet.data.sources import Record, checked
 from whet.data.templates import Rendered, render_template
 from whet.data.turns import MAX_EXACT, Render, Span, find_turns
-from whet.errors import DataError, shorten
+from whet.errors import DataError, shorten, shown
 
 Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # character ranges that are learned
@@ -131,13 +131,13 @@ class Renderer:
         before = self._rendered(prompt, record, prompt=True)
         if not text.startswith(before):
             raise DataError(f"{record.origin}: the chat template rewrites the prompt when an answer follows")
-        masked = {place for place in _masked(messages) if place >= len(prompt)}
+        masked = {index for index in _masked(messages) if index >= len(prompt)}
         spans = self._spans_without(masked, messages, text, record, start=len(before))
         if not allow_empty:
             turns = [
-                place
-                for place in range(len(prompt), len(messages))
-                if messages[place]["role"] == "assistant" and place not in masked
+                index
+                for index in range(len(prompt), len(messages))
+                if messages[index]["role"] == "assistant" and index not in masked
             ]
             self._refuse_empty(dict.fromkeys(turns, (len(before), len(text))), messages, text, record)
         return Rendering(text, spans, False, False, record.origin)
@@ -238,15 +238,28 @@ class Renderer:
         found = [span for span in spans if span is not None]
         rewritten = len(found) < len(spans)
         if rewritten and (not spans or spans[-1] is None):
-            raise DataError(
-                f"{record.origin}: the chat template rewrites earlier turns, so message {wanted[-1] + 1} "
-                "cannot be found in the rendered text",
-                hint="set data.supervise to all",
-            )
+            raise self._lost_turn(wanted[-1], messages, text, record)
         if rewritten:
             wanted, found = wanted[-1:], found[-1:]
         self._refuse_empty(dict(zip(wanted, found, strict=True)), messages, text, record)
         return Rendering(text, found, False, False, record.origin, only_last=rewritten)
+
+    def _lost_turn(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
+        """Return the error for a turn that does not follow the prompt for it."""
+        prompt = self._rendered(messages[:index], record, prompt=True)
+        if text.startswith(self._rendered(messages[:index], record)):  # only the prompt for it differs
+            pairs = enumerate(zip(prompt, text, strict=False))
+            opening = prompt[next((at for at, (one, other) in pairs if one != other), len(text)) :]
+            return DataError(
+                f"{record.origin}: the chat template ends a prompt with {shown(opening)}, and does not write "
+                f"that before message {index + 1}",
+                hint="set data.supervise to all, or edit the model's chat_template.jinja so that both agree",
+            )
+        return DataError(
+            f"{record.origin}: the chat template rewrites earlier turns, so message {index + 1} "
+            "cannot be found in the rendered text",
+            hint="set data.supervise to all",
+        )
 
     def _spans_without(
         self,
