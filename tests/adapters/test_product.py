@@ -92,7 +92,7 @@ def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first
         for outputs, inputs in ((found, leaves), (wanted, exact))
     )
     for ours, theirs in [*zip(found, wanted, strict=True), *zip(*gradients, strict=True)]:
-        torch.testing.assert_close(ours.to(wide), theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
+        torch.testing.assert_close(ours.to(wide), theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("quantised", [False, True])

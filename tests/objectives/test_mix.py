@@ -246,7 +246,7 @@ def test_a_part_may_have_curricula_and_other_objectives(tiny_directory, tmp_path
                     "parts": [SFT_PART, {**DPO_PART, "objective": {"kind": "mix", "parts": []}}],
                 }
             },
-            "objective.parts.1.objective: Input tag 'mix'",
+            "objective.parts.1.objective: there is no kind 'mix'",
         ),
         ({"data": {"train": "synth:house:4"}}, "each part of a mix has its own"),
         ({"run": {"epochs": 1, "batch_size": 2}}, "a mix is counted in steps"),

@@ -330,7 +330,7 @@ def test_a_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
     base = F.linear(x.double(), *(p.double() for p in linear.parameters()))
     arrives = ((found - base) * change).sum() / change.square().sum()
     assert change.std() / base.std() < 3e-3
-    assert float(arrives) == pytest.approx(1.0, abs=0.05)
+    assert arrives.item() == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(

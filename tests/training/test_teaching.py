@@ -95,7 +95,7 @@ def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory,
     )["train"]
     for index in (0, 5, 11):
         example = data.examples["train"][index]
-        logs = model(torch.tensor([example.tokens[:-1]]))[0].double().log_softmax(-1)
+        logs = model(torch.tensor(np.asarray(example.tokens[:-1]))[None])[0].double().log_softmax(-1)
         logs = logs[torch.tensor(np.asarray(example.supervised[1:]))]
         best = logs.topk(8)
         assert found[index].ids.tolist() == best.indices.tolist()

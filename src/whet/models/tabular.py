@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from whet.config.quality import Arm, Quality, Size
-from whet.errors import ModelError
+from whet.errors import ConfigError, ModelError
 from whet.models.routers import EXPERTS, IN_DIM, TOP_K, Padic, Router, Routing
 from whet.models.trainable import Trainable
 from whet.models.weights import SINGLE, TensorFiles, load_parameters, read_json
@@ -248,7 +248,7 @@ def read_spec(path: Path) -> QualitySpec:
         padic = found.get("padic")
         model = Quality(quality=found["size"], arm=found["arm"], **(padic or {}))
         spec = QualitySpec.from_config(model)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise ModelError(f"{path} does not describe a model of the quality task") from error
     if spec.describe() != found or stored.get("fingerprint") != spec.fingerprint():
         raise ModelError(f"{path} has been changed: its fingerprint is another")
