@@ -525,7 +525,7 @@ def test_a_field_that_reaches_no_token_is_a_problem_and_a_warning(cli, config):
         assert code == (2 if extra else 0)
         assert "warning: train: field id of 40 records reaches no token" in out
         assert "warning: train: field topic of 40 records reaches no token" in out
-        assert "hint: nothing reads a field of this name; data.ignore: [id]" in out
+        assert "hint: nothing reads a field of this name; set data.ignore to [id]" in out
     code, out, err = cli("train", path)
     assert code == 0
     assert "warning: train: field id of 40 records reaches no token: nothing reads" in err
