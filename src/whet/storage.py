@@ -111,6 +111,31 @@ def append_text(path: Path, text: str) -> None:
             raise
 
 
+def sync_rows(directory: Path) -> None:
+    """Put the rows that were appended to a run's files on the disk: what comes after may count on them."""
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.glob("*.jsonl")):
+        sync_file(path)
+    with _naming(directory):
+        _fsync_directory(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Put what was appended to a file on the disk."""
+    with _naming(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        boundary("fsync", path)
+        os.fsync(file.fileno())
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents; a name that is not on the disk would take all inside with it."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        _fsync_directory(path.parent)
+
+
 def write_json(path: Path, value: Any) -> Written:  # Any: whatever json.dumps takes
     """Write readable JSON through the one writer."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -184,12 +209,14 @@ def _fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _fsync_files(directory: Path) -> None:
-    """Those that a library wrote (a tokenizer's) are on disk, too, before the directory gets its name."""
-    for file in directory.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+def _fsync_tree(directory: Path) -> None:
+    """Files that a library wrote (a tokenizer's) are on the disk, too, before the directory gets its name."""
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            _fsync_directory(path)
+        elif path.is_file():
+            sync_file(path)
+    _fsync_directory(directory)
 
 
 def _rename(source: Path, target: Path) -> None:
@@ -208,18 +235,17 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     try:
         with _naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             shutil.rmtree(staging, ignore_errors=True)
             boundary("mkdir", staging)
             staging.mkdir()
             yield staging
-            _fsync_files(staging)
-            _fsync_directory(staging)
+            _fsync_tree(staging)
             if replace:
                 replace_directory(staging, path)
             else:
                 _take_name(staging, path)
-            _fsync_directory(path.parent)
+                _fsync_directory(path.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -244,10 +270,11 @@ def new_file(path: Path) -> Iterator[Path]:
     """Write a file that appears under its name only when it is complete; what is there already stays."""
     if path.exists():
         raise _taken(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     try:
         yield staging
+        sync_file(staging)
         _take_name(staging, path)
         _fsync_directory(path.parent)
     except BaseException:
@@ -261,6 +288,7 @@ def replace_directory(source: Path, target: Path) -> None:
     if target.exists():
         _rename(target, old)
     _rename(source, target)
+    _fsync_directory(target.parent)  # else a power cut could undo the renaming and not the removal
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -269,6 +297,7 @@ def remove_directory(path: Path) -> None:
     doomed = path.parent / f".{path.name}.removed-{os.getpid()}"
     with contextlib.suppress(OSError):  # what cannot be removed costs room, and nothing else
         _rename(path, doomed)
+        _fsync_directory(path.parent)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -26,6 +26,7 @@ TIMES = {
     "elapsed_s",
     "peak_gib",
     "eval_s",
+    "probe_s",
     "seconds",
     "s",
     "directory",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from whet.config.metrics import falls
 from whet.errors import ConfigError, StorageError, check_positive
 from whet.hardware import used_gib
-from whet.storage import append_text
+from whet.storage import append_text, sync_file, sync_rows
 from whet.training.log_window import LogWindow
 
 if TYPE_CHECKING:
@@ -163,8 +163,10 @@ class MetricsLogger(Rows):
     def on_train_end(self, result: "RunResult") -> None:
         """Append the summary; rows that are still not on disk are an error now."""
         super().on_train_end(result)
+        sync_rows(self.path.parent)  # a summary says that everything before it is there
         self._waiting.append(_line({"summary": result.summary}))
         self._append_waiting()
+        sync_file(self.path)
 
     def _write(self, row: Metrics) -> None:
         """Append a row, or keep it for the next time where the disk does not take it."""

@@ -12,7 +12,7 @@ from whet.config.load import flat_keys, load_config, make_config, to_dict
 from whet.config.sections import RunConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.models.weights import read_json
-from whet.storage import append_text, replace_text
+from whet.storage import append_text, replace_text, sync_file
 
 log = logging.getLogger("whet")
 
@@ -187,7 +187,9 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
         again = number == step and "eval_s" in row and evaluated_step != step
         (later if number is None or number > step or again else kept).append(f"{line}\n")
     if later:
-        append_text(path.with_suffix(".superseded.jsonl"), "".join(later))
+        aside = path.with_suffix(".superseded.jsonl")
+        append_text(aside, "".join(later))
+        sync_file(aside)
     if text != (whole := "".join(kept)):
         replace_text(path, whole)
 

@@ -21,7 +21,15 @@ from whet.parallel.group import SOLO, World, joined, was_restarted
 from whet.parallel.shard import TENSOR, device_mesh, local_bytes_of, shard
 from whet.parallel.start import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.parallel.tensor import cut_layers, refuse_uncuttable
-from whet.storage import clear_leftovers, locked, new_directory, remove_directory, replace_text, write_text
+from whet.storage import (
+    clear_leftovers,
+    locked,
+    make_directory,
+    new_directory,
+    remove_directory,
+    replace_text,
+    write_text,
+)
 from whet.training.callbacks import (
     Callback,
     EarlyStopping,
@@ -279,7 +287,7 @@ class _Assembly:
     def _write_description(self) -> None:
         """Before the first step, so that even a failed run can be understood; all of it or nothing."""
         try:
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory.parent)
         except OSError as error:
             raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
         with new_directory(self.directory.resolve()) as staging:

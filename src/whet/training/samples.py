@@ -54,9 +54,11 @@ class SampleGenerations(Injector):  # so that its last rows are written before t
         self.run, step = run, run.state.step
         self._encoded = [encode_prompt(self.tokenizer, prompt) for prompt in self.prompts]
         check_prompts(run.model, self._encoded)
+        ended = step == run.total_steps or run.state.stopped is not None
+        kept = step - 1 if ended and not self.touches_model(step) else step  # the last rows come again, too
         with contextlib.suppress(StorageError):
             if run.world.is_main:
-                set_aside_later_rows(self.path, step=step or -1, evaluated_step=None)
+                set_aside_later_rows(self.path, step=kept if step else -1, evaluated_step=None)
         if step == 0:
             self._write(0)
 

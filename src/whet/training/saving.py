@@ -17,6 +17,7 @@ from whet.errors import StorageError
 from whet.parallel.checkpoint import local_part, with_local_part
 from whet.parallel.exchange import Group
 from whet.parallel.group import SOLO, World
+from whet.storage import sync_rows
 from whet.training.checkpoint import Contents, checkpoint_path, prune, write_contents
 
 log = logging.getLogger("whet")
@@ -102,6 +103,8 @@ class Saver:
 
     def _write(self, step: int, contents: Contents, best_steps: Sequence[int]) -> None:
         try:
+            if self.world.is_main:
+                sync_rows(self.directory)  # those of steps that a resume from here does not repeat
             write_contents(checkpoint_path(self.directory, step), contents, self._group)
             if self.world.is_main:
                 prune(self.directory, keep=self.settings.keep, best_steps=best_steps)
