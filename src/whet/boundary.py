@@ -43,7 +43,8 @@ def reason(error: BaseException) -> str:
     """Return what an exception says, on one line of bounded length."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    text = " ".join(str(error)[: 4 * _LONGEST_REASON].split())
+    said = str(error)[: 4 * _LONGEST_REASON].partition("Exception raised from ")[0]  # torch's C++ frames
+    text = " ".join(said.split())
     text = f"{text[:_LONGEST_REASON]}..." if len(text) > _LONGEST_REASON else text
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if text and isinstance(error, OSError | ValueError) else named

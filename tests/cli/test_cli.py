@@ -479,3 +479,24 @@ threading.Thread(target=time.sleep, args=(1000,), name="whet-save").start()
 app._leave(130)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == 130
+
+
+def test_ctrl_c_while_pydantic_builds_its_schemas_is_no_unexpected_error():
+    """pydantic raises a SchemaError whose text ends in the interrupt."""
+    script = """
+from pydantic_core import SchemaError
+from whet.cli import app
+
+
+def interrupted(arguments):
+    raise SchemaError("Error building `literal` serializer: KeyboardInterrupt: ")
+
+
+app.app = interrupted
+app.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, timeout=300, capture_output=True, text=True
+    )
+    assert done.returncode == 130
+    assert "unexpected" not in done.stderr

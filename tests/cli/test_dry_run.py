@@ -103,3 +103,19 @@ def test_patterns_that_may_never_end_are_refused(pattern):
 def test_a_pattern_with_many_repeats_that_may_end_anywhere_is_refused():
     with pytest.raises(ValueError, match="more than 4 repeats"):
         compile_pattern(r".*a.*b.*c.*d.*e")
+
+
+def test_one_problem_is_listed_once(cli, tiny_directory, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run_config(tiny_directory, tmp_path)))
+    code, out, err = cli("train", path, "run.device=tpu", "--dry-run")
+    assert code == 2
+    assert (out + err).count("unknown device 'tpu'") == 1
+
+
+def test_a_bad_pattern_names_the_keys_that_it_may_be_in(cli, tiny_directory, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run_config(tiny_directory, tmp_path)))
+    code, out, err = cli("train", path, 'method.targets="["', "--dry-run")
+    assert code == 2
+    assert "method.targets" in out + err

@@ -80,6 +80,14 @@ def test_a_setting_that_cannot_be_used(cli, directory, file, keys):
     assert code == 2, err
     assert str(directory) in err or "config.json" in err
     assert "unexpected" not in err
+    assert "Exception raised from" not in err  # torch's C++ frames
+
+
+def test_the_tokenizers_hint_names_every_file_that_its_library_reads(cli, directory):
+    edited(directory / "config.json", lambda config: config | {"dtype": "evil"})
+    code, _, err = cli("generate", directory, "hi", "--max-tokens", 1)
+    assert code == 2
+    assert " config.json" in err
 
 
 def test_an_adapter_that_is_its_own_base(cli, directory, tmp_path):

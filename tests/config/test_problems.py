@@ -97,6 +97,15 @@ def test_a_value_where_a_section_belongs_says_so():
     assert "optim: this is a section with keys of its own" in refusal({**GOOD, "optim": "adamw_torch"})
 
 
+def test_every_key_of_a_pasted_config_of_usual_length_is_explained():
+    pasted = dict.fromkeys(("base_model", "datasets", "adapter", "lora_r", "lora_alpha", "lora_dropout"), 1)
+    pasted |= dict.fromkeys(("sequence_len", "sample_packing", "micro_batch_size", "num_epochs"), 1)
+    pasted |= dict.fromkeys(("optimizer", "lr_scheduler", "warmup_steps", "weight_decay", "learning_rate"), 1)
+    message = refusal(pasted)
+    assert "unknown key 'learning_rate': in whet, it is optim.lr" in message
+    assert "more problems" not in message
+
+
 def test_many_problems_are_cut_to_a_screen():
     message = refusal({**GOOD, **{f"key{number}": "x" * 5000 for number in range(500)}})
     assert "more problems" in message

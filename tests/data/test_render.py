@@ -211,6 +211,14 @@ def test_whatever_fails_in_a_template_is_named_with_its_place(tiny, expression, 
         renderer(tiny).example(record(messages=CHAT))
 
 
+def test_a_template_with_a_syntax_error_is_blamed_itself_and_not_the_messages(tiny):
+    tiny[1].chat_template = "{{ messages }}\n{% if %}"
+    with pytest.raises(
+        DataError, match="here.jsonl:7: the chat template is not valid Jinja: line 2: Expected"
+    ):
+        renderer(tiny).example(record(messages=CHAT))
+
+
 def test_questions_end_where_the_answer_begins(tiny):
     question = renderer(tiny).question(record(messages=CHAT, group="known"))
     assert tiny[1].decode(question.tokens).endswith("<|user|>and 3?<|end|><|assistant|>")

@@ -98,7 +98,8 @@ def matches(model: LanguageModel, name: str, pattern: str) -> bool:
     try:
         whole = compile_pattern(pattern, before=r"(.*\.)?")
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        hint = "correct this pattern in method.targets, method.rank_pattern or method.alpha_pattern"
+        raise ConfigError(str(error), hint=hint) from error
     return bool(whole.fullmatch(name) or whole.fullmatch(model.hf_name(name)))
 
 

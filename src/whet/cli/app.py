@@ -122,6 +122,8 @@ def main() -> NoReturn:
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
+        if _was_interrupted(error):
+            _leave(130)
         if debug:
             print(printable(traceback.format_exc()), file=sys.stderr)
         known = _known(error)
@@ -138,6 +140,11 @@ def _leave(code: int | str | None) -> NoReturn:
                 stream.flush()
         os._exit(code if isinstance(code, int) else 1)
     sys.exit(code)
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Return whether it was Ctrl-C: pydantic wraps one that comes while it builds a schema, on import."""
+    return type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error)
 
 
 def _known(error: BaseException) -> WhetError:

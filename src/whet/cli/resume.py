@@ -1,4 +1,4 @@
-"""whet resume: go on with a run."""
+"""whet resume: resume a run."""
 
 import typer
 
@@ -11,7 +11,10 @@ def command(
     max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
     quiet: bool = typer.Option(False, "--quiet", "-q", help=QUIET),
 ) -> None:
-    """Go on from the newest valid checkpoint of RUN, on as many processes as wanted."""
+    """Resume RUN from its newest valid checkpoint.
+
+    The number of processes may differ from before.
+    """
     if draw_missing_plots(run):  # all that was left to do
         return
     if nproc > 1:

@@ -15,7 +15,7 @@ from whet.errors import ConfigError, shorten, shown
 
 Location = tuple[int | str, ...]
 
-_MOST_PROBLEMS = 12  # a pasted file of another tool has dozens, and the first ones say it all
+_MOST_PROBLEMS = 30  # a pasted file of another tool has dozens, and each key gets its name here
 
 
 def config_error(error: ValidationError, section: type[BaseModel], *, origin: str) -> ConfigError:

@@ -75,6 +75,9 @@ def render_template(
         raise DataError("the chat template is nested too deeply, or calls itself without an end") from error
     except MemoryError as error:
         raise DataError("the chat template needs more memory than there is") from error
+    except jinja2.TemplateSyntaxError as error:
+        message = f"the chat template is not valid Jinja: line {error.lineno}: {shorten(str(error.message))}"
+        raise DataError(message, hint="correct the template, or copy the model's again") from error
     except (
         jinja2.TemplateError,
         ArithmeticError,

@@ -28,7 +28,7 @@ from whet.models.weights import (
 
 log = logging.getLogger("whet")
 
-_TOKENIZER_HINT = "tokenizer.json or tokenizer_config.json is damaged: copy them again"
+_TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is damaged: copy them again"
 
 
 def load_model(

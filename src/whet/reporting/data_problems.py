@@ -65,7 +65,9 @@ def find_refusals(
         try:
             check()
         except WhetError as error:
-            found.append(Problem(error.message, error.hint, stops=True))
+            problem = Problem(error.message, error.hint, stops=True)
+            if problem not in found:  # try_assembly repeats some of the checks before it
+                found.append(problem)
     return found
 
 
