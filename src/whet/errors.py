@@ -1,6 +1,8 @@
 """The errors a user can act on: what is wrong, where, and what to do about it."""
 
+import contextlib
 import reprlib
+from collections.abc import Iterator
 
 _LONGEST_LINE = 2000
 _LONGEST_VALUE = 120
@@ -54,6 +56,17 @@ class RunError(WhetError):
 
 class StorageError(RunError):
     """The disk is full, or a directory is gone or may not be written to."""
+
+
+@contextlib.contextmanager
+def blamed_on(key: str) -> Iterator[None]:
+    """Put a config key before the errors raised inside: the one that named what is wrong."""
+    try:
+        yield
+    except WhetError as error:
+        if error.message.startswith(key):
+            raise
+        raise type(error)(f"{key}: {error.message}", hint=error.hint) from error
 
 
 def check_positive(**counts: int) -> None:

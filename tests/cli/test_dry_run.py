@@ -68,6 +68,10 @@ def test_a_dry_run_refuses_what_the_run_refuses(cli, tiny_directory, tmp_path, n
     code, _, refusal = cli("train", path, *overrides)
     assert code == 2, refusal
     message = re.search(r"error: (.*)", refusal)[1]
+    if "model called " in message:  # both name the key, and then the dry run looks at less
+        key = message.partition(": ")[0]
+        assert key in ("objective.teacher", "objective.reference_model")
+        assert f"{key}: " in cli("train", path, *overrides, "--dry-run")[1]
     message = message.partition("model called ")[2].partition(":")[0] or message  # then it looks at less
     code, out, err = cli("train", path, *overrides, "--dry-run")
     assert code == 2

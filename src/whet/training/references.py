@@ -9,7 +9,7 @@ from whet.adapters.load import load_base
 from whet.config.grpo import GRPOObjective
 from whet.config.objectives import DistillObjective, PreferenceObjective
 from whet.config.sections import RunConfig
-from whet.errors import ModelError
+from whet.errors import ModelError, blamed_on
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.training.provenance import weights_digest
@@ -18,6 +18,7 @@ from whet.training.teachers import refuse_other_tokens
 log = logging.getLogger("whet")
 
 Reference = LanguageModel | Literal["adapters-off"]
+REFERENCE_KEY = "objective.reference_model"
 
 
 def untrained_reference(model: LanguageModel) -> Reference:
@@ -42,6 +43,11 @@ def named_models(config: RunConfig) -> list[str]:
     return [name for part in config.parts().values() for name in named_models(part)]
 
 
+def frozen_key(section: object) -> str:
+    """Return the key that names the frozen models of an objective."""
+    return "objective.teacher" if isinstance(section, DistillObjective) else REFERENCE_KEY
+
+
 def load_reference(
     name: str,
     model: LanguageModel,
@@ -56,18 +62,19 @@ def load_reference(
     model a run starts from gives the run without a name.
     """
     dtype = precision.frozen if _has_adapters(model) else precision.trained
-    reference, theirs = load_base(name, dtype=dtype, device=model.device)
-    refuse_other_tokens(
-        name,
-        reference.vocab_size,
-        theirs,
-        student=model.name or "the trained model",
-        vocab_size=model.vocab_size,
-        tokenizer=tokenizer,
-    )
+    with blamed_on(REFERENCE_KEY):
+        reference, theirs = load_base(name, dtype=dtype, device=model.device)
+        refuse_other_tokens(
+            name,
+            reference.vocab_size,
+            theirs,
+            student=model.name or "the trained model",
+            vocab_size=model.vocab_size,
+            tokenizer=tokenizer,
+        )
     if longest > reference.max_positions:
         raise ModelError(
-            f"objective.reference_model: {name} reads at most {reference.max_positions} tokens, "
+            f"{REFERENCE_KEY}: {name} reads at most {reference.max_positions} tokens, "
             f"and the longest text has {longest}",
             hint=f"set data.max_length to {reference.max_positions} or less, or name another reference",
         )

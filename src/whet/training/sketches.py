@@ -26,7 +26,7 @@ from whet.config.objectives import (
 from whet.config.preset import Preset
 from whet.config.sections import MixObjective, RunConfig
 from whet.data.batches import Batch
-from whet.errors import ConfigError, ModelError
+from whet.errors import ConfigError, ModelError, blamed_on
 from whet.hardware import Precision
 from whet.models import families
 from whet.models.bridge import Bridge
@@ -48,7 +48,7 @@ from whet.objectives.sft import SFT
 from whet.ops.grouped_experts import grouped_problem
 from whet.ops.token_logprobs import token_logprobs
 from whet.training.model_facts import weights_directory
-from whet.training.references import named_models
+from whet.training.references import frozen_key, named_models
 
 META = torch.device("meta")
 _BYTES = 256
@@ -130,7 +130,8 @@ def other_models(config: RunConfig, precision: Precision) -> list[LanguageModel]
         names = [config.language_model]
     as_trained = full and not isinstance(section, DistillObjective)  # see load_reference
     dtype = precision.trained if as_trained else precision.frozen
-    return [read_model(name).to(dtype=dtype).requires_grad_(False).eval() for name in names]
+    with blamed_on(frozen_key(section)):
+        return [read_model(name).to(dtype=dtype).requires_grad_(False).eval() for name in names]
 
 
 def _compares_online(section: AnyObjective | MixObjective) -> bool:

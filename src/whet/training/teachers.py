@@ -13,7 +13,7 @@ from whet.adapters.load import base_of, load, usable_directory
 from whet.config.objectives import DistillObjective
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.teachings import Teaching, open_teaching
-from whet.errors import DataError, ModelError
+from whet.errors import DataError, ModelError, blamed_on
 from whet.models.language_model import LanguageModel
 from whet.storage import sha256_of
 
@@ -31,10 +31,11 @@ def load_teacher(
     tokenizer: Any,  # Any: a transformers tokenizer, as below
 ) -> LanguageModel:
     """A teacher whose opinions are about the student's own token ids."""
-    teacher, theirs = load(name, dtype=dtype, device=device)
-    refuse_other_tokens(
-        name, teacher.vocab_size, theirs, student=student, vocab_size=vocab_size, tokenizer=tokenizer
-    )
+    with blamed_on("objective.teacher"):
+        teacher, theirs = load(name, dtype=dtype, device=device)
+        refuse_other_tokens(
+            name, teacher.vocab_size, theirs, student=student, vocab_size=vocab_size, tokenizer=tokenizer
+        )
     return teacher
 
 

@@ -7,6 +7,7 @@ from whet.config.grpo import GRPOObjective
 from whet.config.objectives import DistillObjective
 from whet.config.preset import Preset
 from whet.config.sections import MixObjective, RunConfig
+from whet.errors import blamed_on
 from whet.hardware import Precision
 from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
@@ -18,7 +19,7 @@ from whet.objectives.mix import Mix
 from whet.training.eight_bits import use_fp8
 from whet.training.kinds import work_for
 from whet.training.optimizers import create_optimizer
-from whet.training.references import named_models
+from whet.training.references import frozen_key, named_models
 from whet.training.rewards.pool import RewardPool
 from whet.training.routing import with_routers
 from whet.training.sketches import META, from_spec, make_objective, other_models, prepare, read_model
@@ -64,7 +65,8 @@ def _objective(config: RunConfig, model: LanguageModel, precision: Precision) ->
     assert not isinstance(section, MixObjective)
     others = other_models(config, precision)
     for name, other in zip(named_models(config), others, strict=False):
-        _refuse_other_tokens(name, other, config, model)
+        with blamed_on(frozen_key(section)):
+            _refuse_other_tokens(name, other, config, model)
     if isinstance(section, DistillObjective) and section.hidden is not None and others:
         with META:
             HiddenMatching(model, others[0], section.hidden.layers, kind=section.hidden.kind)
