@@ -31,6 +31,13 @@ CALLS = [
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds «numbers»", "strict": True}}]
 
 
+def with_reasoning(message):
+    """Reasoning under each of its names, which older versions of transformers do not add themselves."""
+    if "reasoning" not in message:
+        return message
+    return {"thinking": message["reasoning"], "reasoning_content": message["reasoning"], **message}
+
+
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_is_rendered_as_transformers_renders_it(tiny, name, prompt):
@@ -39,7 +46,10 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tiny, name, prompt):
     for messages, tools in ((CHAT, None), (CHAT[:3], None), (CALLS, TOOLS), (CALLS[:2], TOOLS)):
         try:
             wanted = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+                [with_reasoning(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
         except Exception as error:  # whatever Jinja raises
             with pytest.raises(DataError, match=re.escape(str(error))):
