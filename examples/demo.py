@@ -55,6 +55,9 @@ def main() -> None:
         result = whet.train(config, [progress])
     finally:
         progress.close()
+    if result.unfinished:
+        console.print(f"stopped; resume it with: .venv/bin/whet resume {result.directory}")
+        return
     console.rule("after")
     examine(*whet.load(result.directory), console)
     seconds, gib = time.perf_counter() - started, peak_gib(choose_device())
