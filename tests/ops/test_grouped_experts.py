@@ -125,3 +125,16 @@ def test_time_grows_with_the_experts_a_token_meets_and_not_with_all(tokens, d_mo
     finally:
         torch.set_num_threads(threads)
     assert found["32_over_4"] <= 1.5, found
+
+
+def test_the_first_call_may_come_from_a_layer_that_is_recomputed():
+    """The kernel is tried once per process: what the trial saves is not the layer's."""
+    from torch.utils.checkpoint import checkpoint
+
+    from whet.ops import grouped_experts
+
+    grouped_experts._kernel_problem.cache_clear()
+    x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(2, 16, 16, requires_grad=True)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    checkpoint(grouped_experts.grouped_linear, x, weight, ends, use_reentrant=False).sum().backward()
+    assert torch.allclose(weight.grad[0], x[:3].detach().sum(0).expand(16, 16), atol=1e-5)
