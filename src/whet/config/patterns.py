@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from whet.errors import shown
+
 _MOST_CHARS = 1000
 _MOST_REPEATS = 4  # in one alternative: each multiplies the time by the length of a name
 
@@ -23,24 +25,20 @@ def compile_pattern(pattern: str, *, before: str = "") -> re.Pattern[str]:
         compiled = re.compile(f"{before}({pattern})" if before else pattern)
         tree = re._parser.parse(pattern)  # type: ignore[attr-defined]  # the one that compile has used
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{_shown(pattern)} is not a regular expression: {error}") from error
+        raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from error
     repeats = list(_repeats(tree))
     if any(_is_ambiguous(body) for body, _ in repeats):
         raise ValueError(
-            f"{_shown(pattern)} repeats what repeats or has alternatives, as in (a+)+ or (a|b)*: "
+            f"{shown(pattern)} repeats what repeats or has alternatives, as in (a+)+ or (a|b)*: "
             "matching it may never end"
         )
     open_ended = [body for body, following in repeats if not _stops_at(body, following)]
     if len(open_ended) > _MOST_REPEATS * (1 + pattern.count("|")):
         raise ValueError(
-            f"{_shown(pattern)} has more than {_MOST_REPEATS} repeats (* or +) that may end anywhere: write "
+            f"{shown(pattern)} has more than {_MOST_REPEATS} repeats (* or +) that may end anywhere: write "
             r"[^.]*\. instead of .*\. where one part of a name is meant"
         )
     return compiled
-
-
-def _shown(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 120 else f"{pattern[:100]}...")
 
 
 def _nodes(tree: Any) -> Iterator[tuple[str, Any, Any]]:  # Any: Python's parse trees of patterns
