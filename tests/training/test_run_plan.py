@@ -2,12 +2,14 @@
 
 import json
 import time
+from typing import get_args
 
 import pytest
 import torch
 
 from tiny import run_config, write_tiny_model
 from whet.config.load import make_config
+from whet.config.optim import Optim
 from whet.errors import ConfigError, ModelError
 from whet.models.presets import PRESETS, Shape, build_spec, preset_spec
 from whet.training.plan import plan_run
@@ -87,7 +89,18 @@ def test_parts_are_what_they_must_be():
     qlora = plan_run(config(method={"kind": "qlora"}), device="a100", spec=spec, suggest=False)
     packed = qlora.parameters["attention"] + qlora.parameters["feedforward"]
     assert qlora.memory.weights == pytest.approx(2 * (qlora.total - packed) + 0.516 * packed, rel=0.01)
-    names = {"adamw": 8, "lion": 4, "sgd": 4, "adafactor": 0}
+    muon = 4 + 4 * full.parameters["embedding"] / full.total  # one moment of matrices, two of the others
+    # in 8 bits: two codes per weight, and two scales per 256 of them
+    names = {
+        "adamw": 8,
+        "adam": 8,
+        "muon": muon,
+        "lion": 4,
+        "sgd": 4,
+        "adamw8bit": 2 + 8 / 256,
+        "adafactor": 0,
+    }
+    assert names.keys() == set(get_args(Optim.model_fields["name"].annotation))
     for name, bytes_a_weight in names.items():
         found = plan_run(
             config(optim={"name": name}), device="a100", spec=spec, suggest=False

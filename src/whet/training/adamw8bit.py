@@ -32,6 +32,8 @@ class AdamW8bit(MaskedOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         self.bnb = _bitsandbytes()
+        # computed here, since a plan's update runs on tensors without values
+        self.tables = {signed: self.bnb.create_dynamic_map(signed=signed) for signed in SIGNED.values()}
         self.codes: dict[tuple[bool, torch.device], torch.Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -79,7 +81,7 @@ class AdamW8bit(MaskedOptimizer):
         """The 256 values a code may mean; kept on the device, since copying them there would wait for it."""
         key = SIGNED[name], device
         if key not in self.codes:
-            self.codes[key] = self.bnb.create_dynamic_map(signed=SIGNED[name]).to(device)
+            self.codes[key] = self.tables[SIGNED[name]].to(device)
         return self.codes[key]
 
 
