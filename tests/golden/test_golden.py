@@ -11,9 +11,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tools.golden import CASES, KEPT, differences
 
 import whet
-from tools.golden import CASES, KEPT, differences
 
 HERE = Path(__file__).parent
 RECORDINGS = HERE / "recordings"
@@ -84,7 +84,8 @@ def test_a_run_of_an_earlier_version_resumes_opens_exports_and_reports(name, kep
 def command(*arguments):
     from whet.cli.app import main
 
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as end:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["whet", *map(str, arguments)])
-        main()
+        with pytest.raises(SystemExit) as end:
+            main()
     return end.value.code or 0

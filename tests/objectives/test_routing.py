@@ -1,5 +1,8 @@
 """Losses and statistics of routers, against transformers and plain formulas; on the trainer, however a step is cut."""
 
+import json
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,13 +10,17 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import whet
-from tiny import random_examples
+from tiny import random_examples, run_config
 from whet.config.load import make_config
 from whet.data.batches import make_batch
 from whet.errors import DataError
 from whet.models.experts import Routing, mixtures
+from whet.models.initialise import from_scratch
+from whet.models.presets import preset_spec
+from whet.objectives.base import frozen_models
 from whet.objectives.routing import RoutedObjective, load_balancing_loss, router_z_losses
 from whet.objectives.sft import SFT
+from whet.training.callbacks import NumbersOnly
 from whet.training.routing import RouterMetrics
 from whet.training.trainer import Trainer
 
@@ -268,3 +275,79 @@ def test_load_balancing_spreads_what_the_routers_left_alone_do_not(directory):
         found[weight] = violations[0], violations[-1]
     assert found[0.0][0] == found[20.0][0] > 0.7
     assert found[20.0][1] < 0.5 * found[0.0][1], found
+
+
+class Inner:
+    """An objective with everything that the trainer asks for."""
+
+    def __init__(self):
+        self.coefficients = {"loss": 1.0}
+        self.likelihood = "part"
+        self.heads = torch.nn.Linear(2, 2)
+        self.frozen_models = (torch.nn.Linear(2, 2),)
+        self.reports = {"part": {"loss": 1.0}}
+
+    def summarise(self, outputs, batches):
+        return {"seen": len(batches)}
+
+
+class WithDefaults:
+    """Such as an abstract base class has: what it defines never reaches a __getattr__."""
+
+    heads = None
+    likelihood = True
+    reports: ClassVar = {}
+    frozen_models = ()
+    summarise = None
+
+
+class RoutedWithDefaults(RoutedObjective, WithDefaults):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RoutedObjective, RoutedWithDefaults])
+def test_what_the_trainer_asks_of_an_objective_reaches_the_inner_one(kind):
+    inner = Inner()
+    routed = kind(inner, mixtures(from_scratch(preset_spec("nano-moe"), seed=0)))
+    assert routed.heads is inner.heads
+    assert frozen_models(routed) == list(inner.frozen_models)
+    assert routed.reports == inner.reports
+    assert routed.likelihood == "part"
+    assert routed.summarise([], [1, 2]) == {"seen": 2}
+
+
+@pytest.mark.parametrize(
+    "objective", [{"kind": "mtp", "n_predict": 2}, {"kind": "classify", "classes": ["a", "b"]}]
+)
+def test_heads_beside_a_model_with_experts_are_trained_and_counted(objective, tiny_directory, tmp_path):
+    """Each recipe with heads, on an MoE model: parameters, gradients, FLOPs and the saved result."""
+    seen = {}
+
+    class Look(NumbersOnly):
+        def on_train_begin(self, run):
+            heads = list(run.objective.heads.parameters())
+            assert {id(p) for p in heads} <= {id(p) for p in run.trained}
+            seen.update(heads=heads, before=[p.detach().clone() for p in heads])
+
+    config = run_config(
+        tiny_directory, tmp_path, objective=objective, method={"kind": "full"}, run={"steps": 2}
+    )
+    config["model"] = {
+        "preset": "nano-moe",
+        "d_model": 32,
+        "heads": 2,
+        "width": 16,
+        "layers": 2,
+        "experts": 4,
+    }
+    config["model"] |= {"tokenizer": str(tiny_directory), "vocab_size": 260}
+    config["experts"] = {"load_balancing": 0.01}
+    if objective["kind"] == "classify":
+        rows = [{"text": f"{'yes ' * (n % 5)}{n}", "label": "ab"[n % 2]} for n in range(24)]
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config["data"] = {"train": str(tmp_path / "texts.jsonl"), "max_length": 64}
+        config["objective"] = {**objective, "probe": False}
+    whet.train(config, [Look()])
+    assert seen["heads"]
+    for before, after in zip(seen["before"], seen["heads"], strict=True):
+        assert not torch.equal(before, after) or before.ndim == 1  # a bias or norm may stay

@@ -222,3 +222,49 @@ def test_no_step_seems_faster_than_it_was(tiny_directory, tmp_path, monkeypatch,
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / longest)
         assert row["steps_per_s"] == pytest.approx(1 / longest)
         assert row["mfu"] == pytest.approx(1e9 * row["mean_tokens_per_s"] / 1e12)
+
+
+class LooksAhead(NumbersOnly):
+    """Computes ahead on a CPU, too, wherever no callback wants the model."""
+
+    def on_train_begin(self, run):
+        run.looks_ahead = True
+
+
+EXPERTS = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2, "experts": 4}
+GRPO = {
+    "kind": "grpo",
+    "group_size": 3,
+    "max_new_tokens": 6,
+    "reward_workers": 1,
+    "rewards": [{"function": "length", "arguments": {"longest": 2, "margin": 20}}],
+}
+SUMS = {"train": "synth:sums:10", "valid": None}
+ROUTED = {"model": {**EXPERTS, "balance_bias": True}, "experts": {"bias_rate": 0.1}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        ROUTED,
+        {"objective": GRPO, "data": SUMS},
+        {**ROUTED, "objective": GRPO, "data": SUMS},
+    ],
+    ids=["routers", "rollouts", "both"],
+)
+def test_routers_are_balanced_and_rollouts_reported_before_the_next_step(sections, tiny_directory, tmp_path):
+    """What depends on a step's own weights must not come after the next one has been computed."""
+    rows, weights = [], []
+    for name, callbacks in (("plain", []), ("ahead", [LooksAhead()])):
+        plain = {key: value for key, value in sections.items() if key != "model"}
+        config = run_config(tiny_directory, tmp_path, **plain, method={"kind": "full"})
+        if "model" in sections:
+            config["model"] = {**sections["model"], "tokenizer": str(tiny_directory), "vocab_size": 260}
+        config["run"] |= {"name": name, "batch_size": 2}
+        result = whet.train(config, callbacks)
+        rows.append(
+            [{k: v for k, v in row.items() if not k.endswith(("_s", "gib"))} for row in result.history]
+        )
+        weights.append(whet.load(result.directory)[0].state_dict())
+    assert rows[0] == rows[1]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -1,7 +1,10 @@
 """The trainer: what it logs, when it evaluates, saves and stops, and that a bad step changes nothing."""
 
+import importlib
+import inspect
 import json
 import math
+import pkgutil
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +19,15 @@ from whet.data.plan import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
 from whet.objectives.base import Loss
 from whet.objectives.sft import SFT
-from whet.training.callbacks import Callback, EarlyStopping, Injector, MetricsLogger, StopRun
+from whet.training.callbacks import (
+    Callback,
+    EarlyStopping,
+    Injector,
+    MetricsLogger,
+    StopRun,
+    named,
+    stored_states,
+)
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
 from whet.training.trainer import Trainer
 
@@ -420,3 +431,45 @@ def test_only_a_stop_breaks_an_evaluation_off(tiny_directory):
 def test_early_stopping_watches_a_number():
     with pytest.raises(ConfigError, match=r"which no evaluation gives \(eval_loss\)"):
         EarlyStopping("shares").on_eval_end(0, {"eval_loss": 1.0, "shares": {"a": 1}})
+
+
+def test_state_is_stored_under_names_that_survive_a_renamed_class():
+    class Renamed(EarlyStopping):
+        pass
+
+    callbacks = [EarlyStopping(), Renamed("loss"), Callback()]
+    assert [name for name, _ in named(callbacks)] == ["early-stopping-0", "early-stopping-1", "Callback-0"]
+
+
+def test_states_of_older_checkpoints_are_found_by_the_names_of_their_classes():
+    old = {
+        "EarlyStopping-0": {"best": 1},
+        "MetricsLogger-0": {"window": 2},
+        "SinkCallback-1": {},
+        "Mine-0": {"a": 3},
+    }
+    assert stored_states(old) == {
+        "early-stopping-0": {"best": 1},
+        "metrics-logger-0": {"window": 2},
+        "sink-1": {},
+        "Mine-0": {"a": 3},
+    }
+    assert stored_states(stored_states(old)) == stored_states(old)
+
+
+def test_every_callback_of_whet_that_keeps_state_has_a_key_of_its_own():
+    for module in pkgutil.walk_packages(whet.__path__, "whet."):
+        if "triton" not in module.name and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    stack, keys = [Callback], {}
+    while stack:
+        kind = stack.pop()
+        stack += kind.__subclasses__()
+        if (
+            kind.__module__.startswith("whet.")
+            and kind.state is not Callback.state
+            and not inspect.isabstract(kind)
+        ):
+            assert kind.state_key is not None, kind
+            assert keys.setdefault(kind.state_key, kind) is kind
+    assert len(keys) == 5

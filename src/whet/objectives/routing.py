@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.experts import MixtureOfExperts, Routing, recording, scores_of
@@ -69,11 +70,20 @@ class RoutedObjective:
         self.likelihood = inner.likelihood
         self.auxiliary = frozenset(self.added)
         self.per_micro_batch = self.auxiliary & {LOAD_BALANCING}
+        # each by name: a __getattr__ is not asked for what a base class has, and heads would stop training
+        self.reports: Mapping[str, Mapping[str, float]] = getattr(inner, "reports", {})
+        if hasattr(inner, "summarise"):
+            self.summarise = inner.summarise
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever else the objective has
-        if name == "inner":  # of a copy that is only being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+    @property
+    def heads(self) -> nn.Module | None:
+        """Return the heads of the inner objective, which train beside the model."""
+        return getattr(self.inner, "heads", None)
+
+    @property
+    def frozen_models(self) -> Sequence[Any]:  # Any: models of the kind the inner objective is for
+        """Return the models that the inner objective asks and does not train."""
+        return getattr(self.inner, "frozen_models", ())
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """The objective's units, and tokens."""

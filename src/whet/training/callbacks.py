@@ -6,10 +6,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from whet.config.metrics import falls
 from whet.errors import ConfigError, StorageError, check_positive
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
+
+# checkpoints of 0.1.0 stored states under the names of the classes
+_CLASS_NAMES = {
+    "MetricsLogger": "metrics-logger",
+    "EarlyStopping": "early-stopping",
+    "LossCurvature": "loss-curvature",
+    "RouterMetrics": "router-metrics",
+    "SinkCallback": "sink",
+}
 
 Metrics = dict[str, Any]  # Any: numbers, lists of numbers, and the summary's texts
 
@@ -47,6 +56,9 @@ class Callback:
     On several processes each has its own, and all stop where one wants to.
     """
 
+    # the name its state has in checkpoints; the class's name where none is given, so that a renamed class
+    # does not find the state it had
+    state_key: ClassVar[str | None] = None
     main_only = False  # called on rank 0 alone: because it writes, or shows, what all have in common
 
     def on_train_begin(self, run: "Trainer") -> StopRun | None:
@@ -151,6 +163,8 @@ class Rows(NumbersOnly, abc.ABC):
 class MetricsLogger(Rows):
     """Rows of metrics.jsonl, flushed one by one, and the summary."""
 
+    state_key = "metrics-logger"
+
     def __init__(self, path: str | Path, every: int = 1) -> None:
         super().__init__(every)
         self.path = Path(path)
@@ -206,6 +220,8 @@ def _jsonable(value: Any) -> Any:  # Any: JSON values
 
 class EarlyStopping(NumbersOnly):
     """Stops when an evaluation metric has not improved for `patience` evaluations."""
+
+    state_key = "early-stopping"
 
     def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
         check_positive(patience=patience)
@@ -293,12 +309,21 @@ class TimeLimit(NumbersOnly):
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks under names that a resumed run gives them, too: their class, numbered."""
+    """Yield callbacks under the names their state has in checkpoints: their state_key, numbered."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
-        kind = type(callback).__name__
-        yield f"{kind}-{seen[kind]}", callback
-        seen[kind] += 1
+        key = callback.state_key or type(callback).__name__
+        yield f"{key}-{seen[key]}", callback
+        seen[key] += 1
+
+
+def stored_states(states: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON values
+    """Return the callbacks' states of a checkpoint under today's names."""
+    found = {}
+    for name, state in states.items():
+        key, _, number = name.rpartition("-")
+        found[f"{_CLASS_NAMES.get(key, key)}-{number}"] = state
+    return found
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:

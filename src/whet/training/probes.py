@@ -155,6 +155,8 @@ class LossCurvature(Injector, NumbersOnly):
 
     main_only = True
 
+    state_key = "loss-curvature"
+
     def __init__(self, window: int = 50) -> None:
         check_positive(window=window)
         self.norms: deque[float] = deque(maxlen=window)

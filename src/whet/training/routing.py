@@ -28,6 +28,8 @@ _JUDGED = 8  # choices an expert must have had a chance of in a step, for the st
 class RouterMetrics(Injector):
     """Turns the routers' statistics of a step into numbers to read, and moves the bias where asked to."""
 
+    state_key = "router-metrics"
+
     def __init__(
         self, layers: Sequence[MixtureOfExperts], numbers: Sequence[int], *, bias_rate: float = 0.0
     ) -> None:

@@ -65,6 +65,8 @@ class _Row:
 class SinkCallback(Rows):
     """Hands rows to a sink."""
 
+    state_key = "sink"
+
     def __init__(self, name: str, sink: Sink, *, every: int = 1, last_s: float = _LAST_S) -> None:
         super().__init__(every)
         self.name = name

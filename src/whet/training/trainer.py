@@ -25,6 +25,7 @@ from whet.training.callbacks import (
     is_better,
     named,
     plain,
+    stored_states,
 )
 from whet.training.checkpoint import (
     checkpoint_path,
@@ -175,9 +176,10 @@ class Trainer(Stepper):
         if self.world.rank < len(streams):  # else: one of more ranks than before, seeded as such
             restore_random_state(streams[self.world.rank])
         self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
+        states = stored_states(state["callbacks"])
         for name, callback in named(self.callbacks):
-            if name in state["callbacks"]:
-                callback.restore(state["callbacks"][name])
+            if name in states:
+                callback.restore(states[name])
 
     def _run_state(self) -> Metrics:
         here, *elsewhere = self.world.gather(random_state())
