@@ -86,9 +86,14 @@ class Fault:
 
 
 def place_of(path):
-    """The last two parts of a path inside `runs` or `tokens`, without what marks it as temporary."""
+    """The last two parts of a path inside `runs` or `tokens`, without what marks it as temporary.
+
+    What lies outside of them has one name: that of a case's own directory is another one in every test.
+    """
     parts = [re.sub(r"^\.(.+)\.(writing|old|removed)-\d+$", r"\1", part) for part in Path(path).parts]
-    home = next((part for part in ("runs", "tokens") if part in parts), parts[0])
+    home = next((part for part in ("runs", "tokens") if part in parts), None)
+    if home is None:
+        return "outside"
     return "/".join(parts[parts.index(home) :][-2:])
 
 
