@@ -24,7 +24,7 @@ ROOMS = [
     {"ops"},
     {"chips"},
     {"config", "hardware", "storage"},
-    {"boundary"},
+    {"boundary", "lazy_import"},
     {"errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -259,7 +259,7 @@ def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_
 
     from whet.config.load import make_config
     from whet.reporting.cheap_count import count_cheaply
-    from whet.training.run_data import RunData
+    from whet.training.run_data import Needs, RunData
 
     for name, letters in (("easy", "abc"), ("hard", "xyz")):
         rows = [{"text": letters * (n + 1)} for n in range(4)]
@@ -269,7 +269,7 @@ def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_
     config["model"] = {"preset": "nano", "tokenizer": "chars"}
     config["data"] = {"train": f"{tmp_path}/easy.jsonl", "curriculum": curriculum}
     config["run"]["batch_size"] = 2
-    assert set("".join(RunData(make_config(config)).texts())) == set("abcxyz")
+    assert set("".join(RunData(make_config(config), Needs()).texts())) == set("abcxyz")
     counted = count_cheaply(make_config(config))
     assert counted is not None
     assert counted.steps == 4

@@ -4,8 +4,8 @@ import sqlite3
 
 import pytest
 
-from whet.data.ledgers import LEDGERS, check_ledgers, create_ledgers, holds_ledgers
-from whet.data.sources import open_source
+from whet.data.ledgers import LEDGERS, check_ledgers, create_ledgers
+from whet.data.sources import DIRECTORY_READERS, open_source
 from whet.errors import DataError
 
 SIZES = (9, 11, 14, 7, 5, 16, 8, 4)
@@ -174,6 +174,7 @@ def test_a_damaged_page_never_crashes(tmp_path):
 def test_a_directory_with_one_of_the_files_is_meant_to_have_both(tmp_path):
     create_ledgers(tmp_path, 20)
     (tmp_path / "quality_outcomes.db").unlink()
-    assert holds_ledgers(tmp_path)
+    assert DIRECTORY_READERS.keys() == {ledger.file for ledger in LEDGERS}
+    assert any((tmp_path / name).exists() for name in DIRECTORY_READERS)
     with pytest.raises(DataError, match="has no quality_outcomes.db"):
         list(open_source(str(tmp_path)))

@@ -239,14 +239,14 @@ def test_another_format_makes_a_new_store(tiny_directory, tmp_path):
     from transformers import AutoTokenizer
 
     from whet.config.load import make_config
-    from whet.training.run_data import RunData
+    from whet.training.run_data import Needs, RunData
 
     path = tmp_path / "both.jsonl"
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "text": "another text"}))
 
     def tokens(form):
         data = {"train": str(path), "valid": None, "format": form}
-        run = RunData(make_config(run_config(tiny_directory, tmp_path, data=data)))
+        run = RunData(make_config(run_config(tiny_directory, tmp_path, data=data)), Needs())
         run.prepare(AutoTokenizer.from_pretrained(tiny_directory))
         return len(run.examples["train"][0].tokens)
 

@@ -16,7 +16,7 @@ from whet.reporting.data_problems import find_problems
 from whet.reporting.data_view import histogram, view_data
 from whet.reporting.describe_data import step_rows
 from whet.reporting.shown_tokens import TokenText, visible
-from whet.training.run_data import RunData
+from whet.training.run_data import Needs, RunData
 
 
 def chat(user, assistant):
@@ -69,7 +69,7 @@ def test_the_plan_is_what_the_stream_of_batches_does(look, tiny_directory, tmp_p
     run = {"steps": 40, "micro_batch_tokens": 300, **step}
     plan = look(RECORDS, pack=pack, run=run).steps
     keys = {"train": str(tmp_path / "train.jsonl"), "valid": None, "pack": pack}
-    data = RunData(make_config(run_config(tiny_directory, tmp_path, data=keys, run=run)))
+    data = RunData(make_config(run_config(tiny_directory, tmp_path, data=keys, run=run)), Needs())
     data.prepare(AutoTokenizer.from_pretrained(tiny_directory))
     stream = data.stream()
     steps = []

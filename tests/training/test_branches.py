@@ -1,5 +1,6 @@
 """Whatever kind of objective or optimizer a config may name is built as itself, never as a default."""
 
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -10,12 +11,13 @@ from whet.config.optim import Optim
 from whet.config.section import Section
 from whet.config.sections import MixObjective
 from whet.errors import ConfigError
-from whet.objectives.sft import SFT
+from whet.lazy_import import load_object
 from whet.training import optimizers, sketches, tasks
-from whet.training.tasks import ObjectiveBuilder, needs_of
+from whet.training.tasks import build_objective, needs_of, recipe_for
+from whet.training.work import Work
 
 SECTIONS = [*get_args(get_args(AnyObjective)[0]), MixObjective]
-OTHER_THAN_SFT = ("regression", "mix")  # of rows, and of several parts
+NOT_ON_TEXTS = ("regression", "mix")  # of rows, and of several parts
 
 
 def made(section):
@@ -31,34 +33,45 @@ class Unheard(Section):
     kind: str = "unheard"
 
 
+def kinds_of(section):
+    return get_args(section.model_fields["kind"].annotation)
+
+
+def test_the_registries_cover_every_objective_of_a_config():
+    kinds = {kind for section in SECTIONS for kind in kinds_of(section)}
+    assert tasks.RECIPES.keys() == kinds
+    assert tasks.OBJECTIVES.keys() == kinds - set(NOT_ON_TEXTS)
+    for reference in tasks.RECIPES.values():
+        assert issubclass(load_object(reference), Work)
+    for module in tasks.OBJECTIVES.values():
+        assert callable(load_object(f"{module}:build_objective"))
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_objective_of_a_config_has_a_branch(section, monkeypatch):
-    for name in ("_preference", "_distillation", "_multi_token", "_distrust"):
-        monkeypatch.setattr(ObjectiveBuilder, name, lambda self, section: section)
-    monkeypatch.setattr(ObjectiveBuilder, "_learned", lambda self: [])
-    monkeypatch.setattr(tasks, "build_classify", lambda section, *_, **__: section)
-    monkeypatch.setattr(tasks, "GRPO", lambda **_: "grpo")
-    monkeypatch.setattr(tasks.GRPOObjective, "aggregated_by", "group", raising=False)
-    builder = object.__new__(ObjectiveBuilder)
-    builder.model = builder.seed = None
-    config = made(section)
-    needs_of(config)
-    if config.kind in OTHER_THAN_SFT:
-        with pytest.raises(ConfigError, match=f"objective.kind {config.kind} is not"):
-            builder.build(config)
-    else:
-        assert isinstance(builder.build(config), SFT) == (config.kind == "sft")
+def test_every_objective_of_a_config_is_read_and_built_as_itself(section):
+    """A section is handed to functions that take it, and no other: none falls back to SFT."""
+    needs_of(made(section))
+    if made(section).kind in NOT_ON_TEXTS:
+        with pytest.raises(ConfigError, match=f"objective.kind {made(section).kind} is not"):
+            build_objective(made(section), None)
+        return
+    for kind in kinds_of(section):
+        for function in ("needs", "build_objective"):
+            taken = load_object(f"{tasks.OBJECTIVES[kind]}:{function}").__annotations__["section"]
+            assert taken is section
 
 
-def test_an_objective_without_a_branch_is_not_taken_for_sft():
+def test_an_objective_without_a_recipe_is_not_taken_for_sft():
     unheard = Unheard()
     for build in (
         needs_of,
-        object.__new__(ObjectiveBuilder).build,
-        lambda section: sketches.make_objective(section, None, [], None),
+        lambda section: build_objective(section, None),
+        lambda section: recipe_for(SimpleNamespace(objective=section), None),
     ):
-        with pytest.raises(AssertionError, match="unheard"):
+        with pytest.raises(KeyError, match="unheard"):
             build(unheard)
+    with pytest.raises(AssertionError, match="unheard"):
+        sketches.make_objective(unheard, None, [], None)
 
 
 def test_every_optimizer_of_a_config_has_a_branch(monkeypatch):

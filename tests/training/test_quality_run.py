@@ -19,6 +19,7 @@ from whet.models.tabular import QualitySpec, architecture, load_quality, new_qua
 from whet.models.tkp1 import read_tkp1, restore_tkp1
 from whet.objectives.regression import Regression
 from whet.training.callbacks import Callback, StopRun
+from whet.training.provenance import provenance
 from whet.training.quality_run import dry_run, evaluate_quality
 from whet.training.trainer import Trainer
 
@@ -338,7 +339,7 @@ def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr("whet.models.tabular.TabularModel.__init__", refuse)
     settings = make_config(config(tmp_path, model={"quality": "full"}, optim={"warmup": 2}))
     for _ in range(2):  # an earlier dry run is replaced
-        fields = dry_run(settings)
+        fields = dry_run(settings, provenance)
     directory = tmp_path / "q-dry-run"
     files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert files == {

@@ -83,12 +83,12 @@ def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
 
 
 def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory, tmp_path, teacher):
-    from whet.training.run_data import RunData
+    from whet.training.run_data import Needs, RunData
 
     settings = make_config(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 80}))
     teach(settings)
     model, tokenizer = whet.load(teacher, dtype=torch.float32, device="cpu")
-    data = RunData(settings)
+    data = RunData(settings, Needs())
     data.prepare(tokenizer)
     [found] = teachers.find_teachings(
         {"train": data.examples["train"]}, settings.objective, student="it", vocab_size=260

@@ -75,7 +75,7 @@ def load_body(
         if (kind := read_json(target / QUANTISED)) != NF4_BASE:
             raise ModelError(f"{target / QUANTISED}: whet does not know a base of {kind}")
         model = _load_quantised(base, dtype=dtype, device=device)
-    model.name = _full_name(base)  # also where that is an adapter itself
+    model.name = full_name(base)  # also where that is an adapter itself
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
 
@@ -168,7 +168,7 @@ def _load_checkpointed(
         model = _load_quantised(base, dtype=dtype, device=device)
     else:
         model, _ = load_base(base, dtype=dtype, device=device)
-    model.name = _full_name(base_of(checkpoint) or checkpoint)
+    model.name = full_name(base_of(checkpoint) or checkpoint)
     if config.method.kind == "full":
         model.requires_grad_(True)
     else:
@@ -252,11 +252,12 @@ def load_base(
     """
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
     passing = config_of_checkpoint(name_or_path) is not None
-    model.name = None if passing else _full_name(name_or_path)
+    model.name = None if passing else full_name(name_or_path)
     return merge(model), tokenizer
 
 
-def _full_name(name_or_path: str | Path) -> str:
+def full_name(name_or_path: str | Path) -> str:
+    """Return the absolute path of what is on this machine, or the name as it is."""
     path = at_home(name_or_path)
     return str(path.absolute()) if path.exists() else str(name_or_path)
 

@@ -35,7 +35,7 @@ def bitsandbytes() -> ModuleType | None:
 
 
 @functools.cache
-def _table(kind: str, device: torch.device) -> torch.Tensor:
+def code_table(kind: str, device: torch.device) -> torch.Tensor:
     """What codes mean, on a device: `values`, codes of `scales`, or the middles between either's."""
     if kind == "values":
         return torch.tensor(CODES, device=device)
@@ -44,14 +44,14 @@ def _table(kind: str, device: torch.device) -> torch.Tensor:
         tenths = [torch.linspace(0.1, 1, 2**e + 1) for e in range(7)]
         steps = torch.cat([10 ** (e - 6) * ((t[:-1] + t[1:]) / 2) for e, t in enumerate(tenths)])
         return torch.cat([-steps, steps, torch.tensor([0.0, 1.0])]).sort().values.to(device)
-    table = _table(kind.removeprefix("middles of "), device)
+    table = code_table(kind.removeprefix("middles of "), device)
     return (table[:-1] + table[1:]) / 2
 
 
 def _nearest(blocks: torch.Tensor, largest: torch.Tensor, kind: str) -> torch.Tensor:
     """The code of each value, relative to the largest of its block."""
     relative = blocks * (1 / largest.clamp(min=1e-38))[:, None]  # as bitsandbytes rounds it
-    return torch.bucketize(relative, _table(f"middles of {kind}", blocks.device)).to(torch.uint8)
+    return torch.bucketize(relative, code_table(f"middles of {kind}", blocks.device)).to(torch.uint8)
 
 
 def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
@@ -91,14 +91,14 @@ def _unfilled(count: int) -> dict[str, torch.Tensor]:
 def dequantise(packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """The weight again."""
     codes, rest = packed["codes"], packed["rest"].view(torch.float32)
-    centred = _blocks(_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
+    centred = _blocks(code_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
     scales = (centred * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
     if bitsandbytes() is not None and shape[0] * shape[1] % BLOCK == 0:
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         # a row a block: its CPU kernel goes wrong where blocks begin inside of rows
         return kernel(codes[:, None], scales, BLOCK, "nf4", (scales.numel(), BLOCK), dtype).view(shape)
     halves = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
-    values = _blocks(_table("values", codes.device)[halves.int()], BLOCK) * scales[:, None]
+    values = _blocks(code_table("values", codes.device)[halves.int()], BLOCK) * scales[:, None]
     return values.flatten()[: shape[0] * shape[1]].view(shape).to(dtype)
 
 

@@ -64,8 +64,10 @@ def command(
     from whet.cli.data import plan
     from whet.config.quality import Quality
     from whet.training import quality_run
+    from whet.training.provenance import provenance
     from whet.training.quality_run import summary_line
     from whet.training.run import train
+    from whet.training.watching import check_watching
 
     if not dry_run:
         follow(lambda callbacks: train(load_config(config, overrides or ()), callbacks), quiet=quiet)
@@ -73,7 +75,8 @@ def command(
     settings = load_config(config, overrides or ())
     if isinstance(settings.model, Quality):
         set_up_logging(quiet=quiet)
-        say(summary_line(quality_run.dry_run(settings)))
+        check_watching(settings)
+        say(summary_line(quality_run.dry_run(settings, provenance)))
         return
     plan(config, overrides or [], processes=nproc)
 

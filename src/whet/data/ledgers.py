@@ -58,11 +58,6 @@ LEDGERS = (
 )
 
 
-def holds_ledgers(directory: Path) -> bool:
-    """Whether a directory has one of the two files: then it needs both."""
-    return any((directory / ledger.file).exists() for ledger in LEDGERS)
-
-
 def ledgers_content(directory: Path) -> Content:
     """Joined rows as tabular records: hard one-hot categories and outcome, milli-units scaled to 0 .. 1."""
 

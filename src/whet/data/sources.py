@@ -9,17 +9,23 @@ from whet.config.sections import WeightedSource
 from whet.data import hugging_face
 from whet.data.chats import without_fields
 from whet.data.files import not_found
-from whet.data.ledgers import holds_ledgers, ledgers_content
 from whet.data.mixing import check_pass, mix
 from whet.data.readers import Content, Row, digest_text, files_content
 from whet.data.shapes import ShapeName, find_shape, shaped
 from whet.data.splits import Split, directory_content, has_split
 from whet.data.synthetic import generate, identity
 from whet.errors import DataError
+from whet.lazy_import import load_object
 
 OnBad = Literal["error", "skip"]
 Format = ShapeName | Literal["auto"]
 Spec = str | Sequence[str] | Sequence[WeightedSource]
+
+# directories with such a file, and the "module:function" that reads their content
+DIRECTORY_READERS = {
+    "quality_decisions.db": "whet.data.ledgers:ledgers_content",
+    "quality_outcomes.db": "whet.data.ledgers:ledgers_content",
+}
 
 REASONS_KEPT = 100  # for `whet data --check`, which lists them
 REASONS_SHOWN = 5  # where bad records are only mentioned
@@ -209,8 +215,10 @@ def _content(spec: str, split: Split) -> Content:
     if path.is_dir():
         if hugging_face.is_saved(path):
             return hugging_face.saved_content(path, split)
-        if holds_ledgers(path):
-            return ledgers_content(path)
+        for name, reader in DIRECTORY_READERS.items():
+            if (path / name).exists():
+                content: Content = load_object(reader)(path)
+                return content
         return directory_content(path, split)
     if not path.exists():
         raise not_found(path)

@@ -1,11 +1,17 @@
 """Classes in equal shares: records held out of each class alike, and rare classes repeated."""
 
 import hashlib
+import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from whet.data.examples import StoredExamples
+from whet.data.labels import Labels
 from whet.data.plan import permutation
+from whet.errors import DataError
+
+log = logging.getLogger("whet")
 
 
 def record_hashes(examples: StoredExamples) -> list[str]:
@@ -60,3 +66,54 @@ def oversampled(classes: np.ndarray, *, seed: int) -> np.ndarray:
         extra = places[permutation(len(places), seed=seed, epoch=0, salt=3)[:rest]]
         found += [*[places] * whole, extra]
     return np.sort(np.concatenate(found))
+
+
+def describe_classes(names: Sequence[str], counts: Sequence[float] | np.ndarray) -> str:
+    """Each class with its number of examples, for a person."""
+    shown = (f"{count:,.1f}".removesuffix(".0") for count in counts)
+    return ", ".join(f"{name} {count}" for name, count in zip(names, shown, strict=True))
+
+
+def class_counts(labels: Labels, examples: StoredExamples) -> np.ndarray:
+    """[classes] how many examples there are of each; soft labels count as the fractions they are."""
+    if labels.multi_label:
+        totals: np.ndarray = label_values(examples, len(labels.names)).sum(0)
+        whole: np.ndarray = totals.astype(np.int64)
+        return whole if np.array_equal(whole, totals) else totals
+    return np.bincount(label_values(examples, 1)[:, 0].astype(np.int64), minlength=len(labels.names))
+
+
+def hold_out(
+    train: StoredExamples, classes: Labels, *, share: float, seed: int
+) -> tuple[StoredExamples, StoredExamples, Mapping[str, object]]:
+    """The training examples, those held out of them, and what says so in the run."""
+    hashes = record_hashes(train)
+    labels = (
+        to_marks(label_values(train, len(classes.names))) if classes.multi_label else label_values(train, 1)
+    )
+    chosen = held_out(hashes, labels, share=share, seed=seed)
+    if not chosen.any():
+        raise DataError(
+            f"{len(train)} training records are too few to hold any of them out",
+            hint="give data.valid, or set objective.valid_share to 0",
+        )
+    valid, rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
+    log.info("valid: %d of %d training records held out, of each class alike", len(valid), len(train))
+    record = {
+        "seed": seed,
+        "valid_share": share,
+        "hash": "sha256 of the token ids as int64",
+        "valid": sorted({hashes[place] for place in valid}),
+    }
+    return train.only(rest), train.only(valid), record
+
+
+def without(examples: StoredExamples, texts: set[str]) -> StoredExamples:
+    """The examples whose hashes are not among these."""
+    kept = np.array([text not in texts for text in record_hashes(examples)], dtype=bool)
+    if not kept.any():
+        raise DataError(
+            "every hard record is also a training record that was held out",
+            hint="give data.valid, or set objective.valid_share to 0",
+        )
+    return examples if kept.all() else examples.only(np.flatnonzero(kept))

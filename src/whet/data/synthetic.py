@@ -1,58 +1,60 @@
 """Data that needs no file, made up or found on every machine, named by a spec such as `synth:house:400`."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from whet.data.house import house
-from whet.data.house_pairs import disputes, house_pairs, house_styles
-from whet.data.python_topics import PYTHON, python_topics
-from whet.data.quality import quality, regression
-from whet.data.shell_safety import shell_faults, shell_safety
-from whet.data.sums import sums
+from whet.data.python_topics import PYTHON
 from whet.errors import DataError, shorten
+from whet.lazy_import import load_object
 
 
 class Generator(NamedTuple):
     """A source of made-up records: gives the first `n` of them, or raises DataError if it has fewer."""
 
-    make: Callable[[int], list[dict[str, Any]]]  # records are JSON objects
+    make: str  # "module:function", called with the arguments and n, and for some with a seed after it
+    arguments: tuple[str, ...]
     default_n: int
-    version: str  # changes when the records it makes do
-    make_seeded: Callable[[int, int], list[dict[str, Any]]] | None = None  # by number and seed
+    version: str = "1"  # changes when the records it makes do
+    keywords: Mapping[str, bool] = MappingProxyType({})
+    is_seeded: bool = False
+
+    def records(self, n: int, *seed: int) -> list[dict[str, Any]]:
+        """Return the first `n` records, which are JSON objects."""
+        records: list[dict[str, Any]] = load_object(self.make)(*self.arguments, n, *seed, **self.keywords)
+        return records
 
 
-def _rows(make: Callable[..., list[dict[str, Any]]], split: str, *, default_n: int) -> Generator:
-    """Return a generator of rows of numbers, which can be drawn with other seeds."""
-    return Generator(
-        lambda n: make(split, n), default_n, version="1", make_seeded=lambda n, seed: make(split, n, seed)
-    )
-
-
+_HOUSE, _SUMS = "whet.data.house:house", "whet.data.sums:sums"
+_PAIRS, _STYLES = "whet.data.house_pairs:house_pairs", "whet.data.house_pairs:house_styles"
+_DISPUTES, _TOPICS = "whet.data.house_pairs:disputes", "whet.data.python_topics:python_topics"
+_SAFETY, _FAULTS = "whet.data.shell_safety:shell_safety", "whet.data.shell_safety:shell_faults"
+_QUALITY, _REGRESSION = "whet.data.quality:quality", "whet.data.quality:regression"
 GENERATORS: dict[str, Generator] = {
-    "house": Generator(lambda n: house("train", n), default_n=400, version="1"),
-    "house-valid": Generator(lambda n: house("valid", n), default_n=40, version="1"),
-    "house-test": Generator(lambda n: house("test", n), default_n=200, version="1"),
-    "house-pairs": Generator(lambda n: house_pairs("train", n), default_n=200, version="1"),
-    "house-pairs-valid": Generator(lambda n: house_pairs("valid", n), default_n=40, version="1"),
-    "house-styles": Generator(lambda n: house_styles("train", n), default_n=400, version="1"),
-    "house-styles-valid": Generator(lambda n: house_styles("valid", n), default_n=40, version="1"),
-    "disputes": Generator(lambda n: disputes(n, swapped=False), default_n=16, version="1"),
-    "disputes-swapped": Generator(lambda n: disputes(n, swapped=True), default_n=16, version="1"),
-    "shell-safety": Generator(lambda n: shell_safety("train", n), default_n=4000, version="3"),
-    "shell-safety-valid": Generator(lambda n: shell_safety("valid", n), default_n=300, version="3"),
-    "shell-faults": Generator(lambda n: shell_faults("train", n), default_n=3000, version="3"),
-    "shell-faults-valid": Generator(lambda n: shell_faults("valid", n), default_n=300, version="3"),
-    "sums": Generator(lambda n: sums("train", n), default_n=4550, version="1"),
-    "sums-careless": Generator(lambda n: sums("train", n, careless=True), default_n=4550, version="1"),
-    "sums-valid": Generator(lambda n: sums("valid", n), default_n=500, version="1"),
-    "python-topics": Generator(lambda n: python_topics("train", n), default_n=1, version=PYTHON),
-    "python-topics-valid": Generator(lambda n: python_topics("valid", n), default_n=1, version=PYTHON),
-    "quality": _rows(quality, "train", default_n=512),
-    "quality-valid": _rows(quality, "valid", default_n=128),
-    "regression": _rows(regression, "train", default_n=512),
-    "regression-valid": _rows(regression, "valid", default_n=128),
+    "house": Generator(_HOUSE, ("train",), 400),
+    "house-valid": Generator(_HOUSE, ("valid",), 40),
+    "house-test": Generator(_HOUSE, ("test",), 200),
+    "house-pairs": Generator(_PAIRS, ("train",), 200),
+    "house-pairs-valid": Generator(_PAIRS, ("valid",), 40),
+    "house-styles": Generator(_STYLES, ("train",), 400),
+    "house-styles-valid": Generator(_STYLES, ("valid",), 40),
+    "disputes": Generator(_DISPUTES, (), 16, keywords={"swapped": False}),
+    "disputes-swapped": Generator(_DISPUTES, (), 16, keywords={"swapped": True}),
+    "shell-safety": Generator(_SAFETY, ("train",), 4000, version="3"),
+    "shell-safety-valid": Generator(_SAFETY, ("valid",), 300, version="3"),
+    "shell-faults": Generator(_FAULTS, ("train",), 3000, version="3"),
+    "shell-faults-valid": Generator(_FAULTS, ("valid",), 300, version="3"),
+    "sums": Generator(_SUMS, ("train",), 4550),
+    "sums-careless": Generator(_SUMS, ("train",), 4550, keywords={"careless": True}),
+    "sums-valid": Generator(_SUMS, ("valid",), 500),
+    "python-topics": Generator(_TOPICS, ("train",), 1, version=PYTHON),
+    "python-topics-valid": Generator(_TOPICS, ("valid",), 1, version=PYTHON),
+    "quality": Generator(_QUALITY, ("train",), 512, is_seeded=True),
+    "quality-valid": Generator(_QUALITY, ("valid",), 128, is_seeded=True),
+    "regression": Generator(_REGRESSION, ("train",), 512, is_seeded=True),
+    "regression-valid": Generator(_REGRESSION, ("valid",), 128, is_seeded=True),
 }
 
 
@@ -61,9 +63,7 @@ def generate(spec: str) -> list[dict[str, Any]]:
     name, n, seed = _parse(spec)
     generator = GENERATORS[name]
     try:
-        if seed is not None and generator.make_seeded is not None:
-            return generator.make_seeded(n, seed)
-        return generator.make(n)
+        return generator.records(n) if seed is None else generator.records(n, seed)
     except DataError as error:
         raise DataError(f"{spec!r}: {error.message}", hint=error.hint) from None
 
@@ -87,7 +87,7 @@ def _parse(spec: str) -> tuple[str, int, int | None]:
 
 
 def _seed(seed: str, name: str, spec: str) -> int:
-    seeded = [known for known, generator in GENERATORS.items() if generator.make_seeded is not None]
+    seeded = [known for known, generator in GENERATORS.items() if generator.is_seeded]
     if name not in seeded:
         raise DataError(
             f"{spec!r}: {name} takes no seed",

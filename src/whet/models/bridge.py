@@ -191,9 +191,9 @@ class Bridge(LanguageModel):
     def head(self) -> Head:
         """The output projection, with what the config says is done to the logits (checked at load)."""
         output, config = self.model.get_output_embeddings(), self.model.config
-        times = _field(config, "logit_scale", "lm_head_multiplier", default=1.0)
-        softcap = _field(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        scale = times / _field(config, "logits_scaling", default=1.0)
+        times = field_of(config, "logit_scale", "lm_head_multiplier", default=1.0)
+        softcap = field_of(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        scale = times / field_of(config, "logits_scaling", default=1.0)
         return Head(output.weight, getattr(output, "bias", None), scale, softcap)
 
     def new_cache(self, capacity: int = 0) -> BridgeCache:
@@ -259,7 +259,7 @@ class Bridge(LanguageModel):
     @property
     def max_positions(self) -> int:
         """The longest sequence the model was made for, as far as its config says."""
-        return int(_field(self.model.config, "max_position_embeddings", "max_seq_len", default=2**31 - 1))
+        return int(field_of(self.model.config, "max_position_embeddings", "max_seq_len", default=2**31 - 1))
 
     @property
     def fingerprint(self) -> str:
@@ -332,7 +332,7 @@ def _fixed_rotations(decoder: nn.Module) -> Iterator[None]:
 
 def _longrope_length(config: Any) -> int | None:
     """The length up to which longrope takes its short factors, or None where there is no longrope."""
-    given = _field(config, "rope_parameters", default={})
+    given = field_of(config, "rope_parameters", default={})
     ropes = [rope for rope in (given, *given.values()) if isinstance(rope, dict)]  # one, or one for each kind
     found = [rope for rope in ropes if rope.get("rope_type") == "longrope"]
     return min((int(rope["original_max_position_embeddings"]) for rope in found), default=None)
@@ -435,7 +435,7 @@ def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dty
         state_dict=tensors,
         dtype=dtype,
         # None: SDPA where the class supports it, else eager; SDPA cannot cap the logits of attention
-        attn_implementation="eager" if _field(config, "attn_logit_softcapping") else None,
+        attn_implementation="eager" if field_of(config, "attn_logit_softcapping") else None,
         ignore_mismatched_sizes=True,  # so that they are reported with their names
         output_loading_info=True,
     )
@@ -496,7 +496,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor, *, within: float) -> boo
     return found.shape == expected.shape and bool(norm(found.float() - expected) <= within * norm(expected))
 
 
-def _field(config: Any, *names: str, default: Any = None) -> Any:
+def field_of(config: Any, *names: str, default: Any = None) -> Any:
     """The first of these fields that the config of the language part has and that is not None."""
     config = config.get_text_config(decoder=True)
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)

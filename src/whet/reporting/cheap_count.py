@@ -11,6 +11,7 @@ from whet.models.scratch import new_tokenizer
 from whet.reporting.step_plan import plan_steps
 from whet.training.plan import Counted
 from whet.training.run_data import RunData
+from whet.training.tasks import needs_of
 
 _MOST_BYTES = 4_000_000
 _MOST_EXAMPLES = 5_000
@@ -25,7 +26,8 @@ def count_cheaply(config: RunConfig) -> Counted | None:
         return None
     try:
         data = RunData(
-            config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})})
+            config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})}),
+            needs_of(config.objective),
         )
         data.use(_tokenizer(config, data))
         for name in data.sources:

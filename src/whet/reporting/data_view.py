@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from whet.adapters.load import tokenizer_of
-from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.objectives import DistillObjective
 from whet.config.preset import Preset
@@ -20,17 +19,18 @@ from whet.data.batches import check_lengths
 from whet.data.examples import StoredExamples, StoredPairs
 from whet.data.sources import REASONS_KEPT, open_source
 from whet.data.splits import LEARNED
+from whet.data.strata import class_counts, describe_classes
 from whet.errors import ConfigError, DataError, ModelError, WhetError
 from whet.models.scratch import new_tokenizer
 from whet.reporting.data_scan import Scan, Twins, duplicates, overlap, pair_hashes, scan
 from whet.reporting.shown_tokens import Piece, TokenText
 from whet.reporting.step_plan import StepFacts, plan_steps
-from whet.training.classification import class_counts, describe_classes
 from whet.training.mix_data import MixData
 from whet.training.model_facts import ModelFacts, model_facts
 from whet.training.reinforcement import check_config
 from whet.training.run_data import SPLITS, RunData
 from whet.training.sampler import fitting
+from whet.training.tasks import needs_of
 from whet.training.teachers import find_teachings
 
 SHAPES_COUNTED = 10_000  # a source may be long, and is read once more for it
@@ -167,7 +167,7 @@ def view_data(
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
     try:
-        data = RunData(lenient)
+        data = RunData(lenient, needs_of(lenient.objective))
         tokenizer = tokenizer or _tokenizer(lenient, data)
     except (ConfigError, DataError) as error:
         return DataView(config, None, None, (), (), None, (*errors, error))
@@ -198,14 +198,14 @@ def _view_examples(
         try:
             examples = data.prepare_source(name)
             if name in ("valid", "test"):
-                _check_evaluation(examples, data)
+                check_evaluation(examples, data)
         except DataError as error:
             errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
         if name in data.examples:
             scanned = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
             pairs = data.needs.pairs
             scans[name] = replace(scanned, hashes=pair_hashes(scanned.hashes)) if pairs else scanned
-            splits.append(_split_facts(name, data, scans[name], config, model, samples))
+            splits.append(split_facts(name, data, scans[name], config, model, samples))
     steps, held_out = None, 0
     if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
         try:
@@ -221,13 +221,13 @@ def _view_examples(
         config=config,
         model=model,
         missing=() if errors else tuple(_missing_teachings(config, data, model)),
-        tokenizer=_tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
+        tokenizer=tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
         splits=tuple(splits),
-        overlaps=tuple(_overlaps(data, scans)),
+        overlaps=tuple(find_overlaps(data, scans)),
         steps=steps,
         errors=tuple(errors),
         held_out=held_out,
-        classes_left=_classes(data, "train") if held_out else "",
+        classes_left=describe_split_classes(data, "train") if held_out else "",
     )
 
 
@@ -277,7 +277,7 @@ def _view_prompts(
         errors.append(error)
     text = TokenText(tokenizer)
     ends = tuple(text.name(token) for token in sorted(_ends(tokenizer, model)))
-    facts = _tokenizer_facts(tokenizer, ends)
+    facts = tokenizer_facts(tokenizer, ends)
     return DataView(
         config,
         model,
@@ -323,14 +323,16 @@ def _ends(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as abov
     return {token for token in found if token is not None and 0 <= token < len(tokenizer)}
 
 
-def _check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> None:
+def check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> None:
+    """Refuse examples that no micro-batch of an evaluation can hold."""
     limit = data.steps.micro_tokens
     check_lengths(examples, replace(data.steps, batch_size=None, batch_tokens=limit, order="sequential"))
 
 
-def _split_facts(
+def split_facts(
     name: str, data: RunData, found: Scan, config: RunConfig, model: ModelFacts | None, samples: int
 ) -> SplitFacts:
+    """Return the facts of one prepared split, with a few samples."""
     examples, source = data.examples[name].sides, data.sources[name]
     store, limit = examples.store, config.data.max_length
     judged, sides = data.needs.labels is not None, 2 if data.needs.pairs else 1
@@ -346,7 +348,7 @@ def _split_facts(
         source=source.name,
         is_judged=judged,
         pairs=data.needs.pairs,
-        classes=_classes(data, name),
+        classes=describe_split_classes(data, name),
         shapes=Counter(str(record.shape) for record in islice(source, SHAPES_COUNTED)),
         records=len(store) // sides,
         examples=len(examples),
@@ -378,12 +380,11 @@ def _split_facts(
     )
 
 
-def _classes(data: RunData, name: str) -> str:
+def describe_split_classes(data: RunData, name: str) -> str:
     """The classes of a split with their numbers of examples; nothing for other objectives."""
-    section, examples = data.config.objective, data.examples[name].sides
-    if not isinstance(section, ClassifyObjective):
+    if (labels := data.needs.labels) is None:
         return ""
-    return describe_classes(section.names, class_counts(section, examples))
+    return describe_classes(labels.names, class_counts(labels, data.examples[name].sides))
 
 
 def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
@@ -458,7 +459,8 @@ def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
     )
 
 
-def _overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
+def find_overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
+    """Return the texts that valid or test share with what is trained on."""
     found = []
     for held in ("valid", "test"):
         for learned in LEARNED:
@@ -473,7 +475,8 @@ def _overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
     return found
 
 
-def _tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: as above
+def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: as above
+    """Return the special tokens of a tokenizer, and what it does with chats."""
     named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
     template = tokenizer.chat_template or None
     text = template if template is None or isinstance(template, str) else repr(template)

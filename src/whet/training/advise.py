@@ -14,9 +14,10 @@ from whet.config.sections import RunConfig
 from whet.config.unread import unread
 from whet.data.batches import BatchStream
 from whet.data.examples import StoredExamples
+from whet.data.strata import class_counts
 from whet.errors import ModelError
 from whet.models.scratch import new_tokenizer
-from whet.training.classification import class_counts
+from whet.training.classification import labels_of
 from whet.training.mix_data import MixData, data_of
 from whet.training.model_facts import model_facts
 from whet.training.run_data import RunData
@@ -199,7 +200,7 @@ def _epochs(config: RunConfig, data: RunData, train: StoredExamples) -> Iterator
     stream = data.stream()
     assert isinstance(stream, BatchStream)
     epochs = config.run.epochs or steps / stream.steps_in(0)
-    counts = class_counts(section, train)
+    counts = class_counts(labels_of(section), train)
     ratio = counts.max() / max(1, counts.min())
     if not counts.min():
         absent = section.names[int(counts.argmin())]

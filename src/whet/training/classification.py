@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import numpy as np
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from whet.config.classify import ClassifyObjective
 from whet.data.batches import Batch, one_pass
 from whet.data.examples import Example, StoredExamples
+from whet.data.labels import Labels
 from whet.data.plan import StepSettings
-from whet.data.strata import held_out, label_values, record_hashes, to_marks
-from whet.errors import DataError
+from whet.data.strata import class_counts, describe_classes
 from whet.hardware import Precision
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
@@ -22,6 +22,8 @@ from whet.models.modes import evaluating
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
 from whet.parallel.gradients import is_sharded
 from whet.parallel.group import SOLO, World
+from whet.training.objective_inputs import ObjectiveInputs
+from whet.training.run_data import Needs
 
 log = logging.getLogger("whet")
 
@@ -30,6 +32,21 @@ log = logging.getLogger("whet")
 MAX_TEMPERATURE = 100.0
 CALIBRATION_STEPS = 80  # of a golden-section search: far below rounding
 UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
+
+
+def labels_of(section: ClassifyObjective) -> Labels:
+    """Return the classes of a task, by name and by number."""
+    return Labels(section.names, multi_label=section.multi_label)
+
+
+def needs(section: ClassifyObjective) -> Needs:
+    """Return what is read from records: labels; some are held out of each class, or repeated."""
+    return Needs(labels=labels_of(section), valid_share=section.valid_share, oversample=section.oversample)
+
+
+def build_objective(section: ClassifyObjective, inputs: ObjectiveInputs) -> Classify:
+    """Return the objective with a new head."""
+    return build_classify(section, inputs.model, inputs.training_examples(), seed=inputs.seed)
 
 
 def build_classify(
@@ -52,7 +69,7 @@ def build_classify(
 
 def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) -> list[float]:
     names, kind = section.names, section.class_weights
-    counts = np.sum([class_counts(section, examples) for examples in train], axis=0)
+    counts = np.sum([class_counts(labels_of(section), examples) for examples in train], axis=0)
     log.info("classes: %s", describe_classes(names, counts))
     if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
         log.warning("no training record is of the class %s", ", ".join(absent))
@@ -76,57 +93,6 @@ def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) 
             "class weights: %s", ", ".join(f"{name} {w:.3g}" for name, w in zip(names, weights, strict=True))
         )
     return weights
-
-
-def describe_classes(names: Sequence[str], counts: Sequence[float] | np.ndarray) -> str:
-    """Each class with its number of examples, for a person."""
-    shown = (f"{count:,.1f}".removesuffix(".0") for count in counts)
-    return ", ".join(f"{name} {count}" for name, count in zip(names, shown, strict=True))
-
-
-def class_counts(section: ClassifyObjective, examples: StoredExamples) -> np.ndarray:
-    """[classes] how many examples there are of each; soft labels count as the fractions they are."""
-    if section.multi_label:
-        totals: np.ndarray = label_values(examples, len(section.names)).sum(0)
-        whole: np.ndarray = totals.astype(np.int64)
-        return whole if np.array_equal(whole, totals) else totals
-    return np.bincount(label_values(examples, 1)[:, 0].astype(np.int64), minlength=len(section.names))
-
-
-def hold_out(
-    section: ClassifyObjective, train: StoredExamples, *, seed: int
-) -> tuple[StoredExamples, StoredExamples, Mapping[str, object]]:
-    """The training examples, those held out of them, and what says so in the run."""
-    hashes = record_hashes(train)
-    labels = (
-        to_marks(label_values(train, len(section.names))) if section.multi_label else label_values(train, 1)
-    )
-    chosen = held_out(hashes, labels, share=section.valid_share, seed=seed)
-    if not chosen.any():
-        raise DataError(
-            f"{len(train)} training records are too few to hold any of them out",
-            hint="give data.valid, or set objective.valid_share to 0",
-        )
-    valid, rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
-    log.info("valid: %d of %d training records held out, of each class alike", len(valid), len(train))
-    record = {
-        "seed": seed,
-        "valid_share": section.valid_share,
-        "hash": "sha256 of the token ids as int64",
-        "valid": sorted({hashes[place] for place in valid}),
-    }
-    return train.only(rest), train.only(valid), record
-
-
-def without(examples: StoredExamples, texts: set[str]) -> StoredExamples:
-    """The examples whose hashes are not among these."""
-    kept = np.array([text not in texts for text in record_hashes(examples)], dtype=bool)
-    if not kept.any():
-        raise DataError(
-            "every hard record is also a training record that was held out",
-            hint="give data.valid, or set objective.valid_share to 0",
-        )
-    return examples if kept.all() else examples.only(np.flatnonzero(kept))
 
 
 def rows_of(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
@@ -10,17 +10,21 @@ from whet.adapters.experts import LoRAExperts, expert_shape
 from whet.adapters.layer import LoRALinear
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.retrained import Retrained
+from whet.lazy_import import is_instance_of
 from whet.models.bridge import Bridge
 from whet.models.costs import score_flops
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.models.mtp import PredictionHeads
-from whet.objectives.classify import Classify
-from whet.objectives.distillation import Distillation
-from whet.objectives.grpo import GRPO
-from whet.objectives.mix import Mix
-from whet.objectives.multi_token import MultiTokenPrediction
-from whet.objectives.preference import Preference
+
+if TYPE_CHECKING:
+    from whet.objectives.distillation import Distillation
+    from whet.objectives.mix import Mix
+    from whet.objectives.multi_token import MultiTokenPrediction
+    from whet.objectives.preference import Preference
+
+# by name: a run of one kind does not import the objectives of others
+CLASSIFY, GRPO = "whet.objectives.classify:Classify", "whet.objectives.grpo:GRPO"
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,17 @@ def step_flops(
         weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
         return StepFlops(2.0 * weights, 2.0 * weights, 2.0 * weights)
     objective = getattr(objective, "inner", objective)  # what watches routers wraps another
-    if isinstance(objective, Mix):
+    if _is_mix(objective):
         parts = [
             step_flops(model, part, length=length, supervised=supervised) for part in objective.parts.values()
         ]
         return sum(parts, StepFlops()) * (1 / len(parts))  # a batch of each, taken to be as large
     blocks, live = _all_blocks(model, length, live=_embedding_learns(model))
     found = blocks
-    if not isinstance(objective, Classify):
-        found += _head(model, live=live, again=isinstance(objective, Preference | GRPO)) * supervised
-    if isinstance(objective, MultiTokenPrediction):
+    if not is_instance_of(objective, CLASSIFY):
+        again = _is_preference(objective) or is_instance_of(objective, GRPO)
+        found += _head(model, live=live, again=again) * supervised
+    if _predicts_several(objective):
         found += _prediction_heads(model, objective, length=length, supervised=supervised)
     return found + StepFlops(others=_others(model, objective, length=length, supervised=supervised))
 
@@ -94,12 +99,12 @@ def forward_flops_per_token(
 
 
 def _others(model: LanguageModel, objective: object, *, length: int, supervised: float) -> float:
-    if isinstance(objective, Preference) and objective.reference is not None:
+    if _is_preference(objective) and objective.reference is not None:
         off = objective.reference == "adapters-off"
         other = model if off else objective.reference
         assert isinstance(other, LanguageModel)
         return forward_flops_per_token(other, length=length, supervised=supervised, adapters=not off)
-    if isinstance(objective, Distillation):
+    if _distils(objective):
         return sum(
             forward_flops_per_token(teacher, length=length, supervised=supervised)
             for teacher, _ in objective.teachers
@@ -120,7 +125,7 @@ def _head(model: LanguageModel, *, live: bool, again: bool) -> StepFlops:
 
 
 def _prediction_heads(
-    model: LanguageModel, objective: MultiTokenPrediction, *, length: int, supervised: float
+    model: LanguageModel, objective: "MultiTokenPrediction", *, length: int, supervised: float
 ) -> StepFlops:
     heads: PredictionHeads = objective.heads
     scores = [score_flops(block.attention, length) / length for block in heads.spec.blocks]
@@ -244,3 +249,19 @@ def _adapted(layer: LoRALinear) -> Product:
     weights = 2 * rank * (inputs + outputs) + 2 * rank * outputs
     back = 2 * inputs * outputs + 2 * rank * inputs
     return 2.0 * (inputs * outputs + rank * (inputs + outputs)), float(back), float(weights)
+
+
+def _is_mix(objective: object) -> "TypeGuard[Mix]":
+    return is_instance_of(objective, "whet.objectives.mix:Mix")
+
+
+def _is_preference(objective: object) -> "TypeGuard[Preference]":
+    return is_instance_of(objective, "whet.objectives.preference:Preference")
+
+
+def _predicts_several(objective: object) -> "TypeGuard[MultiTokenPrediction]":
+    return is_instance_of(objective, "whet.objectives.multi_token:MultiTokenPrediction")
+
+
+def _distils(objective: object) -> "TypeGuard[Distillation]":
+    return is_instance_of(objective, "whet.objectives.distillation:Distillation")

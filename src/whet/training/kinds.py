@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whet.adapters.classifier_files import StoredHead
-from whet.config.classify import ClassifyObjective
 from whet.config.grpo import GRPOObjective
 from whet.config.quality import Quality
 from whet.config.sections import RunConfig
@@ -24,22 +23,11 @@ from whet.training.references import Reference, identity_of, load_reference, unt
 from whet.training.reinforcement import Reinforcement, RolloutMetrics, check_config
 from whet.training.rewards.pool import RewardPool
 from whet.training.run_data import EvaluationSplit, RunData
+from whet.training.tasks import needs_of
 from whet.training.trainer import Trainer
 from whet.training.work import Evaluators, TextWork, Work
 
 log = logging.getLogger("whet")
-
-
-def work_for(config: RunConfig, directory: Path, world: World = SOLO) -> Work:
-    """What a config asks for."""
-    kind: type[Work] = TextWork
-    if isinstance(config.model, Quality):
-        kind = RowWork
-    elif isinstance(config.objective, GRPOObjective):
-        kind = RewardWork
-    elif isinstance(config.objective, ClassifyObjective):
-        kind = ClassWork
-    return kind(config, directory, world)
 
 
 class ClassWork(TextWork):
@@ -85,7 +73,7 @@ class RewardWork(TextWork):
         """Rewards are started before weights are read: they may not even be there."""
         section = self.config.objective
         assert isinstance(section, GRPOObjective)
-        self.data = RunData(self.config, today=self.began)
+        self.data = RunData(self.config, needs_of(section), today=self.began)
         with self.world.first_alone():
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)

@@ -10,6 +10,7 @@ from whet.config.sections import MixObjective, RunConfig
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
 from whet.training.run_data import EvaluationSplit, RunData, Stream
+from whet.training.tasks import needs_of
 
 log = logging.getLogger("whet")
 
@@ -19,7 +20,10 @@ class MixData:
 
     def __init__(self, config: RunConfig, *, today: date | None = None) -> None:
         assert isinstance(config.objective, MixObjective)
-        self.parts = {name: RunData(part, today=today) for name, part in config.parts().items()}
+        self.parts = {
+            name: RunData(part, needs_of(part.objective), today=today)
+            for name, part in config.parts().items()
+        }
         self.weights = {part.called: part.weight for part in config.objective.parts}
 
     def texts(self) -> Iterator[str]:
@@ -75,7 +79,9 @@ class MixData:
 
 def data_of(config: RunConfig, *, today: date | None = None) -> RunData | MixData:
     """What a config's data section names, or those of its parts."""
-    return (MixData if config.parts() else RunData)(config, today=today)
+    if config.parts():
+        return MixData(config, today=today)
+    return RunData(config, needs_of(config.objective), today=today)
 
 
 class MixStream:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,10 @@ from whet.objectives.regression import Regression
 from whet.storage import append_text, new_directory, write_json, write_text
 from whet.training.callbacks import Injector, Metrics, NumbersOnly
 from whet.training.evaluation import evaluate_loss
-from whet.training.provenance import provenance
 from whet.training.run_data import SPLITS, EvaluationSplit
 from whet.training.schedules import create_schedule
 from whet.training.state import RunResult
 from whet.training.trainer import Trainer
-from whet.training.watching import check_watching
 
 log = logging.getLogger("whet")
 
@@ -250,13 +248,15 @@ def _gluing_of(path: Path) -> float:
     return objective.gluing if isinstance(objective, RegressionObjective) else 0.0
 
 
-def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summary line
+def dry_run(
+    config: RunConfig,
+    describe_origins: Callable[..., dict[str, Any]],  # as runs describe them; Any: JSON values
+) -> dict[str, Any]:  # Any: the fields of the summary line
     """Go through a run with no model: its rows are read and planned, and all its files are written.
 
     It lands beside the run, in NAME-dry-run, and may replace an earlier dry run.
     """
     assert isinstance(config.model, Quality)
-    check_watching(config)
     began = time.perf_counter()
     spec = QualitySpec.from_config(config.model)
     directory = config.directory.with_name(f"{config.run.name}-dry-run")
@@ -290,7 +290,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:  # Any: the fields of the summ
         write_text(staging / "config.yaml", to_yaml(config))
         write_json(staging / ARCH, architecture(spec))
         device = choose_device(config.run.device)
-        origins = provenance(data.digests(), "none: a dry run", device=device, began=date.today(), tokens={})
+        origins = describe_origins(
+            data.digests(), "none: a dry run", device=device, began=date.today(), tokens={}
+        )
         write_json(staging / "provenance.json", {DRY: True, **origins})
         summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
         append_text(staging / METRICS, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))

@@ -15,12 +15,15 @@ from whet.errors import ConfigError, RunError, StorageError
 from whet.generation.exact_match import ExactMatch
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
+from whet.objectives.grpo import GRPO
 from whet.parallel.group import SOLO, World
 from whet.storage import append_text
 from whet.training.callbacks import Injector, Metrics
+from whet.training.objective_inputs import ObjectiveInputs
 from whet.training.resuming import set_aside_later_rows
 from whet.training.rewards.pool import RewardPool
 from whet.training.rollouts import Reference, RolloutStream
+from whet.training.run_data import Needs
 from whet.training.sampler import Sampler, fitting
 
 if TYPE_CHECKING:
@@ -147,6 +150,23 @@ class RolloutMetrics(Injector):
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
+def needs(section: GRPOObjective) -> Needs:
+    """Return what is read from records: prompts; the rest of a record is for the rewards."""
+    return Needs(prompts=True)
+
+
+def build_objective(section: GRPOObjective, inputs: ObjectiveInputs) -> GRPO:
+    """Return the objective."""
+    return GRPO(
+        epsilon=section.epsilon,
+        epsilon_high=section.epsilon_high,
+        beta=section.beta,
+        aggregation=section.aggregated_by,
+        max_tokens=section.max_new_tokens,
+        temperature=section.temperature,
+    )
 
 
 def check_config(config: RunConfig) -> None:

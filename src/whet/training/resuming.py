@@ -156,12 +156,12 @@ def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
 
 def steps_with_rows(path: Path) -> int:
     """How many steps have left a row."""
-    return len({step for row in map(_row, _lines(_text(path))) if (step := _step_of(row))})
+    return len({step for row in map(parse_row, row_lines(read_rows_text(path))) if (step := step_of(row))})
 
 
 def warn_of_missing_rows(path: Path, *, step: int, every: int) -> None:
     """Log which training rows up to a checkpoint are not there: a resume does not compute them again."""
-    trained = {_step_of(row) for row in map(_row, _lines(_text(path))) if "eval_s" not in row}
+    trained = {step_of(row) for row in map(parse_row, row_lines(read_rows_text(path))) if "eval_s" not in row}
     missing = [due for due in range(every, step + 1, every) if due not in trained]
     if missing:
         several = f"{len(missing)} steps between {missing[0]} and {missing[-1]}"
@@ -180,10 +180,10 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
     """
     kept: list[str] = []
     later: list[str] = []
-    text = _text(path)
-    for line in _lines(text):
-        row = _row(line)
-        number = _step_of(row)
+    text = read_rows_text(path)
+    for line in row_lines(text):
+        row = parse_row(line)
+        number = step_of(row)
         again = number == step and "eval_s" in row and evaluated_step != step
         (later if number is None or number > step or again else kept).append(f"{line}\n")
     if later:
@@ -194,25 +194,27 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
         replace_text(path, whole)
 
 
-def _step_of(row: Mapping[str, Any]) -> int | None:  # Any: JSON values
+def step_of(row: Mapping[str, Any]) -> int | None:  # Any: JSON values
+    """Return the step of a row; None where it has none."""
     step = row.get("step")
     return step if type(step) is int and step >= 0 else None
 
 
 def _last_row(directory: Path) -> dict[str, Any]:  # Any: JSON values
-    return _row(_text(directory / "metrics.jsonl").rstrip("\n").rpartition("\n")[2])
+    return parse_row(read_rows_text(directory / "metrics.jsonl").rstrip("\n").rpartition("\n")[2])
 
 
-def _text(path: Path) -> str:
+def read_rows_text(path: Path) -> str:
+    """Return the text of a file of rows; empty where there is none."""
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def _lines(text: str) -> list[str]:
+def row_lines(text: str) -> list[str]:
     """Rows end with a newline alone: `str.splitlines` would tear those whose texts hold U+2028, say."""
     return [line for line in text.split("\n") if line]
 
 
-def _row(line: str) -> dict[str, Any]:  # Any: JSON values
+def parse_row(line: str) -> dict[str, Any]:  # Any: JSON values
     """What a line holds: nothing, where a crash has torn it."""
     try:
         row = json.loads(line)

@@ -42,7 +42,6 @@ from whet.training.callbacks import (
     TimeLimit,
 )
 from whet.training.checkpoint import newest_valid, prune, read_state
-from whet.training.kinds import work_for
 from whet.training.provenance import provenance
 from whet.training.resuming import (
     is_finished,
@@ -59,6 +58,7 @@ from whet.training.run_data import EvaluationSplit
 from whet.training.run_log import RunLog
 from whet.training.signals import StopOnSignal
 from whet.training.state import RunResult
+from whet.training.tasks import recipe_for
 from whet.training.trainer import Trainer
 from whet.training.watching import check_watching, watchers
 from whet.training.work import Work
@@ -129,7 +129,7 @@ def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
 @contextlib.contextmanager
 def assembled(config: RunConfig) -> Iterator[Work]:
     """The model, the objective and the steps of a run, for those who want to look at them."""
-    work = work_for(config, config.directory)
+    work = recipe_for(config, config.directory)
     _seed(config.run.seed)
     with contextlib.ExitStack() as held:
         work.build(held)
@@ -145,7 +145,7 @@ class _Assembly:
         self.run_log = run_log
         check_watching(config)
         self.world = world
-        self.work = work_for(config, directory, world)
+        self.work = recipe_for(config, directory, world)
         check_device(world, self.work.device)
 
     def go(

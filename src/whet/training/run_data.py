@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from whet.config.classify import ClassifyObjective
 from whet.config.sections import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
 from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
@@ -17,24 +16,41 @@ from whet.data.encode import Question, token_bytes
 from whet.data.endings import ENDLESS_HINT, endless, endless_message
 from whet.data.examples import StoredExamples, StoredPairs, cut, cut_pairs, cut_warning
 from whet.data.field_audit import Unread, unread_fields
+from whet.data.labels import Labels
 from whet.data.plan import StepSettings
 from whet.data.prepare import Preparation
 from whet.data.prompts import Prompts, read_prompts
 from whet.data.render import text_of
 from whet.data.sources import Format, Skipped, Source, Spec, holds_split, open_source
 from whet.data.splits import LEARNED, Split, learned
-from whet.data.strata import label_values, oversampled, record_hashes
+from whet.data.strata import hold_out, label_values, oversampled, record_hashes, without
 from whet.errors import ConfigError, DataError
 from whet.generation.text import stop_tokens
 from whet.models.hub import tokens_dir
 from whet.models.language_model import LanguageModel
-from whet.training.classification import hold_out, without
-from whet.training.tasks import needs_of
 
 log = logging.getLogger("whet")
 
 Stream = BatchStream | StagedStream | EasyToHardStream
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What of a record an objective reads, and how its training examples are chosen."""
+
+    pairs: bool = False
+    prompts: bool = False  # only what comes before the answer; the record is for the rewards
+    columns: tuple[str, ...] = ()
+    labels: Labels | None = None
+    scored: tuple[str, ...] = ()  # fields that the columns were made from, before the run
+    valid_share: float = 0.0  # of each class, held out of the training where there is no data.valid
+    oversample: bool = False  # repeat examples of rare classes
+
+    @property
+    def unit(self) -> str:
+        """What a step is counted in."""
+        return "pairs" if self.pairs else "prompts" if self.prompts else "examples"
 
 
 @dataclass(frozen=True)
@@ -48,11 +64,11 @@ class EvaluationSplit:
 class RunData:
     """What a config's data section names. Nothing is read before it is needed."""
 
-    def __init__(self, config: RunConfig, *, today: date | None = None) -> None:
+    def __init__(self, config: RunConfig, needs: Needs, *, today: date | None = None) -> None:
         self.config = config
         self.today = today  # for templates that write the date
         data, run = config.data, config.run
-        self.needs = needs_of(config.objective)
+        self.needs = needs
         self.form: Format = "classification" if self.needs.labels is not None else data.format
         self.steps = StepSettings(
             batch_size=run.batch_size,
@@ -134,12 +150,12 @@ class RunData:
 
     def hold_out(self) -> None:
         """Where classes are learned and no validation records are given, hold some out of the training."""
-        section = self.config.objective
-        if "valid" in self.examples or not isinstance(section, ClassifyObjective) or not section.valid_share:
+        share, labels = self.needs.valid_share, self.needs.labels
+        if "valid" in self.examples or labels is None or not share:
             return
         train = self.examples["train"]
         assert isinstance(train, StoredExamples)
-        rest, valid, self.held_out = hold_out(section, train, seed=self.config.run.seed)
+        rest, valid, self.held_out = hold_out(train, labels, share=share, seed=self.config.run.seed)
         self.examples |= {"train": rest, "valid": valid}
         if isinstance(hard := self.examples.get("hard"), StoredExamples):
             self.examples["hard"] = without(hard, set(record_hashes(valid)))
@@ -266,8 +282,7 @@ class RunData:
 
     def _balanced(self, examples: StoredExamples | StoredPairs) -> Any:  # Any: a sequence of either
         """The training examples, with those of rare classes repeated where the config asks for it."""
-        section = self.config.objective
-        if not isinstance(section, ClassifyObjective) or not section.oversample:
+        if not self.needs.oversample:
             return examples
         assert isinstance(examples, StoredExamples)
         classes = label_values(examples, 1)[:, 0].astype(np.int64)

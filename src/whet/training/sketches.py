@@ -9,7 +9,7 @@ from torch import nn
 
 from whet.adapters.load import below_checkpoint
 from whet.adapters.lora import make_trainable
-from whet.adapters.nf4 import _table
+from whet.adapters.nf4 import code_table
 from whet.adapters.qlora import quantise_base
 from whet.boundary import wrong_input
 from whet.config.classify import ClassifyObjective
@@ -263,6 +263,6 @@ def know_constants() -> None:
     """Make what is kept for the whole process while tensors are real: a fake one must not be kept."""
     cpu = torch.device("cpu")
     for kind in ("values", "scales"):
-        _table(kind, cpu)
+        code_table(kind, cpu)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         grouped_problem("cpu", dtype, (16, 16))

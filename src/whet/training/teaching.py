@@ -23,6 +23,7 @@ from whet.ops.linear_kl import top_logprobs
 from whet.training.mix_data import data_of
 from whet.training.model_facts import model_facts
 from whet.training.run_data import RunData
+from whet.training.tasks import needs_of
 from whet.training.teachers import config_mark, load_teacher, plain, teaching_path, weights_mark
 
 log = logging.getLogger("whet")
@@ -47,7 +48,7 @@ def teach(config: RunConfig) -> None:
     for part in parts.values():
         section = part.objective
         assert isinstance(section, DistillObjective)
-        data = RunData(part)
+        data = RunData(part, needs_of(section))
         data.prepare(tokenizer)
         for name, _ in section.teachers:
             teacher = load_teacher(

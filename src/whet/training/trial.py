@@ -17,12 +17,12 @@ from whet.objectives.base import Objective
 from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.mix import Mix
 from whet.training.eight_bits import use_fp8
-from whet.training.kinds import work_for
 from whet.training.optimizers import create_optimizer
 from whet.training.references import frozen_key, named_models
 from whet.training.rewards.pool import RewardPool
 from whet.training.routing import with_routers
 from whet.training.sketches import META, from_spec, make_objective, other_models, prepare, read_model
+from whet.training.tasks import recipe_for
 from whet.training.teachers import refuse_other_tokens
 
 
@@ -33,7 +33,7 @@ def try_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
         config: the run.
         tokens: of the tokenizer, where the model is new and its tokenizer made from texts.
     """
-    work = work_for(config, config.directory)
+    work = recipe_for(config, config.directory)
     model = _untrained(config, tokens)
     prepare(model, config, work.precision)
     if config.run.fp8:

@@ -37,10 +37,11 @@ from whet.training.callbacks import Callback, Metrics
 from whet.training.compiling import compile_blocks, first_batch
 from whet.training.eight_bits import use_fp8
 from whet.training.mix_data import MixData, data_of
+from whet.training.objective_inputs import ObjectiveInputs
 from whet.training.provenance import began_on, weights_digest
 from whet.training.routing import with_routers
 from whet.training.run_data import EvaluationSplit, RunData
-from whet.training.tasks import ObjectiveBuilder
+from whet.training.tasks import build_objective
 from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
@@ -217,7 +218,7 @@ class TextWork(Work):
         return Mix(parts, self.data.weights)
 
     def _objective_on(self, data: RunData) -> Objective:
-        builder = ObjectiveBuilder(
+        inputs = ObjectiveInputs(
             self.model,
             self.tokenizer,
             data.examples,
@@ -227,8 +228,8 @@ class TextWork(Work):
             seed=self.config.run.seed,
             world=self.world,
         )
-        objective = builder.build(data.config.objective)
-        self.identities |= builder.identities
+        objective = build_objective(data.config.objective, inputs)
+        self.identities |= inputs.identities
         return objective
 
     def _exact_match_on(self, questions: list[Question], pause: Callable[[], None]) -> Callable[[], Metrics]:
