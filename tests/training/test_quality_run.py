@@ -374,7 +374,7 @@ def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
     assert not (tmp_path / "q").exists()  # the run's own name stays free
     (directory / "provenance.json").write_text("{}")
     with pytest.raises(ConfigError, match="is no dry run"):
-        dry_run(settings)
+        dry_run(settings, provenance)
 
 
 def test_early_stopping_and_epochs_come_from_the_trainer(tmp_path):
