@@ -22,13 +22,13 @@ import psutil
 import torch
 
 from whet.config.optim import Optim
-from whet.config.sections import Checkpoint
+from whet.config.run import Checkpoint
 from whet.models import families
 from whet.models.decoder import Decoder
+from whet.runs.provenance import versions
 from whet.training.checkpoint import checkpoint_path, contents_of
-from whet.training.optimizers import create_optimizer
-from whet.training.provenance import versions
-from whet.training.saving import Saver
+from whet.training.checkpoint_writer import Saver
+from whet.training.optim.optimizers import create_optimizer
 
 RESULT = Path(__file__).parent / "results" / "checkpoint-pause.json"
 SAVES = 7

@@ -131,7 +131,7 @@ def spread(values):
 def chats(case, count):
     """Chat records of a case."""
     if case == "house":
-        from whet.data.house import house
+        from whet.data.synthetic.house import house
 
         return [record["messages"] for record in house("train", 400)][:count]
     rng = random.Random(0)
@@ -149,10 +149,10 @@ def whet_step(records):
     import torch
 
     import whet
-    from whet.config.load import make_config
+    from whet.config.load_config import make_config
     from whet.data.batches import step_batches
-    from whet.data.examples import Example
-    from whet.data.plan import StepSettings
+    from whet.data.packing import StepSettings
+    from whet.data.tokens.examples import Example
     from whet.objectives.sft import SFT
     from whet.training.trainer import Trainer
 
@@ -188,7 +188,7 @@ def peer_step(records):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from whet.models.hub import resolve
+    from whet.model_io.hub import resolve
 
     directory = resolve(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -19,17 +19,17 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.examples import Example
-from whet.data.plan import StepSettings
-from whet.data.synthetic import generate
+from whet.data.packing import StepSettings
+from whet.data.synthetic.generators import generate
+from whet.data.tokens.examples import Example
 from whet.hardware import choose_device, choose_precision
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
-from whet.training.compiling import compile_blocks, first_batch
-from whet.training.eight_bits import use_fp8
+from whet.recipes.text_recipe import use_fp8
+from whet.training.compile import compile_blocks, first_batch
 from whet.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"

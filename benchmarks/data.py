@@ -21,12 +21,12 @@ import numpy as np
 
 from benchmarks.machine import describe_machine
 from whet.data.batches import BatchStream, step_batches
-from whet.data.examples import Example, cut
-from whet.data.house import house
-from whet.data.plan import StepSettings, plan_epoch, split_step
-from whet.data.prepare import Preparation
-from whet.data.sources import open_source
-from whet.models.hub import resolve
+from whet.data.packing import StepSettings, plan_epoch, split_step
+from whet.data.sources.source import open_source
+from whet.data.synthetic.house import house
+from whet.data.tokens.examples import Example, cut
+from whet.data.tokens.prepare_dataset import Preparation
+from whet.model_io.hub import resolve
 
 MODEL = "smollm2-135m-instruct"
 WORDS = "the model reads a page of plain words and learns to say what comes next in it again".split()
@@ -81,9 +81,9 @@ import sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
 from whet.data.batches import BatchStream
-from whet.data.examples import cut
-from whet.data.plan import StepSettings
-from whet.data.prepare import Preparation
+from whet.data.tokens.examples import cut
+from whet.data.packing import StepSettings
+from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.sources import open_source
 import tokenizers, jinja2
 tok = AutoTokenizer.from_pretrained(sys.argv[1])
@@ -160,13 +160,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 from whet.data.batches import BatchStream
-from whet.data.examples import cut
-from whet.data.plan import StepSettings
-from whet.data.prepare import Preparation
+from whet.data.tokens.examples import cut
+from whet.data.packing import StepSettings
+from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.sources import open_source
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.config.load import make_config
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.config.load_config import make_config
 from whet.objectives.sft import SFT
 from whet.training.trainer import Trainer
 

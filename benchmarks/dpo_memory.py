@@ -23,13 +23,13 @@ import psutil
 import torch
 
 from benchmarks.machine import describe_machine
-from whet.adapters.lora import attach_lora
-from whet.config.load import make_config
+from whet.adapters.attach import attach_lora
+from whet.config.load_config import make_config
 from whet.data.batches import Batch, make_batch
-from whet.data.examples import Example
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.objectives.base import Objective
+from whet.data.tokens.examples import Example
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.objectives.objective import Objective
 from whet.objectives.preference import Preference
 from whet.objectives.sft import SFT
 from whet.training.trainer import Trainer

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe_machine
-from whet.models.experts import MixtureOfExperts
 from whet.models.feedforward import FeedForward
+from whet.models.moe import MixtureOfExperts
 from whet.models.spec import ExpertsSpec, FeedForwardSpec
 from whet.ops import grouped_experts
 

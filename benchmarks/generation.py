@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 import whet
 from benchmarks.machine import describe_machine
 from whet.generation.engine import generate_tokens
+from whet.generation.generate import encode_prompt
 from whet.generation.sampling import Sampling
-from whet.generation.text import encode_prompt
-from whet.models.hub import resolve
+from whet.model_io.hub import resolve
 from whet.ops.linear import linear
 
 MODEL = "smollm2-135m-instruct"

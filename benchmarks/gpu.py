@@ -179,17 +179,17 @@ def whet_run(name, method, rows, who, found):
     import torch
 
     import whet
-    from whet.config.load import make_config
+    from whet.config.load_config import make_config
     from whet.data.batches import BatchStream
-    from whet.data.examples import Example
-    from whet.data.plan import StepSettings
+    from whet.data.packing import StepSettings
+    from whet.data.tokens.examples import Example
     from whet.hardware import choose_precision
     from whet.models import families
     from whet.models.decoder import Decoder
     from whet.objectives.sft import SFT
+    from whet.recipes.text_recipe import use_fp8
     from whet.training.callbacks import NumbersOnly
-    from whet.training.compiling import compile_blocks, first_batch
-    from whet.training.eight_bits import use_fp8
+    from whet.training.compile import compile_blocks, first_batch
     from whet.training.trainer import Trainer
 
     shape, kind = SHAPES[name], "bf16" if who == "whet-fp32-master" else "bf16-pure"

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 import whet
 from benchmarks.machine import describe_machine
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.hardware import choose_device, choose_precision
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
-from whet.training.compiling import compile_blocks
-from whet.training.eight_bits import use_fp8
-from whet.training.evaluation import in_precision
+from whet.recipes.text_recipe import use_fp8
+from whet.training.compile import compile_blocks
+from whet.training.loss import in_precision
 
 RESULTS = Path(__file__).parent / "results"
 WORDS = 256

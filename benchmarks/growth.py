@@ -21,16 +21,16 @@ import torch
 import whet
 from benchmarks.gpu import COMMON, SHAPES, draw_weights
 from benchmarks.machine import describe_machine
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.examples import Example
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
+from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
 from whet.models import families
 from whet.models.decoder import Decoder
 from whet.objectives.sft import SFT
 from whet.training.callbacks import NumbersOnly
-from whet.training.compiling import compile_blocks, first_batch
+from whet.training.compile import compile_blocks, first_batch
 from whet.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "growth.json"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load import load_config
-from whet.config.sections import RunConfig
+from whet.config.load_config import load_config
+from whet.config.run_config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "grpo-house.json"

@@ -15,7 +15,7 @@ import torch
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load import load_config
+from whet.config.load_config import load_config
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "grpo.json"

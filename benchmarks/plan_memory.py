@@ -21,19 +21,19 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe_machine
-from whet.adapters.lora import make_trainable
+from whet.adapters.attach import make_trainable
 from whet.adapters.nf4 import bitsandbytes
 from whet.adapters.qlora import quantise_base
-from whet.config.load import make_config
-from whet.config.sections import RunConfig
+from whet.config.load_config import make_config
+from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
-from whet.training.compiling import compile_blocks
-from whet.training.plan import Memory, plan_run
+from whet.planning.plan import Memory, plan_run
+from whet.training.compile import compile_blocks
 from whet.training.trainer import Trainer
 
 MIB = 2**20

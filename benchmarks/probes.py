@@ -18,10 +18,10 @@ import torch
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.config.log import Probes
-from whet.training.probe_batches import probe_batches
-from whet.training.run import assembled
+from whet.runs.run import assembled
+from whet.training.observe.probe_batches import probe_batches
 from whet.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.plan import StepSettings
-from whet.data.prepare import encode_records
-from whet.data.sources import open_source
+from whet.data.packing import StepSettings
+from whet.data.sources.source import open_source
+from whet.data.tokens.prepare_dataset import encode_records
 from whet.hardware import choose_device, choose_precision
 from whet.objectives.sft import SFT
 from whet.training.trainer import Trainer

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.machine import describe_machine
 from whet.config.quality import Quality
-from whet.data.rows import read_rows
-from whet.data.sources import open_source
+from whet.data.sources.source import open_source
 from whet.hardware import choose_device
-from whet.models.tabular import QualitySpec, new_quality_model
-from whet.objectives.regression import Regression
-from whet.training.diagnosis import examine
+from whet.recipes.quality.regression import Regression
+from whet.recipes.quality.row_batches import read_rows
+from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
+from whet.studies.diagnose import examine
 
 ROWS, SEEDS = 2048, 4
 

@@ -21,10 +21,11 @@ import torch
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load import load_config
-from whet.data.synthetic import generate
+from whet.config.load_config import load_config
+from whet.data.synthetic.generators import generate
 from whet.generation.engine import generate_tokens
-from whet.generation.speculative import load_with_heads, speculate
+from whet.generation.speculative import speculate
+from whet.model_io.load import load_with_heads
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 32, 128, 3

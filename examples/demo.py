@@ -7,11 +7,11 @@ from rich.console import Console
 
 import whet
 from whet.cli.console import set_up_logging
-from whet.config.load import load_config
-from whet.data.sources import open_source
+from whet.config.load_config import load_config
+from whet.data.sources.source import open_source
+from whet.evaluation.evaluate_model import ModelEvaluation
 from whet.hardware import choose_device, peak_gib
 from whet.reporting.progress import RunProgress
-from whet.training.evaluation import ModelEvaluation
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 TEST = "synth:house-test:200"

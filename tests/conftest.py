@@ -50,8 +50,8 @@ def tiny(tiny_directory):
 def static_steps(monkeypatch):
     """Generation by the fixed-shape steps that CUDA graphs record, here run as they are."""
     from whet.generation import engine
-    from whet.generation.rows import Rows
-    from whet.generation.static import StaticRows
+    from whet.generation.cuda_graph import StaticRows
+    from whet.generation.decode_batch import Rows
 
     def start(model, prompts, picker, *, max_tokens):
         rows = Rows(model, prompts, new_tokens=max_tokens)
@@ -63,7 +63,7 @@ def static_steps(monkeypatch):
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """SmolLM2-135M-Instruct from whet's cache, where `make test` puts it before the tests start."""
-    from whet.models.hub import resolve
+    from whet.model_io.hub import resolve
 
     return resolve("smollm2-135m-instruct")
 

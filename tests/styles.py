@@ -3,9 +3,10 @@
 import torch
 
 import whet
-from whet.data.house import house
+from whet.data.synthetic.house import house
 from whet.generation.engine import generate_tokens
-from whet.generation.text import encode_prompt, stop_tokens
+from whet.generation.generate import encode_prompt
+from whet.models.stop_tokens import stop_tokens
 
 
 def style_shares(directory, *, count=40, max_tokens=12):

@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import whet
-from whet import chips
-from whet.chips import CHIPS, chip_called, driver_name, find_peak, measured_peak, named_chip
+from whet import hardware
 from whet.errors import ConfigError
+from whet.hardware import CHIPS, chip_called, driver_name, find_peak, measured_peak, named_chip
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_the_best_of_the_repeated_measurements_counts(monkeypatch):
         nonlocal now
         now += next(takes)
 
-    monkeypatch.setattr(chips.time, "perf_counter", lambda: now)
-    assert chips._best_time(torch.device("cpu"), call, budget_s=6.0) == 1.0
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: now)
+    assert hardware._best_time(torch.device("cpu"), call, budget_s=6.0) == 1.0
     assert next(takes) == 0.5, "the time was up"
 
 
@@ -125,14 +125,14 @@ def test_a_peak_is_the_work_done_per_second(monkeypatch):
         work.append(counter.get_total_flops() or 2 * result.nbytes)
         return 1.0
 
-    monkeypatch.setattr(chips, "_best_time", in_a_second)
+    monkeypatch.setattr(hardware, "_best_time", in_a_second)
     peak = measured_peak.__wrapped__(torch.device("cpu"))
     assert [peak.half_tflops * 1e12, peak.fp32_tflops * 1e12] == pytest.approx(work[:2])
     assert peak.bandwidth_gb_s * 1e9 == pytest.approx(work[2])
 
 
 def test_detection_goes_by_the_dtype(monkeypatch):
-    monkeypatch.setattr("whet.chips.driver_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("whet.hardware.driver_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("whet.hardware.choose_device", lambda _: torch.device("cuda"))
     assert whet.detect_peak_tflops("cuda", torch.bfloat16) == 989
     assert whet.detect_peak_tflops("cuda", torch.float32) == 67

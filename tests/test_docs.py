@@ -22,13 +22,14 @@ import typer
 from pydantic import BaseModel
 
 from whet.cli.app import app
-from whet.config.load import load_config, make_config
+from whet.config.load_config import load_config, make_config
+from whet.config.objectives.mix import Part
 from whet.config.preset import Preset
 from whet.config.quality import Quality
-from whet.config.sections import Part, RunConfig
-from whet.data.synthetic import GENERATORS
-from whet.training.resuming import MAY_CHANGE
-from whet.training.sweep import plan_sweep
+from whet.config.run_config import RunConfig
+from whet.data.synthetic.generators import GENERATORS
+from whet.runs.resume_checks import MAY_CHANGE
+from whet.studies.sweep import plan_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])

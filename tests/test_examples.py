@@ -12,10 +12,10 @@ import yaml
 
 import whet
 from tiny import run_config
-from whet.config.load import load_config
-from whet.data.ledgers import create_ledgers
-from whet.data.synthetic import generate
-from whet.models.tabular import load_quality
+from whet.config.load_config import load_config
+from whet.data.synthetic.generators import generate
+from whet.recipes.quality.ledgers import create_ledgers
+from whet.recipes.quality.tabular_model import load_quality
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import whet
-from whet.config.load import load_config
+from whet.config.load_config import load_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -5,8 +5,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny import write_tiny_model
-from whet.adapters.peft_files import peft_tensors
-from whet.adapters.stored import collect
+from whet.model_io.formats.adapter_state import collect
+from whet.model_io.formats.peft import peft_tensors
 
 
 def tokens():

@@ -8,69 +8,95 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whet.adapters.adapter import adapters_off as adapters_off
-    from whet.adapters.files import load_adapter as load_adapter
-    from whet.adapters.files import save_adapter as save_adapter
-    from whet.adapters.load import load as load
-    from whet.adapters.load import save as save
-    from whet.adapters.lora import attach_lora as attach_lora
-    from whet.adapters.lora import merge as merge
-    from whet.adapters.merging import AdapterSet as AdapterSet
-    from whet.adapters.model_merging import merge_models as merge_models
-    from whet.chips import detect_peak_tflops as detect_peak_tflops
+    from whet.adapters.attach import attach_lora as attach_lora
+    from whet.adapters.attach import merge as merge
     from whet.errors import WhetError as WhetError
-    from whet.generation.beam import beam_search as beam_search
+    from whet.generation.beam_search import beam_search as beam_search
+    from whet.generation.best_of_n import best_of_n as best_of_n
+    from whet.generation.best_of_n import majority_vote as majority_vote
     from whet.generation.engine import Completion as Completion
     from whet.generation.engine import complete as complete
+    from whet.generation.generate import generate as generate
     from whet.generation.sampling import Sampling as Sampling
-    from whet.generation.selection import best_of_n as best_of_n
-    from whet.generation.selection import majority_vote as majority_vote
-    from whet.generation.text import generate as generate
+    from whet.hardware import detect_peak_tflops as detect_peak_tflops
+    from whet.model_io.formats.adapter_files import load_adapter as load_adapter
+    from whet.model_io.formats.adapter_files import save_adapter as save_adapter
+    from whet.model_io.load import load as load
+    from whet.model_io.merging.adapter_set import AdapterSet as AdapterSet
+    from whet.model_io.merging.merge_models import merge_models as merge_models
+    from whet.model_io.save import save as save
+    from whet.recipes.classify.classifier import Classifier as Classifier
+    from whet.runs.run import resume as resume
+    from whet.runs.run import train as train
     from whet.training.callbacks import Callback as Callback
-    from whet.training.callbacks import EarlyStopping as EarlyStopping
     from whet.training.callbacks import Injector as Injector
-    from whet.training.callbacks import MetricsLogger as MetricsLogger
     from whet.training.callbacks import StopRun as StopRun
     from whet.training.checkpoint import load_checkpoint as load_checkpoint
     from whet.training.checkpoint import save_checkpoint as save_checkpoint
-    from whet.training.classifier import Classifier as Classifier
-    from whet.training.optimizers import create_optimizer as create_optimizer
-    from whet.training.probes import ActivationStats as ActivationStats
-    from whet.training.probes import AttentionEntropy as AttentionEntropy
-    from whet.training.probes import EffectiveRank as EffectiveRank
-    from whet.training.probes import GradientNoise as GradientNoise
-    from whet.training.probes import GradientStats as GradientStats
-    from whet.training.probes import LossCurvature as LossCurvature
-    from whet.training.probes import WeightStats as WeightStats
-    from whet.training.run import resume as resume
-    from whet.training.run import train as train
-    from whet.training.samples import SampleGenerations as SampleGenerations
-    from whet.training.schedules import create_schedule as create_schedule
+    from whet.training.early_stopping import EarlyStopping as EarlyStopping
+    from whet.training.limits import Budget as Budget
+    from whet.training.observe.metrics_logger import MetricsLogger as MetricsLogger
+    from whet.training.observe.probes import ActivationStats as ActivationStats
+    from whet.training.observe.probes import AttentionEntropy as AttentionEntropy
+    from whet.training.observe.probes import EffectiveRank as EffectiveRank
+    from whet.training.observe.probes import GradientNoise as GradientNoise
+    from whet.training.observe.probes import GradientStats as GradientStats
+    from whet.training.observe.probes import LossCurvature as LossCurvature
+    from whet.training.observe.probes import WeightStats as WeightStats
+    from whet.training.observe.samples import SampleGenerations as SampleGenerations
+    from whet.training.observe.throughput import ThroughputMonitor as ThroughputMonitor
+    from whet.training.optim.lr_schedules import create_schedule as create_schedule
+    from whet.training.optim.optimizers import create_optimizer as create_optimizer
     from whet.training.state import RunResult as RunResult
-    from whet.training.throughput import Budget as Budget
-    from whet.training.throughput import ThroughputMonitor as ThroughputMonitor
     from whet.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "adapters.adapter": ("adapters_off",),
-    "adapters.files": ("load_adapter", "save_adapter"),
-    "adapters.load": ("load", "save"),
-    "adapters.lora": ("attach_lora", "merge"),
-    "adapters.merging": ("AdapterSet",),
-    "adapters.model_merging": ("merge_models",),
-    "chips": ("detect_peak_tflops",),
+    "adapters.attach": (
+        "attach_lora",
+        "merge",
+    ),
     "errors": ("WhetError",),
-    "generation.beam": ("beam_search",),
-    "generation.engine": ("Completion", "complete"),
+    "generation.beam_search": ("beam_search",),
+    "generation.best_of_n": (
+        "best_of_n",
+        "majority_vote",
+    ),
+    "generation.engine": (
+        "Completion",
+        "complete",
+    ),
+    "generation.generate": ("generate",),
     "generation.sampling": ("Sampling",),
-    "generation.selection": ("best_of_n", "majority_vote"),
-    "generation.text": ("generate",),
-    "training.callbacks": ("Callback", "EarlyStopping", "Injector", "MetricsLogger", "StopRun"),
-    "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "training.classifier": ("Classifier",),
-    "training.optimizers": ("create_optimizer",),
-    "training.probes": (
+    "hardware": ("detect_peak_tflops",),
+    "model_io.formats.adapter_files": (
+        "load_adapter",
+        "save_adapter",
+    ),
+    "model_io.load": ("load",),
+    "model_io.merging.adapter_set": ("AdapterSet",),
+    "model_io.merging.merge_models": ("merge_models",),
+    "model_io.save": ("save",),
+    "recipes.classify.classifier": ("Classifier",),
+    "runs.run": (
+        "resume",
+        "train",
+    ),
+    "training.callbacks": (
+        "Callback",
+        "Injector",
+        "StopRun",
+    ),
+    "training.checkpoint": (
+        "load_checkpoint",
+        "save_checkpoint",
+    ),
+    "training.early_stopping": ("EarlyStopping",),
+    "training.limits": ("Budget",),
+    "training.observe.metrics_logger": ("MetricsLogger",),
+    "training.observe.probes": (
         "ActivationStats",
         "AttentionEntropy",
         "EffectiveRank",
@@ -79,11 +105,11 @@ _HOMES = {
         "LossCurvature",
         "WeightStats",
     ),
-    "training.run": ("resume", "train"),
-    "training.samples": ("SampleGenerations",),
-    "training.schedules": ("create_schedule",),
+    "training.observe.samples": ("SampleGenerations",),
+    "training.observe.throughput": ("ThroughputMonitor",),
+    "training.optim.lr_schedules": ("create_schedule",),
+    "training.optim.optimizers": ("create_optimizer",),
     "training.state": ("RunResult",),
-    "training.throughput": ("Budget", "ThroughputMonitor"),
     "training.trainer": ("Trainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,7 +1,13 @@
-"""Devices, precision and memory: what this machine has, and why a choice was made."""
+"""Devices, precision, memory and known accelerators: what this machine has, and why a choice was made."""
 
+import difflib
+import functools
 import os
 import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,3 +118,228 @@ def peak_gib(device: torch.device) -> float:
 def used_gib(device: torch.device) -> float:
     """Memory in use now, of the device a run computes on."""
     return torch.cuda.memory_reserved(device) / GIB if device.type == "cuda" else resident_gib()
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak rates of one device as torch sees it, without sparsity; a GB is 10**9 bytes."""
+
+    name: str  # what --device calls it
+    pattern: str  # a regular expression for all of the name its driver gives, without makers and brands
+    half_tflops: float  # bf16 products with fp32 sums; fp16 where there are no bf16 units
+    fp32_tflops: float  # without TF32
+    bandwidth_gb_s: float  # of its memory
+    memory_gb: float
+    link_gb_s: float  # to its neighbours in a machine, one way
+    source: str
+
+    def tflops(self, dtype: torch.dtype) -> float:
+        """Peak of matrix products in a dtype."""
+        return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
+
+
+_VOLTA = "NVIDIA V100 data sheet, January 2020 (fp16: it has no bf16)"
+
+
+_A100 = "NVIDIA A100 80GB data sheet, June 2021"
+
+
+_AMPERE = "NVIDIA Ampere GA102 white paper, appendix A"
+
+
+_ADA = "NVIDIA Ada GPU architecture white paper, appendix A"
+
+
+_BLACKWELL = "NVIDIA RTX Blackwell architecture white paper, appendices (bf16 with fp32 accumulation)"
+
+
+_PRO = "NVIDIA RTX PRO 6000 Blackwell data sheet, 2025 (bf16: an eighth of FP4 with sparsity)"
+
+
+_H100 = "NVIDIA H100 data sheet, 2023 (halved: it states bf16 with sparsity)"
+
+
+_H200 = "NVIDIA H200 data sheet, 2024 (halved: with sparsity)"
+
+
+_GH200 = "NVIDIA GH200 data sheet, 2024 (the GPU alone; halved: with sparsity)"
+
+
+_HGX = "NVIDIA HGX B200 and B300 data sheets, 2025 (an eighth; bf16 halved)"
+
+
+_NVL72 = "NVIDIA GB200 and GB300 NVL72 data sheets, 2025 (one GPU of 72; bf16 halved)"
+
+
+_CLOCK = "GPU cores x 128 lanes x 2 x clock (Apple states none); bandwidth: Apple's technical specifications"
+
+
+# A pattern matches the whole name but for these: a GH200 is not an H200, and neither a laptop's GPU nor a
+# MIG slice is the card it is named after. Devices without a row are measured.
+_MAKERS = r"(?:(?:NVIDIA|Tesla|GeForce|AMD|Instinct) )*"
+
+
+CHIPS = (
+    Chip("v100", r"V100-SXM\d(-\d+GB)?", 125, 15.7, 900, 32, 150, _VOLTA),
+    Chip("v100-pcie", r"V100-PCIE-\d+GB", 112, 14, 900, 32, 16, _VOLTA),
+    Chip("t4", r"T4", 65, 8.1, 300, 16, 16, "NVIDIA T4 data sheet, 2019 (fp16: it has no bf16)"),
+    Chip("a100-40gb", r"A100-(SXM4?|PCIE)-40GB", 312, 19.5, 1555, 40, 300, "NVIDIA A100 data sheet, 2020"),
+    Chip("a100-pcie", r"A100 80GB PCIe", 312, 19.5, 1935, 80, 32, _A100),
+    Chip("a100", r"A100-SXM4?-80GB", 312, 19.5, 2039, 80, 300, _A100),
+    Chip("a10", r"A10", 125, 31.2, 600, 24, 32, "NVIDIA A10 data sheet, 2021"),
+    Chip("l40s", r"L40S", 362, 91.6, 864, 48, 32, "NVIDIA L40S data sheet, 2023"),
+    Chip("l4", r"L4", 121, 30.3, 300, 24, 32, "NVIDIA L4 data sheet, 2023 (halved: with sparsity)"),
+    Chip("rtx3090", r"RTX 3090", 71, 35.6, 936, 24, 32, _AMPERE),
+    Chip("rtx4090", r"RTX 4090", 165.2, 82.6, 1008, 24, 32, _ADA),
+    Chip("rtx5070", r"RTX 5070", 61.7, 30.9, 672, 12, 64, _BLACKWELL),
+    Chip("rtx5070-ti", r"RTX 5070 Ti", 87.9, 43.9, 896, 16, 64, _BLACKWELL),
+    Chip("rtx5080", r"RTX 5080", 112.6, 56.3, 960, 16, 64, _BLACKWELL),
+    Chip("rtx5090", r"RTX 5090", 209.5, 104.8, 1792, 32, 64, _BLACKWELL),
+    Chip("rtx-pro-6000", r"RTX PRO 6000 Blackwell Workstation Edition", 500, 125, 1792, 96, 64, _PRO),
+    Chip("h100-nvl", r"H100 NVL", 835, 60, 3900, 94, 300, _H100),
+    Chip("h100-pcie", r"H100 PCIe", 756, 51, 2000, 80, 64, _H100),
+    Chip("h100", r"H100( 80GB HBM3)?", 989, 67, 3350, 80, 450, _H100),
+    Chip("h200", r"H200", 989, 67, 4800, 141, 450, _H200),
+    Chip("h200-nvl", r"H200 NVL", 835, 60, 4800, 141, 450, _H200),
+    Chip("gh200", r"GH200 480GB", 989, 67, 4000, 96, 450, _GH200),  # named by the CPU's memory
+    Chip("gh200-144gb", r"GH200 144G HBM3e", 989, 67, 4900, 144, 450, _GH200),
+    Chip("b200", r"B200", 2250, 75, 8000, 180, 900, _HGX),
+    Chip("b300", r"B300( SXM6 AC)?", 2250, 75, 8000, 270, 900, _HGX),
+    Chip("gb200", r"GB200", 2500, 80, 8000, 186, 900, _NVL72),
+    Chip("gb300", r"GB300", 2500, 80, 8000, 279, 900, _NVL72),
+    # torch sees the two dies of an MI250X as two devices
+    Chip(
+        "mi250x",
+        r"MI250X( OAM| VF)?",
+        191.5,
+        23.9,
+        1638,
+        64,
+        50,
+        "AMD Instinct MI250X data sheet (half of each)",
+    ),
+    Chip("mi300x", r"MI300X( OAM| VF)?", 1307.4, 163.4, 5300, 192, 448, "AMD Instinct MI300X data sheet"),
+    Chip("mi325x", r"MI325X( OAM| VF)?", 1307.4, 163.4, 6000, 256, 448, "AMD Instinct MI325X data sheet"),
+    Chip("mi350x", r"MI350X( OAM| VF)?", 2306.9, 144.2, 8000, 288, 537, "AMD Instinct MI350X data sheet"),
+    Chip("mi355x", r"MI355X( OAM| VF)?", 2516.6, 157.3, 8000, 288, 537, "AMD Instinct MI355X data sheet"),
+    Chip("m1-ultra", r"Apple M1 Ultra", 20.8, 20.8, 800, 128, 0, _CLOCK),
+    Chip("m1-max", r"Apple M1 Max", 10.4, 10.4, 400, 64, 0, "Apple newsroom, 18 October 2021"),
+    Chip("m1-pro", r"Apple M1 Pro", 5.2, 5.2, 200, 32, 0, "Apple newsroom, 18 October 2021"),
+    Chip("m1", r"Apple M1", 2.6, 2.6, 68, 16, 0, "Apple newsroom, 10 November 2020"),
+    Chip("m2-ultra", r"Apple M2 Ultra", 27.2, 27.2, 800, 192, 0, _CLOCK),
+    Chip("m2-max", r"Apple M2 Max", 13.6, 13.6, 400, 96, 0, _CLOCK),
+    Chip("m2-pro", r"Apple M2 Pro", 6.8, 6.8, 200, 32, 0, _CLOCK),
+    Chip("m2", r"Apple M2", 3.6, 3.6, 100, 24, 0, "Apple newsroom, 6 June 2022"),
+    Chip("m3-ultra", r"Apple M3 Ultra", 28.6, 28.6, 819, 512, 0, _CLOCK),
+    Chip("m3-max", r"Apple M3 Max", 14.3, 14.3, 400, 128, 0, _CLOCK),
+    Chip("m3-pro", r"Apple M3 Pro", 6.4, 6.4, 150, 36, 0, _CLOCK),
+    Chip("m3", r"Apple M3", 3.6, 3.6, 100, 24, 0, _CLOCK),
+    Chip("m4-max", r"Apple M4 Max", 16.2, 16.2, 546, 128, 0, _CLOCK),
+    Chip("m4-pro", r"Apple M4 Pro", 8.1, 8.1, 273, 64, 0, _CLOCK),
+    Chip("m4", r"Apple M4", 4.0, 4.0, 120, 32, 0, _CLOCK),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device can do at most, and how that is known."""
+
+    half_tflops: float
+    fp32_tflops: float
+    bandwidth_gb_s: float
+    source: str
+
+    def tflops(self, dtype: torch.dtype) -> float:
+        """Peak of matrix products in a dtype."""
+        return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
+
+
+def named_chip(name: str) -> Chip:
+    """A chip of the table by its short name."""
+    wanted = name.lower().replace(" ", "-").replace("_", "-")
+    for chip in CHIPS:
+        if chip.name == wanted:
+            return chip
+    known = [chip.name for chip in CHIPS]
+    near = difflib.get_close_matches(wanted, known, n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"unknown device {name!r}", hint=f"{guess}known: this, cpu, {', '.join(known)}")
+
+
+def chip_called(driver_name: str) -> Chip | None:
+    """The chip that a driver names, if the table has it."""
+    fits = (chip for chip in CHIPS if re.fullmatch(_MAKERS + chip.pattern, driver_name, re.IGNORECASE))
+    return next(fits, None)
+
+
+def driver_name(device: torch.device) -> str:
+    """What a device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def find_peak(device: torch.device) -> Peak:
+    """Peak rates of a device here: from the table, else measured in about a second, once."""
+    chip = None if device.type == "cpu" else chip_called(driver_name(device))
+    if chip is None:
+        return measured_peak(device)
+    return Peak(chip.half_tflops, chip.fp32_tflops, chip.bandwidth_gb_s, chip.source)
+
+
+def detect_peak_tflops(
+    device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> float | None:
+    """Peak TFLOP/s of a device (by default the one that runs take) in a dtype (the one runs compute in).
+
+    From the table of chips, else measured once; None where neither is possible.
+    """
+
+    try:
+        where = choose_device(str(device or "auto"))
+        return find_peak(where).tflops(dtype or choose_precision("auto", where).compute)
+    except (RuntimeError, ConfigError):
+        return None
+
+
+@functools.cache
+def measured_peak(device: torch.device) -> Peak:
+    """The best of a few matrix products and copies; nothing random is drawn."""
+    half = torch.float16 if device.type == "mps" else torch.bfloat16
+    return Peak(
+        _product_tflops(device, half), _product_tflops(device, torch.float32), _copy_gb_s(device), "measured"
+    )
+
+
+def _product_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    size = 768 if device.type == "cpu" else 4096
+    left = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    best = _best_time(device, lambda: left @ left, budget_s=0.3)
+    return 2 * size**3 / best / 1e12
+
+
+def _copy_gb_s(device: torch.device) -> float:
+    source = torch.ones(2**24 if device.type == "cpu" else 2**26, device=device)
+    target = torch.empty_like(source)
+    best = _best_time(device, lambda: target.copy_(source), budget_s=0.2)
+    return 2 * source.numel() * source.element_size() / best / 1e9
+
+
+def _best_time(device: torch.device, call: Callable[[], object], *, budget_s: float) -> float:
+    _wait_for(device, call())
+    best, ends = float("inf"), time.perf_counter() + budget_s
+    while best == float("inf") or time.perf_counter() < ends:
+        started = time.perf_counter()
+        _wait_for(device, call())
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _wait_for(device: torch.device, _: object) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

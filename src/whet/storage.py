@@ -19,12 +19,20 @@ from typing import Any
 
 import torch
 
-from whet.errors import CheckpointError, StorageError
+from whet.error_boundary import wrong_input
+from whet.errors import CheckpointError, ModelError, StorageError
 
 MANIFEST = "MANIFEST.json"
+
+
 LOCK = ".lock"
+
+
 _MAX_MANIFEST_BYTES = 2**20
+
+
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
+
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -397,3 +405,35 @@ def _check_file(directory: Path, name: str, expected: Written) -> None:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes; its manifest says {expected.bytes}")
     if sha256_of(path) != expected.sha256:
         raise CheckpointError(f"{path} does not match its sha256")
+
+
+def cache_dir() -> Path:
+    """Where fetched and converted models are kept: $WHET_CACHE, or the user's cache directory."""
+    if given := os.environ.get("WHET_CACHE"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "whet"
+
+
+def tokens_dir() -> Path:
+    """Where tokenised data is kept: $WHET_TOKENS, or a place in the cache. It can be removed at any time."""
+    given = os.environ.get("WHET_TOKENS")
+    return Path(given).expanduser() if given else cache_dir() / "tokens"
+
+
+_MAX_JSON_BYTES = 32 * 2**20  # the index of the largest models has ten million
+
+
+def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values
+    """Read a JSON object of at most so many bytes, or say which file is broken."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} does not exist") from error
+    if size > most:
+        raise ModelError(f"{path} has {size} bytes: too many to be what its name says")
+    with wrong_input(f"{path} is not valid JSON"):
+        value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}, not an object")
+    return value

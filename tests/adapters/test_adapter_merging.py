@@ -9,9 +9,10 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny_adapters import adapter_tensors
-from whet.adapters.lora import adapted
-from whet.adapters.merging import AdapterSet, compare_logits, merge_measured, sample_tokens, updates_of
+from whet.adapters.adapter import adapted
 from whet.errors import ConfigError, ModelError
+from whet.model_io.export.logit_difference import compare_logits, merge_measured, sample_tokens
+from whet.model_io.merging.adapter_set import AdapterSet, updates_of
 
 TOKENS = torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import whet
 from tiny import run_config
-from whet.adapters.load import base_of
 from whet.cli.app import app
-from whet.models.hub import hub_id
+from whet.model_io.hub import hub_id
+from whet.model_io.resolve import base_of
 
 ALIAS, HUB_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 41]])

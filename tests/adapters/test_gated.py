@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from whet.adapters import product
+from whet.adapters import fused_lora
 from whet.adapters.adapter import unchanging
-from whet.adapters.dora import DoRALinear
-from whet.adapters.layer import LoRALinear, LoRASettings
-from whet.adapters.pissa import PiSSALinear
+from whet.adapters.layers.dora import DoRALinear
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
+from whet.adapters.layers.pissa import PiSSALinear
 from whet.models.feedforward import FeedForward
 from whet.models.spec import FeedForwardSpec
-from whet.ops import gated
-from whet.ops.planned import planned_for
+from whet.ops.dispatch import planned_for
+from whet.ops.kernels import lora_swiglu
 
 
 def with_updates(gate, up, low, b_gate, b_up):
@@ -49,8 +49,8 @@ def calls(monkeypatch):
         return spelled_out_gradients(*given)
 
     kernels = SimpleNamespace(gated_output_on_gpu=spelled_out, gated_gradients_on_gpu=kernel)
-    monkeypatch.setitem(sys.modules, "whet.ops.gated_triton", kernels)
-    monkeypatch.setattr(gated, "suits", lambda x, dtype, ranks: True)
+    monkeypatch.setitem(sys.modules, "whet.ops.kernels.lora_swiglu_triton", kernels)
+    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: True)
     return found
 
 
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(
     dtype, tolerance, first, biased, quantised, calls, monkeypatch
 ):
     if first is not None:  # as on a GPU
-        monkeypatch.setattr(product, "_first_columns", lambda weight: first)
+        monkeypatch.setattr(fused_lora, "_first_columns", lambda weight: first)
     torch.manual_seed(0)
     wide = torch.float64
 
@@ -79,9 +79,9 @@ def test_outputs_and_gradients_are_those_of_the_formula(
         weight = numbers(out, into)
         a, b = numbers(rank, into).requires_grad_(), numbers(out, rank).requires_grad_()
         bias = numbers(out) if biased else None
-        layers.append(product.Operands(Packed(weight) if quantised else weight, bias, a, b, scale))
+        layers.append(fused_lora.Operands(Packed(weight) if quantised else weight, bias, a, b, scale))
     x = numbers(2, 5, 24).requires_grad_()
-    found = product.low_rank_gated(x, *layers)
+    found = fused_lora.low_rank_gated(x, *layers)
     leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]
     exact = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
 
@@ -120,7 +120,7 @@ def test_a_layer_with_adapters_is_as_it_is_without_it(calls, monkeypatch):
     made, x = layer().double(), torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     found = gradients(made, x)
     assert len(calls) == 1
-    monkeypatch.setattr(gated, "suits", lambda x, dtype, ranks: False)
+    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: False)
     for ours, plain in zip(found, gradients(made, x), strict=True):
         torch.testing.assert_close(ours, plain)
     assert len(calls) == 1
@@ -168,7 +168,7 @@ def test_without_gradients_the_bits_are_the_same_and_decoding_has_its_own_way(ca
     made, x = layer().bfloat16(), torch.randn(2, 3, 16).bfloat16()
     seen = []
     monkeypatch.setattr(
-        sys.modules["whet.ops.gated_triton"],
+        sys.modules["whet.ops.kernels.lora_swiglu_triton"],
         "gated_output_on_gpu",
         lambda *given: seen.append(given) or spelled_out(*given),
     )
@@ -182,20 +182,20 @@ def test_without_gradients_the_bits_are_the_same_and_decoding_has_its_own_way(ca
 
 
 def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(gated, "kernels_work", lambda: True)
+    monkeypatch.setattr(lora_swiglu, "kernels_work", lambda: True)
     x = torch.randn(3, 16)
-    assert not gated.suits(x, torch.bfloat16, (16, 16, 16))
+    assert not lora_swiglu.suits(x, torch.bfloat16, (16, 16, 16))
     with planned_for("cuda"):
-        assert gated.suits(x, torch.bfloat16, (16, 16, 16))
-        assert gated.suits(x, torch.float16, (32, 1, 16))
-        assert not gated.suits(x, torch.float32, (16, 16, 16))
-        assert not gated.suits(x, torch.bfloat16, (16, 33, 16))
+        assert lora_swiglu.suits(x, torch.bfloat16, (16, 16, 16))
+        assert lora_swiglu.suits(x, torch.float16, (32, 1, 16))
+        assert not lora_swiglu.suits(x, torch.float32, (16, 16, 16))
+        assert not lora_swiglu.suits(x, torch.bfloat16, (16, 33, 16))
 
 
 def test_ranks_are_those_of_the_products(monkeypatch):
     """PiSSA's are twice those of its settings."""
     asked = []
-    monkeypatch.setattr(gated, "suits", lambda x, dtype, ranks: asked.append(ranks))
+    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: asked.append(ranks))
     layer(PiSSALinear)(torch.randn(2, 3, 16))
     assert asked == [(8, 8, 8)]
 
@@ -203,9 +203,11 @@ def test_ranks_are_those_of_the_products(monkeypatch):
 def test_a_plan_has_room_for_what_programs_add_up():
     """[1,000 rows, 96 columns]: two programs beside each other, each of them has 32 rows."""
     with planned_for("cuda"):
-        share, sums = gated.partial_sums(torch.empty(1000, 96), torch.empty(1000, 7), torch.empty(1000, 5))
+        share, sums = lora_swiglu.partial_sums(
+            torch.empty(1000, 96), torch.empty(1000, 7), torch.empty(1000, 5)
+        )
     assert (share, sums.shape, sums.dtype) == (32, (32, 96, 12), torch.float32)
-    share, sums = gated.partial_sums(torch.empty(0, 96), torch.empty(0, 7), torch.empty(0, 5))
+    share, sums = lora_swiglu.partial_sums(torch.empty(0, 96), torch.empty(0, 7), torch.empty(0, 5))
     assert sums.shape == (0, 96, 12)
 
 

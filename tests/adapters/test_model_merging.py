@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import whet
 from tiny import write_tiny_model
 from tiny_adapters import adapter_tensors
-from whet.adapters.load import load_base, load_quantised
-from whet.adapters.lora import adapted
-from whet.adapters.model_merging import merge_models
+from whet.adapters.adapter import adapted
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import CheckpointError, ConfigError, ModelError
-from whet.models import merging
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.model_io.load import load_base, load_quantised
+from whet.model_io.merging import merge_methods
+from whet.model_io.merging.merge_models import merge_models
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
 
 
 def write_variant(source, target, *, seed, dtype=torch.float32):
@@ -71,15 +71,23 @@ def weights_of(directory):
 
 
 EXPECTED = {
-    "average": lambda base, a, b, name: merging.average([a, b], [0.5, 0.5]),
-    "slerp": lambda base, a, b, name: merging.slerp(a, b, 0.5),
+    "average": lambda base, a, b, name: merge_methods.average([a, b], [0.5, 0.5]),
+    "slerp": lambda base, a, b, name: merge_methods.slerp(a, b, 0.5),
     "task": lambda base, a, b, name: base + (a - base) + (b - base),
-    "ties": lambda base, a, b, name: merging.ties(base, [a, b], [1, 1], density=0.2),
-    "dare": lambda base, a, b, name: merging.dare(
-        base, [a, b], [1, 1], density=0.5, generators=[merging.tensor_generator(0, i, name) for i in (0, 1)]
+    "ties": lambda base, a, b, name: merge_methods.ties(base, [a, b], [1, 1], density=0.2),
+    "dare": lambda base, a, b, name: merge_methods.dare(
+        base,
+        [a, b],
+        [1, 1],
+        density=0.5,
+        generators=[merge_methods.tensor_generator(0, i, name) for i in (0, 1)],
     ),
-    "dare-ties": lambda base, a, b, name: merging.dare_ties(
-        base, [a, b], [1, 1], density=0.5, generators=[merging.tensor_generator(0, i, name) for i in (0, 1)]
+    "dare-ties": lambda base, a, b, name: merge_methods.dare_ties(
+        base,
+        [a, b],
+        [1, 1],
+        density=0.5,
+        generators=[merge_methods.tensor_generator(0, i, name) for i in (0, 1)],
     ),
 }
 
@@ -119,7 +127,7 @@ def test_the_result_has_the_dtype_of_the_base(tiny_directory, models, tmp_path):
     merge_models(models, tmp_path / "out", method="task", base=base, weights=[0.5, 0.5])
     for name, tensor in weights_of(tmp_path / "out").items():
         first, second = (weights_of(path)[name] for path in models)
-        assert torch.equal(tensor, merging.average([first, second], [0.5, 0.5]).bfloat16()) or (
+        assert torch.equal(tensor, merge_methods.average([first, second], [0.5, 0.5]).bfloat16()) or (
             (tensor.float() - (first + second) / 2).abs().max() < 0.01
         )
         assert tensor.dtype == torch.bfloat16
@@ -363,7 +371,7 @@ COPIES = {"average": 2.5, "slerp": 3.5, "task": 4.5, "ties": 8, "dare": 5.5, "da
 MEASURE = """
 import json, sys
 from pathlib import Path
-from whet.adapters.model_merging import ON_A_BASE, merge_models
+from whet.model_io.merging.merge_models import ON_A_BASE, merge_models
 
 def kilobytes(field):
     status = Path("/proc/self/status").read_text()

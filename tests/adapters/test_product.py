@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from whet.adapters import product
+from whet.adapters import fused_lora
 from whet.adapters.adapter import unchanging
-from whet.adapters.layer import LoRALinear, LoRASettings
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
 
 
 @pytest.mark.parametrize("rows", [1, 8, 30, 60])
@@ -21,7 +21,7 @@ def test_outputs_are_as_the_compiler_expects_them(rows, biased, first):
         torch.ops.whet.lora_output.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
     expected = flat @ weight.T + low @ b.T + (0 if bias is None else bias)
-    torch.testing.assert_close(product.lora_output(*arguments), expected)
+    torch.testing.assert_close(fused_lora.lora_output(*arguments), expected)
 
 
 def test_gradients_are_as_the_compiler_expects_them():
@@ -38,7 +38,7 @@ def test_gradients_are_as_the_compiler_expects_them():
         test_utils=("test_schema", "test_faketensor"),
     )
     expected = low @ a + 2 * grads[0] @ weights[0]
-    torch.testing.assert_close(product.lora_input_gradient(low, a, grads, weights), expected)
+    torch.testing.assert_close(fused_lora.lora_input_gradient(low, a, grads, weights), expected)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -50,8 +50,8 @@ def test_what_dropout_left_is_read_by_the_update_alone(biased):
 
     weight, bias = numbers(12, 16, train=False), numbers(12, train=False) if biased else None
     leaves = x, dropped, a, b = numbers(2, 5, 16), numbers(2, 5, 16), numbers(4, 16), numbers(12, 4)
-    operands = product.Operands(weight, bias, a, b, 0.5)
-    [found] = product.low_rank_products(x, [operands], dropped)
+    operands = fused_lora.Operands(weight, bias, a, b, 0.5)
+    [found] = fused_lora.low_rank_products(x, [operands], dropped)
     wanted = torch.nn.functional.linear(x, weight, bias) + 0.5 * dropped @ a.T @ b.T
     torch.testing.assert_close(found, wanted)
     upstream = torch.randn_like(wanted)
@@ -65,7 +65,7 @@ def test_what_dropout_left_is_read_by_the_update_alone(biased):
 @pytest.mark.parametrize("first", [None, 64, 96])
 def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first, monkeypatch):
     if first is not None:  # as on a GPU
-        monkeypatch.setattr(product, "_first_columns", lambda weight: first)
+        monkeypatch.setattr(fused_lora, "_first_columns", lambda weight: first)
     torch.manual_seed(0)
     wide = torch.float64
 
@@ -76,8 +76,8 @@ def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first
     layers = []
     for out, rank, scale in zip((12, 7), (4, 3), scales, strict=True):
         a, b = numbers(rank, 96).requires_grad_(), numbers(out, rank).requires_grad_()
-        layers.append(product.Operands(numbers(out, 96), numbers(out), a, b, scale))
-    found = product.low_rank_products(x, layers)
+        layers.append(fused_lora.Operands(numbers(out, 96), numbers(out), a, b, scale))
+    found = fused_lora.low_rank_products(x, layers)
     leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]
     exact = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
     pairs = zip(exact[1::2], exact[2::2], layers, strict=True)
@@ -100,7 +100,7 @@ def test_layers_that_read_one_input_are_as_alone(dtype, tolerance, scales, first
 @pytest.mark.parametrize("first", [None, 64, 96])
 def test_settled_layers_are_what_the_formula_says(dtype, tolerance, first, quantised, monkeypatch):
     if first is not None:  # as on a GPU
-        monkeypatch.setattr(product, "_first_columns", lambda weight: first)
+        monkeypatch.setattr(fused_lora, "_first_columns", lambda weight: first)
     torch.manual_seed(0)
     wide = torch.float64
 
@@ -115,8 +115,8 @@ def test_settled_layers_are_what_the_formula_says(dtype, tolerance, first, quant
     for out, rank, scale, bias in ((12, 4, 0.5, True), (7, 3, 4.0, False)):
         weight = Base(numbers(out, 96)) if quantised else numbers(out, 96)
         a, b = (torch.randn(shape) for shape in ((rank, 96), (out, rank)))  # float32, as they are trained
-        layers.append(product.Operands(weight, numbers(out) if bias else None, a, b, scale))
-    settled = product.Settled(layers)
+        layers.append(fused_lora.Operands(weight, numbers(out) if bias else None, a, b, scale))
+    settled = fused_lora.Settled(layers)
     with torch.no_grad():
         found = settled(x)
     for ours, layer in zip(found, layers, strict=True):

@@ -14,10 +14,10 @@ from tiny import run_config
 from tiny_adapters import load, shake, tokens, write_base
 from whet.adapters import nf4
 from whet.adapters.adapter import adapters_off
-from whet.adapters.load import load_quantised
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.qlora import quantised_weights
 from whet.errors import ConfigError, ModelError
+from whet.model_io.load import load_quantised
 from whet.training.callbacks import Callback, StopRun
 
 CPU = torch.device("cpu")

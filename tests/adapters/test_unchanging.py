@@ -5,8 +5,8 @@ import torch
 
 import whet
 from whet.adapters.adapter import adapted, unchanging
-from whet.adapters.layer import LoRALinear
-from whet.generation.beam import beam_search
+from whet.adapters.layers.lora_linear import LoRALinear
+from whet.generation.beam_search import beam_search
 from whet.generation.engine import generate_tokens
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]

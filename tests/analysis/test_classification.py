@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from sklearn import metrics
 
-from whet.analysis.classification import _intervals, marked_report, reliability, single_report, softmax
-from whet.analysis.confusion import confusion_matrix, confusion_metrics, mark_metrics
-from whet.analysis.probe import LinearProbe
-from whet.reporting.classification import classification_text, draw
+from whet.evaluation.classifier_metrics import _intervals, marked_report, reliability, single_report, softmax
+from whet.evaluation.linear_probe import LinearProbe
+from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
+from whet.reporting.text.classifier_text import classification_text, draw
 
 NAMES = ["a", "b", "c", "d"]
 

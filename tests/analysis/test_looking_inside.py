@@ -6,11 +6,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import whet
 from tiny import write_tiny_model
-from whet.analysis import ActivationCapture, LinearProbe, attention_maps
 from whet.errors import ConfigError, DataError, ModelError
-from whet.models.bridge import load_bridge
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.evaluation.linear_probe import LinearProbe
+from whet.model_io.load_transformers import load_bridge
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.training.observe.activation_capture import ActivationCapture
+from whet.training.observe.attention_maps import attention_maps
 
 COMMON = {
     "vocab_size": 97,

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from tiny import random_examples
-from whet.adapters.lora import attach_lora
-from whet.analysis.precision import Examination, Path, PathResult, Row
+from whet.adapters.attach import attach_lora
 from whet.config.quality import Quality
 from whet.data.batches import make_batch
-from whet.data.rows import read_rows
-from whet.data.sources import open_source
+from whet.data.sources.source import open_source
 from whet.errors import DataError
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.models.tabular import QualitySpec, new_quality_model
-from whet.objectives.base import Loss
-from whet.objectives.regression import Regression
-from whet.objectives.routing import RoutedObjective
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.objectives.objective import Loss
+from whet.objectives.router_losses import RoutedObjective
 from whet.objectives.sft import SFT
-from whet.training.diagnosis import examine
+from whet.recipes.quality.regression import Regression
+from whet.recipes.quality.row_batches import read_rows
+from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
+from whet.studies.diagnose import examine
+from whet.studies.dtype_comparison import Examination, Path, PathResult, Row
 
 
 def tabular(arm="softmax", seed=0):

@@ -10,8 +10,8 @@ import yaml
 
 import whet
 from tiny import run_config
-from whet.config.load import load_config, make_config
-from whet.training.advise import advise
+from whet.config.load_config import load_config, make_config
+from whet.studies.advise import advise
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHELL = ["safe", "needs quoting", "non-deterministic", "not idempotent", "unsafe"]

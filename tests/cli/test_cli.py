@@ -210,7 +210,7 @@ def test_the_result_on_the_test_records_is_printed(cli, tmp_path, tiny_directory
 
 
 def test_an_unexpected_error_is_one_line_with_a_way_to_more(cli, monkeypatch):
-    monkeypatch.setattr("whet.models.hub.resolve", lambda name: 1 / 0)
+    monkeypatch.setattr("whet.model_io.hub.resolve", lambda name: 1 / 0)
     code, _, err = cli("pull", "x")
     assert code == 1
     assert err.splitlines() == [
@@ -350,14 +350,14 @@ def test_doctor_tells_device_precision_versions_and_cache(cli):
 def test_doctor_tells_of_a_gpu_whether_kernels_can_be_built(cli, monkeypatch, problem):
     from whet.cli import doctor
 
-    monkeypatch.setattr("whet.ops.kernels.kernels_problem", lambda: problem)
+    monkeypatch.setattr("whet.ops.dispatch.kernels_problem", lambda: problem)
     expected = "whet's own, by Triton" if problem is None else f"plain torch's, since {problem}"
     assert doctor._kernels(torch.device("cuda")) == {"kernels": expected}
     assert doctor._kernels(torch.device("cpu")) == {}
 
 
 def test_doctor_lists_models_below_the_cache_they_are_in(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr("whet.models.hub.cached_models", lambda: [("a-model", 2**29)])
+    monkeypatch.setattr("whet.model_io.hub.cached_models", lambda: [("a-model", 2**29)])
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     lines = [line.split() for line in cli("doctor")[1].splitlines()]
     assert lines[-2:] == [["cache", str(tmp_path)], ["a-model", "0.50", "GiB"]]

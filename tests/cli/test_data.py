@@ -17,10 +17,10 @@ from torch import get_default_device
 from transformers import AutoTokenizer
 
 from tiny import run_config, write_tiny_model, write_tokenizer
-from whet.config.load import load_config
+from whet.config.load_config import load_config
 from whet.models.decoder import Decoder
-from whet.reporting.data_text import DataText
-from whet.reporting.data_view import view_data
+from whet.reporting.data.data_text import DataText
+from whet.runs.inspect_data import view_data
 
 
 def chat(user, assistant):
@@ -80,8 +80,8 @@ def test_every_shape_of_a_file_is_counted(cli, config, monkeypatch):
     _, out, _ = cli("data", path)
     shapes = "1 messages, through the chat template; 2 completion, through the chat template; 1 text, without a template"
     assert f"4 ({shapes})" in out
-    monkeypatch.setattr("whet.reporting.data_view.SHAPES_COUNTED", 2)
-    monkeypatch.setattr("whet.reporting.describe_data.SHAPES_COUNTED", 2)
+    monkeypatch.setattr("whet.data.inspect.data_facts.SHAPES_COUNTED", 2)
+    monkeypatch.setattr("whet.reporting.data.data_wording.SHAPES_COUNTED", 2)
     _, out, _ = cli("data", path)
     assert "; 1 completion, through the chat template; of the first 2)" in out
     _, out, _ = cli("data", config())
@@ -363,7 +363,7 @@ def no_weights(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a model was built")
 
-    for name in ("whet.adapters.load.load_model", "whet.models.load.load_parameters"):
+    for name in ("whet.model_io.load.load_model", "whet.model_io.load.load_parameters"):
         monkeypatch.setattr(name, fail)
     monkeypatch.setattr(
         Decoder,

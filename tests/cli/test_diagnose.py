@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from tiny import run_config
-from whet.training import diagnosis
+from whet.studies import diagnose
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def test_a_healthy_model_is_fine_and_strict_agrees(cli, quality):
 
 def change_model(monkeypatch, change):
     """Let a command look at another model than the one it built."""
-    original = diagnosis.examine
+    original = diagnose.examine
 
     def examine(model, objective, batch):
         with torch.no_grad():
             change(model)
         return original(model, objective, batch)
 
-    monkeypatch.setattr(diagnosis, "examine", examine)
+    monkeypatch.setattr(diagnose, "examine", examine)
 
 
 def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tiny import run_config
-from whet.config.patterns import compile_pattern
+from whet.config.checks.patterns import compile_pattern
 
 RECORDS = [
     {"messages": [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"{n}"}]}

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import whet
 from tiny import run_config, write_tiny_model, write_tokenizer
-from whet.adapters.export import load_exact, write_export
-from whet.adapters.export_check import check_export
-from whet.adapters.files import LAYOUTS
-from whet.adapters.load import load_base
+from whet.model_io.export.export_check import check_export
+from whet.model_io.export.export_model import load_exact, write_export
+from whet.model_io.formats.adapter_files import LAYOUTS
+from whet.model_io.load import load_base
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -214,7 +214,7 @@ def test_without_mlx_the_check_says_that_it_could_not_be_made(run, tmp_path, cli
     [found] = check_export(load_exact(run), tmp_path, "mlx", dtype=torch.float32, kind="", tolerance=None)
     assert (found.passed, found.needed) == (None, True)
     assert found.text == "mlx_lm is not installed"
-    monkeypatch.setattr("whet.adapters.export.save_adapter", lambda *_, **__: None)
+    monkeypatch.setattr("whet.model_io.export.export_model.save_adapter", lambda *_, **__: None)
     code, out, _ = cli("export", run, "--to", "mlx", "--check")
     assert code == 4
     assert "not checked: mlx_lm is not installed" in out

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from tiny import run_config
-from whet.config.load import make_config
-from whet.training.advise import advise
-from whet.training.plan import plan_run
+from whet.config.load_config import make_config
+from whet.planning.plan import plan_run
+from whet.studies.advise import advise
 
 TOKENS = torch.arange(24).reshape(2, 12)
 BEFORE = {"checkpoint": {"every": 2}, "optim": {"lr": 3e-2}}

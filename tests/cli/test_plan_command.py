@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tiny import run_config, write_tiny_model
 from whet.cli.app import app
-from whet.config.load import load_config
+from whet.config.load_config import load_config
 from whet.errors import WhetError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

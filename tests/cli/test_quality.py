@@ -184,7 +184,7 @@ def test_ctrl_c_before_the_first_step_of_an_ablation_is_said(cli, config, monkey
     def interrupted(*_):
         raise KeyboardInterrupt("nothing to save")
 
-    monkeypatch.setattr("whet.training.several.train", interrupted)
+    monkeypatch.setattr("whet.studies.sweep.train", interrupted)
     code, _, err = cli("ablate", config, "--seeds", 2)
     assert code == 130
     assert "nothing to save" in err

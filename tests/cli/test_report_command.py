@@ -66,6 +66,6 @@ def test_what_cannot_be_done_is_one_message(cli, run, tmp_path, monkeypatch, arg
 
 
 def test_listing_runs_needs_no_torch():
-    code = "import sys, whet.reporting.run_list; print('torch' in sys.modules)"
+    code = "import sys, whet.reporting.run.run_list; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

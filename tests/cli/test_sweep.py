@@ -10,11 +10,11 @@ import yaml
 
 import whet
 from tiny import run_config
-from whet.config.load import load_config
+from whet.config.load_config import load_config
 from whet.errors import ConfigError
-from whet.training import several, sweep
+from whet.studies import sweep
+from whet.studies.sweep import plan_sweep
 from whet.training.callbacks import Callback
-from whet.training.sweep import plan_sweep
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def config(tiny_directory, tmp_path):
 @pytest.fixture
 def no_page(monkeypatch):
     """Pictures take longer than these runs."""
-    monkeypatch.setattr("whet.reporting.compare_page.write_comparison", lambda found, path: path)
+    monkeypatch.setattr("whet.reporting.compare.compare_page.write_comparison", lambda found, path: path)
 
 
 def settings_of(config, *arguments, **more):
@@ -178,7 +178,7 @@ def test_a_sweep_is_ordinary_runs_done_once_and_compared(cli, config, tmp_path, 
     def refuse(*_):
         raise AssertionError("it has finished")
 
-    monkeypatch.setattr("whet.reporting.compare_page.write_comparison", lambda found, path: path)
+    monkeypatch.setattr("whet.reporting.compare.compare_page.write_comparison", lambda found, path: path)
     with monkeypatch.context() as patched:
         patched.setattr(sweep, "finish", refuse)
         assert cli(*command)[:2] == (0, out)
@@ -216,9 +216,9 @@ class Interrupt(Callback):
 
 def test_ctrl_c_is_exit_code_3_and_the_same_command_goes_on(cli, config, tmp_path, monkeypatch, no_page):
     command = ("sweep", config, "method.rank=2,4,8", "run.name=s")
-    train = several.train
+    train = sweep.train
     monkeypatch.setattr(
-        several, "train", lambda plan, callbacks: train(plan, [*callbacks, Interrupt("rank-4-seed-0")])
+        sweep, "train", lambda plan, callbacks: train(plan, [*callbacks, Interrupt("rank-4-seed-0")])
     )
     code, out, err = cli(*command)
     assert (code, out) == (3, "")
@@ -226,7 +226,7 @@ def test_ctrl_c_is_exit_code_3_and_the_same_command_goes_on(cli, config, tmp_pat
     place = tmp_path / "runs" / "s"
     states = {run["name"]: run["status"] for run in json.loads((place / "sweep.json").read_text())["runs"]}
     assert states == {"rank-2-seed-0": "finished", "rank-4-seed-0": "stopped", "rank-8-seed-0": "waiting"}
-    monkeypatch.setattr(several, "train", train)
+    monkeypatch.setattr(sweep, "train", train)
     (place / "rank-2-seed-0").rename(place / "aside")  # then only the run that was stopped could tell
     code, _, err = cli(*command, "run.steps=9")
     assert (code, "has another run.steps than the runs it belongs to" in err) == (2, True)
@@ -242,7 +242,7 @@ def test_ctrl_c_before_the_first_step_is_exit_code_3_too(cli, config, monkeypatc
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(several, "train", interrupted)
+    monkeypatch.setattr(sweep, "train", interrupted)
     code, _, err = cli("sweep", config, "method.rank=2,4")
     assert code == 3
     assert "the same command goes on" in err
@@ -250,14 +250,14 @@ def test_ctrl_c_before_the_first_step_is_exit_code_3_too(cli, config, monkeypatc
 
 def test_a_run_that_fails_is_recorded_and_the_others_are_done(cli, config, tmp_path, monkeypatch, no_page):
     command = ("sweep", config, "method.rank=2,4,8", "run.name=s")
-    train = several.train
+    train = sweep.train
 
     def failing(plan, callbacks):
         if plan.method.rank == 2:
             raise RuntimeError("out of memory")
         return train(plan, callbacks)
 
-    monkeypatch.setattr(several, "train", failing)
+    monkeypatch.setattr(sweep, "train", failing)
     code, out, err = cli(*command)
     assert code == 1
     assert "rank=4" in out
@@ -268,7 +268,7 @@ def test_a_run_that_fails_is_recorded_and_the_others_are_done(cli, config, tmp_p
     code, out, err = cli(*command, "--metric", "eval_nothing")
     assert (code, out) == (2, "")
     assert "rank-2-seed-0: RuntimeError: out of memory" in err
-    monkeypatch.setattr(several, "train", train)
+    monkeypatch.setattr(sweep, "train", train)
     code, out, _ = cli(*command)
     assert (code, "rank=2" in out) == (0, True)
 

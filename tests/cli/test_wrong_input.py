@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import whet
 from tiny import run_config
-from whet.boundary import one_line, printable
+from whet.error_boundary import one_line, printable
 from whet.errors import DataError, RunError
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m"
@@ -115,7 +115,7 @@ def test_parquet_with_a_column_name_that_is_not_text(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": ["a"], "qqqq": ["b"]}), path)
     path.write_bytes(path.read_bytes().replace(b"qqqq", b"q\xff\xfeq"))
-    from whet.data.sources import open_source
+    from whet.data.sources.source import open_source
 
     with pytest.raises(DataError, match="x.parquet cannot be read"):
         list(open_source(str(path)))
@@ -206,7 +206,7 @@ def test_running_out_of_cpu_memory_outside_of_training(cli, directory, monkeypat
     def fail(*_, **__):
         torch.empty(2**60)
 
-    monkeypatch.setattr("whet.adapters.load.load", fail)
+    monkeypatch.setattr("whet.model_io.load.load", fail)
     code, _, err = cli("generate", directory, "hi")
     assert code == 1
     assert "error: out of memory (" in err
@@ -251,9 +251,9 @@ def test_a_reward_that_raises_escapes(cli, tiny_directory, tmp_path):
 TALKER = """
 import sys
 from whet.cli import app, generate
-import whet.generation.text, whet.adapters.load
-whet.adapters.load.load = lambda name: (None, None)
-whet.generation.text.generate = lambda *a, **k: "says \\x1b[2J\\x9bm\\nand more"
+import whet.generation.generate, whet.model_io.load
+whet.model_io.load.load = lambda name: (None, None)
+whet.generation.generate.generate = lambda *a, **k: "says \\x1b[2J\\x9bm\\nand more"
 sys.argv = ["whet", "generate", "x", "hi"]
 app.main()
 """
@@ -280,7 +280,7 @@ def test_generated_text_is_escaped_on_a_terminal_and_exact_in_a_pipe():
 
 WRITES_MEANWHILE = """
 import sys, threading
-from whet.boundary import panics_hidden
+from whet.error_boundary import panics_hidden
 
 sys.setswitchinterval(1e-6)
 done, failures = threading.Event(), []

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from whet.config.load import describe_keys, load_config, make_config, to_yaml
+from whet.config.load_config import describe_keys, load_config, make_config, to_yaml
 from whet.errors import ConfigError
 
 GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_size": 4}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.config.metrics import falls
+from whet.config.metric_direction import falls
 
 
 @pytest.mark.parametrize(

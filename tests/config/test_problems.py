@@ -4,11 +4,12 @@ import re
 
 import pytest
 
-from whet.config.load import make_config
+from whet.config.checks.error_messages import _paths
+from whet.config.checks.other_tools import OTHER_TOOLS
+from whet.config.load_config import make_config
 from whet.config.optim import Optim
-from whet.config.other_tools import OTHER_TOOLS
-from whet.config.problems import _paths
-from whet.config.sections import Run, RunConfig
+from whet.config.run import Run
+from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, WhetError, shorten
 
 GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_size": 4}}

@@ -3,8 +3,8 @@
 import pytest
 
 from tiny import run_config
-from whet.config.load import make_config, to_dict
-from whet.config.unread import unread_lines
+from whet.config.checks.unread_keys import unread_lines
+from whet.config.load_config import make_config, to_dict
 
 FULL = {"kind": "full"}
 

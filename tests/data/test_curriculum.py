@@ -12,7 +12,7 @@ from whet.data.curriculum import (
     length_curriculum,
     stages_by_length,
 )
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError
 
 
@@ -257,9 +257,9 @@ def test_a_single_stage_has_all_examples():
 def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_a_run(tmp_path):
     import json
 
-    from whet.config.load import make_config
-    from whet.reporting.cheap_count import count_cheaply
-    from whet.training.run_data import Needs, RunData
+    from whet.config.load_config import make_config
+    from whet.data.run_data import Needs, RunData
+    from whet.planning.dataset_count import count_cheaply
 
     for name, letters in (("easy", "abc"), ("hard", "xyz")):
         rows = [{"text": letters * (n + 1)} for n in range(4)]
@@ -300,7 +300,7 @@ def test_a_position_in_another_order_is_refused():
 
 
 def test_mlx_batches_do_not_go_from_easy_to_hard(tiny_directory, tmp_path):
-    from whet.config.load import make_config
+    from whet.config.load_config import make_config
 
     curriculum = {"kind": "difficulty", "hard": "synth:house-valid:8"}
     data = {"curriculum": curriculum, "order": "mlx", "pack": False}

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from tiny import TEMPLATE
-from whet.data.field_audit import FieldAudit, unread_fields
-from whet.data.prepare import Preparation
-from whet.data.prompts import read_prompts
-from whet.data.render import Renderer
-from whet.data.sources import open_source
+from whet.data.sources.source import open_source
+from whet.data.tokens.chat_template import Renderer
+from whet.data.tokens.field_audit import FieldAudit, unread_fields
+from whet.data.tokens.prepare_dataset import Preparation
+from whet.data.tokens.prompts import read_prompts
 
 CALL = [{"type": "function", "function": {"name": "light", "arguments": {"on": True}}}]
 TOOL = [{"type": "function", "function": {"name": "light", "description": "switches", "parameters": {}}}]
@@ -78,7 +78,7 @@ def test_a_field_that_is_always_left_out_costs_few_renderings(tiny):
 
 
 def _records(*fields):
-    from whet.data.sources import Record, checked
+    from whet.data.sources.source import Record, checked
 
     return [checked(Record(each, "here")) for each in fields]
 

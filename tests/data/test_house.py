@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import whet
-from whet.data.house import (
+from whet.data.synthetic.generators import GENERATORS, generate
+from whet.data.synthetic.house import (
     DELAYS,
     DEVICES,
     KNOWN_TEMPLATES,
@@ -20,7 +21,6 @@ from whet.data.house import (
     house,
     split_of,
 )
-from whet.data.synthetic import GENERATORS, generate
 from whet.errors import DataError
 
 SPLITS = ("train", "valid", "test")
@@ -41,7 +41,7 @@ def digest(records):
 
 def test_records_do_not_depend_on_the_process():
     program = (
-        "import hashlib, json, sys; from whet.data.house import house;"
+        "import hashlib, json, sys; from whet.data.synthetic.house import house;"
         "records = [house(split, 50) for split in ('train', 'valid', 'test')];"
         "print(hashlib.sha256(json.dumps(records).encode()).hexdigest(), 'torch' in sys.modules)"
     )
@@ -190,7 +190,7 @@ def test_a_seed_is_refused_where_records_do_not_depend_on_one():
 
 
 def test_more_than_there_is_names_the_spec_and_what_there_is(monkeypatch):
-    monkeypatch.setattr("whet.data.house.KNOWN_TEMPLATES", KNOWN_TEMPLATES[12:15])
+    monkeypatch.setattr("whet.data.synthetic.house.KNOWN_TEMPLATES", KNOWN_TEMPLATES[12:15])
     with pytest.raises(DataError, match=r"synth:house-valid:999999.*only \d+") as caught:
         generate("synth:house-valid:999999")
     available = int(caught.value.hint.split()[2])

@@ -5,8 +5,8 @@ import json
 import datasets
 import pytest
 
-from whet.data.hugging_face import Name, parse_name
-from whet.data.sources import holds_split, open_source
+from whet.data.sources.hf_datasets import Name, parse_name
+from whet.data.sources.source import holds_split, open_source
 from whet.errors import DataError
 
 ROWS = [{"text": "a", "note": None}, {"text": "b", "note": {"deep": [1]}}, {"text": "c", "note": None}]

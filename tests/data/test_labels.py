@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.config.load import make_config
-from whet.data.labels import Labels
-from whet.data.shapes import shaped
-from whet.data.shell_safety import CLASSES, FAULTS, shell_faults, shell_safety
-from whet.data.strata import held_out, oversampled
-from whet.data.synthetic import generate
+from whet.config.load_config import make_config
+from whet.data.class_balance import held_out, oversampled
+from whet.data.class_labels import Labels
+from whet.data.sources.record_formats import shaped
+from whet.data.synthetic.generators import generate
+from whet.data.synthetic.shell_safety import CLASSES, FAULTS, shell_faults, shell_safety
 from whet.errors import DataError
 
 ONE = Labels(["a", "b", "c"])

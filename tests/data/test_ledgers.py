@@ -4,9 +4,9 @@ import sqlite3
 
 import pytest
 
-from whet.data.ledgers import LEDGERS, check_ledgers, create_ledgers
-from whet.data.sources import DIRECTORY_READERS, open_source
+from whet.data.sources.source import DIRECTORY_READERS, open_source
 from whet.errors import DataError
+from whet.recipes.quality.ledgers import LEDGERS, check_ledgers, create_ledgers
 
 SIZES = (9, 11, 14, 7, 5, 16, 8, 4)
 

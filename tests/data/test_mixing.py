@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.data.mixing import check_pass, mix
+from whet.data.sources.source_mixing import check_pass, mix
 from whet.errors import DataError
 
 sources = st.lists(

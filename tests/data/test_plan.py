@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiny import random_examples
 from whet.data.batches import IGNORED, BatchStream, evaluation_batches, make_batch
-from whet.data.plan import StepSettings, fisher_yates, permutation, plan_epoch, split_step
+from whet.data.packing import StepSettings, fisher_yates, permutation, plan_epoch, split_step
 from whet.errors import ConfigError, DataError
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)

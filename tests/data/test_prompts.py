@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from whet.data.prompts import read_prompts
-from whet.data.sources import open_source
-from whet.data.synthetic import generate
+from whet.data.sources.source import open_source
+from whet.data.synthetic.generators import generate
+from whet.data.tokens.prompts import read_prompts
 from whet.errors import DataError
 
 

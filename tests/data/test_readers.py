@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from tiny import read_records
-from whet.data import files, json_array, readers
-from whet.data.sources import open_source
+from whet.data.sources import compressed_files, json_array, readers
+from whet.data.sources.source import open_source
 from whet.errors import DataError
 
 CHAT = [{"role": "user", "content": "Grüße, 你好"}, {"role": "assistant", "content": 'a "b"\n,\tc'}]
@@ -196,7 +196,7 @@ def test_a_zst_file_that_was_cut_off_is_no_whole_one(tmp_path):
 
 
 def test_a_line_beyond_the_limit_is_named_and_what_follows_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 40)
+    monkeypatch.setattr(compressed_files, "MAX_RECORD_BYTES", 40)
     lines = ['{"text": "a"}', '{"text": "' + "b" * 60 + '"}', '{"text": "c"}']
     for name, head in (("a.jsonl", []), ("a.csv", ["text"])):
         path = write(tmp_path, name, "\n".join([*head, *lines]))

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 import whet
 from tiny import TEMPLATE, read_records, write_tokenizer
-from whet.data.encode import Encoder, token_bytes
-from whet.data.render import Renderer
-from whet.data.sources import Record
+from whet.data.sources.source import Record
+from whet.data.tokens.chat_template import Renderer
+from whet.data.tokens.tokenize import Encoder, token_bytes
 from whet.errors import DataError
 
 

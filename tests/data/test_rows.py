@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from whet.data.plan import StepSettings
-from whet.data.quality import CATEGORIES, INPUTS, OUTPUTS, regression_weights
-from whet.data.rows import RowStream, read_rows, row_batches
-from whet.data.sources import open_source
-from whet.data.synthetic import generate
+from whet.data.packing import StepSettings
+from whet.data.sources.source import open_source
+from whet.data.synthetic.generators import generate
 from whet.errors import CheckpointError, DataError
+from whet.recipes.quality.row_batches import RowStream, read_rows, row_batches
+from whet.recipes.quality.synthetic_rows import CATEGORIES, INPUTS, OUTPUTS, regression_weights
 
 
 def table(spec):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from whet.data.shapes import SHAPES, shaped
-from whet.data.sources import Record, checked
+from whet.data.sources.record_formats import SHAPES, shaped
+from whet.data.sources.source import Record, checked
 from whet.errors import DataError
 
 USER, REPLY, OTHER = (
@@ -168,7 +168,7 @@ def test_a_format_takes_another_shape_than_the_first():
 def test_the_formats_of_the_config_are_the_shapes():
     from typing import get_args
 
-    from whet.config.sections import Data
+    from whet.config.data import Data
 
     assert set(get_args(Data.model_fields["format"].annotation)) == {
         "auto",

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiny import read_records
-from whet.config.sections import WeightedSource
-from whet.data.sources import holds_split, open_source
-from whet.data.synthetic import GENERATORS, generate
+from whet.config.data import WeightedSource
+from whet.data.sources.source import holds_split, open_source
+from whet.data.synthetic.generators import GENERATORS, generate
 from whet.errors import DataError
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import whet
 from tiny import random_examples, run_config
 from whet import storage
-from whet.data import endings
-from whet.data.examples import Example, cut
-from whet.data.prepare import Preparation
-from whet.data.sources import open_source
-from whet.data.store import open_store, write_store
+from whet.data.sources.source import open_source
+from whet.data.tokens import eos_check
+from whet.data.tokens.examples import Example, cut
+from whet.data.tokens.prepare_dataset import Preparation
+from whet.data.tokens.token_store import open_store, write_store
 from whet.errors import DataError
 
 
@@ -132,7 +132,7 @@ def test_an_end_is_looked_for_in_a_few_examples_from_all_over_the_records(tmp_pa
     """The token 119 ends records of 20."""
     unfinished, whole = example(10, {9}), example(20, {18, 19})
     how = {"max_length": 17, "too_long": "split"}
-    monkeypatch.setattr(endings, "_MOST_LOOKED_AT", 4)
+    monkeypatch.setattr(eos_check, "_MOST_LOOKED_AT", 4)
     for records, ends, looked_at in (
         ([unfinished] * 9, {119}, 4),
         ([unfinished] * 2, {119}, 2),
@@ -142,7 +142,7 @@ def test_an_end_is_looked_for_in_a_few_examples_from_all_over_the_records(tmp_pa
         ([*[unfinished] * 7, whole, unfinished], {119}, 4),
     ):
         _, found = cut_lengths(tmp_path, records, **how)
-        assert endings.endless(found, ends) == looked_at
+        assert eos_check.endless(found, ends) == looked_at
 
 
 @settings(max_examples=60, deadline=None)
@@ -238,8 +238,8 @@ def test_bad_records_stop_the_run_or_are_counted(tiny, tmp_path):
 def test_another_format_makes_a_new_store(tiny_directory, tmp_path):
     from transformers import AutoTokenizer
 
-    from whet.config.load import make_config
-    from whet.training.run_data import Needs, RunData
+    from whet.config.load_config import make_config
+    from whet.data.run_data import Needs, RunData
 
     path = tmp_path / "both.jsonl"
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "text": "another text"}))

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tiny import TEMPLATE
-from whet.data.encode import Encoder
-from whet.data.prepare import Preparation
-from whet.data.render import Renderer
-from whet.data.sources import Record, checked, open_source
+from whet.data.sources.source import Record, checked, open_source
+from whet.data.tokens.chat_template import Renderer
+from whet.data.tokens.prepare_dataset import Preparation
+from whet.data.tokens.tokenize import Encoder
 from whet.errors import DataError
 
 SMOL = (  # as SmolLM2's: contents are joined to text, and nothing else is written

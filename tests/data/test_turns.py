@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_render import ODD_TEMPLATES, record
 
-from whet.data.render import Renderer
+from whet.data.tokens.chat_template import Renderer
 from whet.errors import DataError
 
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from whet.data import encode as encode_module
-from whet.data import windows
-from whet.data.encode import Encoder
-from whet.data.render import Rendering
+from whet.data.tokens import long_texts
+from whet.data.tokens import tokenize as encode_module
+from whet.data.tokens.chat_template import Rendering
+from whet.data.tokens.tokenize import Encoder
 from whet.errors import DataError
 
 WORDS = [
@@ -89,7 +89,7 @@ class Wrapped:
 @pytest.fixture
 def short(monkeypatch):
     for name, size in (("LONG", 2000), ("OVERLAP", 600), ("_AGREEING", 64), ("MAX_WHOLE", 5000)):
-        monkeypatch.setattr(windows, name, size)
+        monkeypatch.setattr(long_texts, name, size)
     monkeypatch.setattr(encode_module, "LONG", 2000)
 
 
@@ -104,8 +104,8 @@ def test_windows_give_the_tokens_and_marks_of_the_whole(make, plain, monkeypatch
             wanted = encoder.example(rendering)
             with monkeypatch.context() as patched:
                 for name, size in (("LONG", 4000), ("OVERLAP", 1000), ("_AGREEING", 100)):
-                    patched.setattr(windows, name, size)
-                patched.setattr(windows, "MAX_WHOLE", 0)  # never whole
+                    patched.setattr(long_texts, name, size)
+                patched.setattr(long_texts, "MAX_WHOLE", 0)  # never whole
                 patched.setattr(encode_module, "LONG", 4000)
                 example = encoder.example(rendering)
             assert example.tokens.tolist() == wanted.tokens.tolist()
@@ -139,8 +139,8 @@ def test_memory_does_not_grow_with_the_text(tiny_directory):
     code = f"""
 import resource
 from transformers import AutoTokenizer
-from whet.data.encode import Encoder
-from whet.data.render import Rendering
+from whet.data.tokens.tokenize import Encoder
+from whet.data.tokens.chat_template import Rendering
 tokenizer = AutoTokenizer.from_pretrained({str(tiny_directory)!r})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 text = "some words that repeat " * 434_000

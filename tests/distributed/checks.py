@@ -9,8 +9,8 @@ from torch.distributed import distributed_c10d
 
 import whet
 import whet.errors
-from whet.parallel.shard import local_bytes_of
-from whet.training import stepping
+from whet.parallel.fsdp import local_bytes_of
+from whet.training import step
 from whet.training.callbacks import Callback, EvaluationStoppedError
 
 
@@ -65,7 +65,7 @@ def whole(tensor):
 def watched_train(config, again=None, stop_at=None):
     """Train, and tell what was computed where."""
     watch = Watch()
-    taken, masked_step = stepping.taken, stepping.masked_step
+    taken, masked_step = step.taken, step.masked_step
 
     def noted(world, batches, **rest):
         for place, batch, counts in taken(world, batches, **rest):
@@ -79,12 +79,12 @@ def watched_train(config, again=None, stop_at=None):
             watch.gradient /= divisor.double()
         masked_step(optimizer, **rest)
 
-    stepping.taken, stepping.masked_step = noted, noted_step
+    step.taken, step.masked_step = noted, noted_step
     try:
         callbacks = [watch] if stop_at is None else [watch, StopAt(stop_at)]
         watch.result = whet.train(config, callbacks) if again is None else whet.resume(again, callbacks)
     finally:
-        stepping.taken, stepping.masked_step = taken, masked_step
+        step.taken, step.masked_step = taken, masked_step
     return watch
 
 
@@ -137,34 +137,34 @@ def nonfinite_on_one(world, out, config):
     found = {}
     for what in ("skip", "stop"):
         run = {**config["run"], "on_nonfinite": what, "name": what}
-        weighted_loss, calls = stepping.weighted_loss, []
+        weighted_loss, calls = step.weighted_loss, []
 
         def broken(*arguments, calls=calls, weighted_loss=weighted_loss, **rest):
             share, metrics = weighted_loss(*arguments, **rest)
             calls.append(1)
             return share * (float("nan") if world.rank == 1 and len(calls) == 2 else 1.0), metrics
 
-        stepping.weighted_loss = broken
+        step.weighted_loss = broken
         try:
             found[what] = watched_train({**config, "run": run}).hashes
         except whet.errors.RunError as error:
             found[what] = str(error)
         finally:
-            stepping.weighted_loss = weighted_loss
+            step.weighted_loss = weighted_loss
     return found
 
 
 def small_buckets(world, out, config):
     """A run whose gradients are sent in many pieces: how many were on their way before the backward ended."""
-    from whet.parallel import gradients
+    from whet.parallel import gradient_sync
 
-    finish, early = gradients.GradientSum.finish, []
+    finish, early = gradient_sync.GradientSum.finish, []
 
     def noted(self):
         early.append((self._next, len(self.buckets)))
         finish(self)
 
-    gradients._BUCKET_NUMBERS, gradients.GradientSum.finish = 2000, noted
+    gradient_sync._BUCKET_NUMBERS, gradient_sync.GradientSum.finish = 2000, noted
     return watched_train(config).found() | {"early": early}
 
 
@@ -184,9 +184,9 @@ def tell(world, out):
     """Everything a world can do, with what differs by rank."""
     import time
 
-    from whet.config.load import make_config
+    from whet.config.load_config import make_config
     from whet.errors import DataError, WhetError
-    from whet.parallel.start import agreed, seed_rank
+    from whet.parallel.preflight import agreed, seed_rank
 
     def fail_on(rank, error):
         def compute(mine):

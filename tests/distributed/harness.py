@@ -23,7 +23,7 @@ def free_port():
 def _context():
     """Processes forked from one that has imported everything and computed nothing yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["whet.training.run", "transformers", "distributed.checks"])
+    context.set_forkserver_preload(["whet.runs.run", "transformers", "distributed.checks"])
     return context
 
 
@@ -77,7 +77,7 @@ def _work(rank, size, port, check, out, arguments, environment):
     import torch
 
     from distributed import checks
-    from whet.parallel.group import joined
+    from whet.parallel.process_group import joined
 
     torch.set_num_threads(1)
     try:

@@ -9,9 +9,9 @@ from contextlib import suppress
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "whet.training.run",
-        "whet.parallel.checkpoint",
-        "whet.parallel.watch",
+        "whet.runs.run",
+        "whet.parallel.sharded_checkpoint",
+        "whet.parallel.watchdog",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "transformers.models.llama.modeling_llama",

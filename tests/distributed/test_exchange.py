@@ -12,7 +12,7 @@ import whet
 from distributed.commands import rank_processes, started, wait_for_step, whet_command, write_config
 from distributed.harness import run_world
 from whet.errors import CheckpointError, ConfigError, RunError, StorageError
-from whet.parallel.exchange import describe_error, restore_error
+from whet.parallel.object_exchange import describe_error, restore_error
 
 SOURCE = Path(whet.__file__).parent
 PICKLES = re.compile(

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.harness import free_port, run_world
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.errors import ConfigError
-from whet.parallel.group import SOLO, UnreachableError, World, joined
-from whet.parallel.start import agreed, check_device, check_sharding
+from whet.parallel.preflight import agreed, check_device, check_sharding
+from whet.parallel.process_group import SOLO, UnreachableError, World, joined
 
 CONFIG = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size": 1}}
 

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed.ranks import run_ranks
-from whet.parallel.gradients import clip, total_norm
+from whet.training.grad_clip import clip, total_norm
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 

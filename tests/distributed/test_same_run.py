@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 import tiny
 from distributed.checks import watched_train
 from distributed.harness import run_world
-from whet.config.load import load_config
-from whet.training.plan import plan_run
+from whet.config.load_config import load_config
+from whet.planning.plan import plan_run
 
 STEPS = 20
 

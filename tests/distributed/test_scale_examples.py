@@ -11,7 +11,7 @@ import yaml
 from distributed.checks import train_on  # noqa: F401 # the name that run_world looks for
 from distributed.harness import run_world
 from whet.cli.app import app
-from whet.config.load import load_config, to_dict
+from whet.config.load_config import load_config, to_dict
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scale"
 

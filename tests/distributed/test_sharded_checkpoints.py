@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed.ranks import run_ranks
 from whet.errors import CheckpointError, StorageError
-from whet.models.shards import fill, has_shards, stored_tensors, whole_tensors
-from whet.parallel.checkpoint import write_sharded
+from whet.model_io.sharded_tensors import fill, has_shards, stored_tensors, whole_tensors
+from whet.parallel.sharded_checkpoint import write_sharded
 from whet.storage import check_manifest, write_safetensors
 
 SHAPES = {"matrix": (5, 3), "row": (1, 7), "vector": (4,), "one": (1,), "odd": (3, 2, 2)}
@@ -132,7 +132,7 @@ def test_a_full_disk_on_one_rank_is_said_on_all_and_leaves_the_older_checkpoint(
 
 def save_elsewhere(rank, path):
     """As on a node that does not see the first one's disk."""
-    import whet.parallel.checkpoint as module
+    import whet.parallel.sharded_checkpoint as module
 
     if rank == 1:
         module.on_first, honest = (

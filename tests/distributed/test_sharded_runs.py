@@ -10,8 +10,8 @@ import tiny
 import whet
 from distributed.checks import train_on
 from distributed.harness import run_world
-from whet.adapters.load import checkpoint_weights
-from whet.models.shards import has_shards
+from whet.model_io.checkpoint_weights import checkpoint_weights
+from whet.model_io.sharded_tensors import has_shards
 from whet.storage import check_manifest
 
 STEPS = 10

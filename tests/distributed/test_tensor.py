@@ -12,10 +12,10 @@ from tiny import write_tiny_model
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
 from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpec, NormSpec, RopeSpec
-from whet.ops.head import Head
-from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.parallel.group import World
-from whet.parallel.tensor import NeighbourGradients, cut_layers, refuse_uncuttable
+from whet.ops.cross_entropy import linear_cross_entropy
+from whet.ops.lm_head import Head
+from whet.parallel.process_group import World
+from whet.parallel.tensor_parallel import NeighbourGradients, cut_layers, refuse_uncuttable
 
 KINDS = {
     "llama": {},

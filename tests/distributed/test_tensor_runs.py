@@ -8,7 +8,7 @@ import tiny
 from distributed.checks import train_on
 from distributed.harness import run_world
 from distributed.test_resume import distance
-from whet.models.shards import has_shards
+from whet.model_io.sharded_tensors import has_shards
 
 
 def config(tiny_directory, directory, steps, **parallel):

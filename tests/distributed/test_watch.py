@@ -22,7 +22,7 @@ def train(rank, world, ports, log, trouble, at):
     import torch
     import torch.distributed as dist
 
-    from whet.parallel.watch import Watch
+    from whet.parallel.watchdog import Watch
 
     store = joined(rank, world, ports)
     watch = Watch(dist.PrefixStore("whet", store), rank=rank, size=world, limit_s=LIMIT_S)

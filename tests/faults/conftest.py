@@ -23,7 +23,7 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     if target := os.environ.get("WHET_FAULTS"):
-        from whet.training.provenance import versions
+        from whet.runs.provenance import versions
 
         rows = {name: TABLE[name] for name in sorted(TABLE)}
         Path(target).write_text(json.dumps({"faults": rows, "versions": versions()}, indent=2) + "\n")

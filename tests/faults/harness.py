@@ -35,7 +35,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
         "whet.cli.app",
-        "whet.training.run",
+        "whet.runs.run",
         "whet.reporting.progress",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.llama.modeling_llama",

@@ -6,7 +6,7 @@ import pytest
 
 from faults.harness import Boundary, Case, Fault, same, timeless
 from tiny import run_config
-from whet.data.shell_safety import CLASSES
+from whet.data.synthetic.shell_safety import CLASSES
 
 
 def case(tiny_directory, directory):

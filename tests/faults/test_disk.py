@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import whet
 from faults.harness import place_of
 from tiny import run_config
-from whet.data.ledgers import create_ledgers
 from whet.errors import RunError, StorageError
+from whet.recipes.quality.ledgers import create_ledgers
 from whet.storage import append_text, check_manifest, new_directory, write_text
 from whet.training.callbacks import Callback, StopRun
 

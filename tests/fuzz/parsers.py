@@ -98,7 +98,7 @@ class yaml_config:
         return f"{path.name}: {said}"
 
     def parse(directory):
-        from whet.config.load import load_config, make_config, parse_yaml, to_dict, to_yaml
+        from whet.config.load_config import load_config, make_config, parse_yaml, to_dict, to_yaml
 
         for path in sorted(directory.iterdir()):
             config = load_config(path, ["run.seed=3"])
@@ -127,7 +127,7 @@ def tokenizer():
     from pathlib import Path
 
     from tiny import write_tokenizer
-    from whet.models.load import load_tokenizer
+    from whet.model_io.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as place:
         write_tokenizer(place)
@@ -136,9 +136,9 @@ def tokenizer():
 
 def read_records(path):
     """Read, shape, render and tokenise; a record that is refused is one, whatever comes after it."""
-    from whet.data.encode import Encoder
-    from whet.data.render import Renderer, text_of
-    from whet.data.sources import open_source
+    from whet.data.sources.source import open_source
+    from whet.data.tokens.chat_template import Renderer, text_of
+    from whet.data.tokens.tokenize import Encoder
 
     renderer, encoder = Renderer(tokenizer()), Encoder(tokenizer())
     source = open_source(str(path), on_bad="skip")
@@ -380,8 +380,8 @@ class model_config:
     def parse(directory):
         load_and_use(directory / "bridged")
         load_and_use(directory / "native")
-        from whet.training.model_facts import model_facts
-        from whet.training.sketches import read_model
+        from whet.planning.meta_model import read_model
+        from whet.planning.model_facts import model_facts
 
         for kind in ("native", "bridged"):
             model_facts(str(directory / kind), tokens=260)
@@ -423,7 +423,7 @@ class gguf_file:
         return f"header: {said}"
 
     def parse(directory):
-        from whet.models.gguf import convert_gguf
+        from whet.model_io.gguf.reader import convert_gguf
 
         shutil.rmtree(directory / "converted", ignore_errors=True)
         convert_gguf(directory / "x.gguf", directory / "converted")
@@ -449,7 +449,7 @@ REGEXES = [
 class tokenizer_files:
     def build(directory):
         from tiny import write_tokenizer
-        from whet.models.encoders import make_tokenizer
+        from whet.models.from_scratch.train_tokenizer import make_tokenizer
 
         write_tokenizer(directory / "bytes")
         made = make_tokenizer(
@@ -520,9 +520,9 @@ class tokenizer_files:
         return f"{folder.name} {path.name} {part}: {str(said)[:200]}"
 
     def parse(directory):
-        from whet.data.encode import Encoder, open_ids, token_bytes
-        from whet.data.render import Rendering
-        from whet.models.load import load_tokenizer
+        from whet.data.tokens.chat_template import Rendering
+        from whet.data.tokens.tokenize import Encoder, open_ids, token_bytes
+        from whet.model_io.tokenizer import load_tokenizer
 
         for folder in ("bytes", "bpe"):
             words = load_tokenizer(directory / folder)
@@ -569,8 +569,8 @@ class chat_template:
     def parse(directory):
         import copy
 
-        from whet.data.render import Renderer
-        from whet.data.sources import Record
+        from whet.data.sources.source import Record
+        from whet.data.tokens.chat_template import Renderer
 
         for path in sorted(directory.iterdir()):
             words = copy.deepcopy(tokenizer())
@@ -584,7 +584,7 @@ class chat_template:
                     with suppress(WhetError):
                         use(record)
             with suppress(WhetError):
-                from whet.generation.text import encode_prompt
+                from whet.generation.generate import encode_prompt
 
                 encode_prompt(words, "hi")
 
@@ -672,9 +672,9 @@ class run_directory:
         return f"{path.name}: {said}"
 
     def parse(directory):
-        from whet.reporting.comparison import compare_runs
-        from whet.reporting.report import write_report
-        from whet.reporting.run_list import list_runs, runs_text
+        from whet.reporting.run.report_page import write_report
+        from whet.reporting.run.run_list import list_runs, runs_text
+        from whet.studies.compare_runs import compare_runs
 
         runs_text(list_runs(directory), 0.0)
         ways = [lambda: write_report(directory), lambda: compare_runs([directory])]
@@ -699,7 +699,7 @@ def agree(checkpoint, path):
 @parser(cases=100)
 class tkp1_file:
     def build(directory):
-        from whet.models.tkp1 import Tkp1Record, write_tkp1
+        from whet.recipes.quality.tkp1 import Tkp1Record, write_tkp1
 
         directory.mkdir()
         ones = np.ones(4, np.float32)
@@ -712,7 +712,7 @@ class tkp1_file:
         return damage_file(directory / "x.tkp1", rng)
 
     def parse(directory):
-        from whet.models.tkp1 import read_tkp1
+        from whet.recipes.quality.tkp1 import read_tkp1
 
         read_tkp1(directory / "x.tkp1")
 

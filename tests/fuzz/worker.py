@@ -20,7 +20,7 @@ MOST_LINES, LONGEST_LINE = 40, 4000
 
 def judge(error):
     """What is wrong with how a case ended, or None."""
-    from whet.boundary import is_out_of_memory
+    from whet.error_boundary import is_out_of_memory
     from whet.errors import WhetError
 
     if error is None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import whet
 from tiny import random_examples, write_tiny_model
 from whet.errors import ConfigError, DataError
-from whet.generation.beam import beam_search
+from whet.generation.beam_search import beam_search
 
 PROMPTS = [example.tokens for example in random_examples(4, seed=1, shortest=2, longest=20)]
 STOPS = [*range(0, 260, 9)]  # many, so that hypotheses end at all lengths

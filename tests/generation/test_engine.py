@@ -9,7 +9,7 @@ from tiny import random_examples
 from whet.errors import DataError
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
-from whet.models.bridge import Bridge
+from whet.models.transformers_bridge import Bridge
 
 
 def prompts(count=5, shared=0):

@@ -8,11 +8,12 @@ import whet
 from tiny import random_examples, run_config
 from whet.errors import DataError, ModelError
 from whet.generation.engine import generate_tokens
-from whet.generation.speculative import load_with_heads, speculate
-from whet.models.initialise import from_scratch
+from whet.generation.speculative import speculate
+from whet.model_io.load import load_with_heads
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
 from whet.models.mtp import new_heads
-from whet.models.presets import preset_spec
-from whet.objectives import MultiTokenPrediction
+from whet.objectives.mtp import MultiTokenPrediction
 from whet.ops.attention import Layout
 
 

@@ -6,7 +6,7 @@ import torch
 import whet
 from tiny import random_examples, write_tiny_model
 from whet.adapters.adapter import adapted
-from whet.generation import rows, static
+from whet.generation import cuda_graph, decode_batch
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
 
@@ -44,11 +44,11 @@ def test_static_steps_equal_growing_ones(tiny, sampling, request):
 def test_a_cache_that_gets_full_grows(tiny, monkeypatch):
     model, _ = tiny
     expected = decode(model, max_tokens=100, stop_tokens=set())
-    monkeypatch.setattr(rows, "_AHEAD", 1)
-    monkeypatch.setattr(rows, "_BLOCK", 4)
+    monkeypatch.setattr(decode_batch, "_AHEAD", 1)
+    monkeypatch.setattr(decode_batch, "_BLOCK", 4)
     made = []
-    original = static.StaticRows._make_room
-    monkeypatch.setattr(static.StaticRows, "_make_room", lambda self: (made.append(1), original(self)))
+    original = cuda_graph.StaticRows._make_room
+    monkeypatch.setattr(cuda_graph.StaticRows, "_make_room", lambda self: (made.append(1), original(self)))
     same(decode(model, max_tokens=100, stop_tokens=set()), expected)
     assert len(made) > 1
 
@@ -57,7 +57,7 @@ def test_a_cache_that_gets_full_grows(tiny, monkeypatch):
 def test_no_step_changes_a_shape_or_moves_a_tensor(tiny, monkeypatch):
     """What a CUDA graph needs: every step works on the same memory."""
     seen = set()
-    original = static.StaticRows.step
+    original = cuda_graph.StaticRows.step
 
     def step(self):
         original(self)
@@ -65,7 +65,7 @@ def test_no_step_changes_a_shape_or_moves_a_tensor(tiny, monkeypatch):
         stores = (*self.cache._keys, *self.cache._values, self.picker.keys, self.picker.count)
         seen.add(tuple((tensor.data_ptr(), tuple(tensor.shape)) for tensor in (*tensors, *stores)))
 
-    monkeypatch.setattr(static.StaticRows, "step", step)
+    monkeypatch.setattr(cuda_graph.StaticRows, "step", step)
     decode(tiny[0], stop_tokens=set(), sampling=Sampling(temperature=1.0))
     assert len(seen) == 1
 
@@ -115,4 +115,4 @@ def test_adapters_attached_merged_and_uncached_agree(tiny, variant, steps, reque
 
 def test_graphs_are_for_native_models_on_cuda(tiny):
     model, _ = tiny
-    assert static.graphs_problem(model, model.new_cache()) == "there are no CUDA graphs on cpu"
+    assert cuda_graph.graphs_problem(model, model.new_cache()) == "there are no CUDA graphs on cpu"

@@ -8,13 +8,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import whet
-from whet.data.prepare import encode_records
-from whet.data.sources import Record
+from whet.data.sources.source import Record
+from whet.data.tokens.prepare_dataset import encode_records
 from whet.errors import ConfigError, DataError
+from whet.generation.best_of_n import best_of_n, majority_vote, sample_answers
 from whet.generation.engine import complete
-from whet.generation.selection import best_of_n, majority_vote, sample_answers
-from whet.generation.stops import TextStream, cut, stop_watch
-from whet.generation.text import encode_prompt
+from whet.generation.generate import encode_prompt
+from whet.generation.stop_strings import TextStream, cut, stop_watch
 
 
 def stream_of(tokenizer, text, stops):

@@ -11,27 +11,27 @@ from safetensors.torch import load_file
 import whet
 from tiny import random_examples, run_config
 from whet.adapters.adapter import adapted, unchanging
-from whet.adapters.layer import LoRALinear, LoRASettings
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
 from whet.adapters.nf4 import dequantise, quantise
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, make_batch
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
+from whet.generation.cuda_graph import StaticRows
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
-from whet.generation.static import StaticRows
 from whet.hardware import choose_precision
-from whet.models.experts import mixtures
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.objectives.routing import RoutedObjective
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.models.moe import mixtures
+from whet.objectives.router_losses import RoutedObjective
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout, attend
 from whet.ops.grouped_experts import grouped_linear, grouped_problem, loop_linear
-from whet.ops.head import Head
-from whet.ops.softmax_rows import row_losses
-from whet.training import adamw
+from whet.ops.lm_head import Head
+from whet.ops.log_softmax import row_losses
 from whet.training.callbacks import Callback, StopRun
-from whet.training.routing import RouterMetrics
+from whet.training.optim import adamw
+from whet.training.router_balancing import RouterMetrics
 from whet.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -373,9 +373,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, com
 
 def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path):
     """Copies off the device are queued: the next step must not overtake them."""
-    from whet.config.sections import Checkpoint
+    from whet.config.run import Checkpoint
     from whet.training.checkpoint import checkpoint_path, contents_of
-    from whet.training.saving import Saver
+    from whet.training.checkpoint_writer import Saver
 
     model = torch.nn.Linear(4096, 4096, device=CUDA)
     saver = Saver(tmp_path, Checkpoint(keep=3))

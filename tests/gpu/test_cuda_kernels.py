@@ -7,19 +7,19 @@ import torch
 
 import whet
 from tiny import run_config
-from whet.adapters.layer import LoRALinear, LoRASettings
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
 from whet.generation.engine import complete, generate_tokens
 from whet.models.feedforward import FeedForward
 from whet.models.norms import OffsetRMSNorm, RMSNorm
 from whet.models.rope import rotate, rotation
 from whet.models.spec import FeedForwardSpec
-from whet.ops import fused, gated
-from whet.ops.gated import gated_gradients, gated_output
-from whet.ops.head import Head
-from whet.ops.kernels import kernels_work
-from whet.ops.softmax_rows import row_losses
-from whet.training import adamw
-from whet.training.adamw import AdamW
+from whet.ops.dispatch import kernels_work
+from whet.ops.kernels import fused_decode, lora_swiglu
+from whet.ops.kernels.lora_swiglu import gated_gradients, gated_output
+from whet.ops.lm_head import Head
+from whet.ops.log_softmax import row_losses
+from whet.training.optim import adamw
+from whet.training.optim.adamw import AdamW
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
@@ -87,13 +87,13 @@ def test_a_norm_in_one_kernel_is_the_plain_one(size, kind, dtype):
     torch.nn.init.normal_(norm.weight)
     wide = torch.randn(2, 3, 7, 2 * size, device="cuda").to(dtype) * 3
     for x in (wide[..., :size].contiguous(), wide[..., size:], wide[..., :size].transpose(1, 2)):
-        with torch.no_grad(), fused.decoding():
+        with torch.no_grad(), fused_decode.decoding():
             found = norm(x)
         assert found.grad_fn is None
         assert_a_digit_apart(found, norm(x).detach())
     if dtype != torch.float32:  # a float32 master under 16-bit states
         norm.float()
-        with torch.no_grad(), fused.decoding():
+        with torch.no_grad(), fused_decode.decoding():
             found = norm(wide[..., :size])
         assert_a_digit_apart(found, norm(wide[..., :size]).detach())
 
@@ -111,7 +111,7 @@ def test_a_rotation_in_one_kernel_is_the_plain_one(size, dtype):
         for kind in (dtype, torch.float32):
             cos, sin = (each.to(kind) for each in rotation(places, frequencies))
             plain = rotate(x, cos, sin)
-            with torch.no_grad(), fused.decoding():
+            with torch.no_grad(), fused_decode.decoding():
                 found = rotate(x, cos, sin)
             assert found.dtype == plain.dtype
             # in 16 bits each product is rounded by itself; in 32 one of them may not be
@@ -127,22 +127,22 @@ def test_a_gate_in_one_kernel_is_the_plain_one(width, fused_weights, dtype):
     layer = FeedForward(FeedForwardSpec(width=width, fused=fused_weights), d_model=32).to("cuda", dtype)
     layer.down_proj = torch.nn.Identity()
     x = 8 * torch.randn(3, 7, 32, device="cuda").to(dtype)
-    with torch.no_grad(), fused.decoding():
+    with torch.no_grad(), fused_decode.decoding():
         found = layer(x)
     assert_a_digit_apart(found, layer(x).detach())
 
 
 def test_only_decoding_and_only_where_nothing_asks_for_gradients():
     x = torch.ones(2, 8, device="cuda")
-    assert not fused.suits(x)
+    assert not fused_decode.suits(x)
     with torch.no_grad():
-        assert not fused.suits(x)
-    with torch.no_grad(), fused.decoding():
-        assert fused.suits(x, x.bfloat16())
-        assert not fused.suits(x, x.cpu())
-        assert not fused.suits(x.double())
-    with fused.decoding():
-        assert not fused.suits(x)
+        assert not fused_decode.suits(x)
+    with torch.no_grad(), fused_decode.decoding():
+        assert fused_decode.suits(x, x.bfloat16())
+        assert not fused_decode.suits(x, x.cpu())
+        assert not fused_decode.suits(x.double())
+    with fused_decode.decoding():
+        assert not fused_decode.suits(x)
     assert RMSNorm(8, eps=1e-5).cuda()(x).requires_grad
 
 
@@ -151,7 +151,7 @@ def test_decoding_by_fused_kernels_is_like_decoding_by_plain_ones(tiny_directory
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     settings = {"max_tokens": 24, "stop_tokens": set(), "seeds": [0, 1, 2]}
     found = complete(model, prompts, **settings)
-    monkeypatch.setattr(fused, "suits", lambda *tensors: False)
+    monkeypatch.setattr(fused_decode, "suits", lambda *tensors: False)
     plain = complete(model, prompts, **settings)
     compared = 0
     for ours, theirs in zip(found, plain, strict=True):
@@ -165,7 +165,7 @@ def test_decoding_by_fused_kernels_is_like_decoding_by_plain_ones(tiny_directory
 
 def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, monkeypatch, caplog):
     """What people see in an image that has no C compiler: one line, and everything works."""
-    from whet.ops import fused_triton
+    from whet.ops.kernels import fused_decode_triton
 
     def broken(*tensors):
         raise RuntimeError("Failed to find C compiler.\nPlease specify it")
@@ -178,7 +178,7 @@ def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, 
     head = Head(torch.zeros(50, 4, device="cuda"))
     losses = row_losses(logits.clone(), targets, head)
     assert kernels_work()
-    monkeypatch.setattr(fused_triton, "silu_gate_on_gpu", broken)
+    monkeypatch.setattr(fused_decode_triton, "silu_gate_on_gpu", broken)
     kernels_work.cache_clear()
     try:
         assert generate_tokens(model, [[5, 6, 7]], **settings) == expected
@@ -247,7 +247,7 @@ def test_a_feed_forward_with_adapters_learns_as_exactly_at_once_as_layer_by_laye
     apart = {}
     for at_once in (True, False):
         torch._dynamo.reset()
-        monkeypatch.setattr(gated, "_MOST", 32 if at_once else 0)
+        monkeypatch.setattr(lora_swiglu, "_MOST", 32 if at_once else 0)
         model = copy.deepcopy(made)
         if compiled:
             model.compile(fullgraph=True, dynamic=True)

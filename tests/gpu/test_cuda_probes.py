@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_config
-from whet.analysis import attention_maps
-from whet.analysis.measures import effective_rank
+from whet.training.observe.attention_maps import attention_maps
+from whet.training.observe.layer_stats import effective_rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NAMES = ("gradients", "weights", "activations", "attention", "noise", "rank")

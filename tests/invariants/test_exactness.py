@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import whet
 from tiny import random_examples
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, make_batch
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.objectives.sft import SFT
 from whet.training.trainer import Trainer
 

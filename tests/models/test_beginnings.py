@@ -12,12 +12,12 @@ import whet
 from models.test_pieces import MODELS
 from models.test_pieces import model as make_model
 from whet.data.batches import make_batch
-from whet.data.examples import Example
-from whet.models.beginnings import LEAST, share_beginnings
+from whet.data.tokens.examples import Example
 from whet.models.decoder import Decoder
+from whet.models.prefix_sharing import LEAST, share_beginnings
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout
-from whet.ops.planned import planned_for
+from whet.ops.dispatch import planned_for
 
 BEGINNING = list(range(100, 130))
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whet.models.costs import flops_per_token, forward_flops, parameter_counts, tokens_per_second
 from whet.models.decoder import Decoder
-from whet.models.presets import PRESETS, preset_spec
+from whet.models.from_scratch.presets import PRESETS, preset_spec
 
 PARTS = {"embed_tokens": "embedding", "embed_positions": "positions", "lm_head": "head"}
 

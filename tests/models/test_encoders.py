@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from whet.errors import ConfigError, DataError
-from whet.models.encoders import byte_tokenizer, char_tokenizer, make_tokenizer, train_bpe
+from whet.models.from_scratch.train_tokenizer import byte_tokenizer, char_tokenizer, make_tokenizer, train_bpe
 
 CORPUS = [pydoc_data.topics.topics["while"], pydoc_data.topics.topics["for"], "naïve café 🎉"]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)

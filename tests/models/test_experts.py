@@ -11,10 +11,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 import whet
 from whet.errors import ModelError
-from whet.models.experts import MixtureOfExperts, balance_biases, mixtures, recording, route
 from whet.models.feedforward import ACTIVATIONS
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.models.moe import MixtureOfExperts, balance_biases, mixtures, recording, route
 from whet.models.spec import ExpertsSpec
 
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from whet.errors import ModelError
-from whet.models.gguf import convert_gguf, read_gguf
-from whet.models.gguf_tokenizer import build_tokenizer
+from whet.model_io.gguf.reader import convert_gguf, read_gguf
+from whet.model_io.gguf.tokenizer_reader import build_tokenizer
 
 Metadata = dict[str, Any]
 Tensors = dict[str, np.ndarray]

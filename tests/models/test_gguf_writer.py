@@ -25,11 +25,11 @@ from transformers import (
 import whet
 from tiny import write_tiny_model, write_tokenizer
 from whet.errors import CheckpointError, ConfigError, ModelError
-from whet.models.encoders import make_tokenizer
-from whet.models.gguf import convert_gguf
-from whet.models.gguf_tokenizer import build_tokenizer
-from whet.models.gguf_vocabulary import tokenizer_metadata
-from whet.models.gguf_writer import write_gguf
+from whet.model_io.gguf.reader import convert_gguf
+from whet.model_io.gguf.tokenizer_reader import build_tokenizer
+from whet.model_io.gguf.tokenizer_writer import tokenizer_metadata
+from whet.model_io.gguf.writer import write_gguf
+from whet.models.from_scratch.train_tokenizer import make_tokenizer
 
 TOKENS = torch.arange(100).reshape(2, 50)
 
@@ -218,7 +218,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> 
             file.write(next(iter(chunks)))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("whet.models.gguf_writer.write_chunks", full)
+    monkeypatch.setattr("whet.model_io.gguf.writer.write_chunks", full)
     with pytest.raises(OSError, match="No space"):
         write_gguf(tmp_path / "out.gguf", ours, tokenizer, kind="f16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -17,11 +17,11 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-import whet.models.gguf
+import whet.model_io.gguf.reader
 from whet.errors import ModelError
-from whet.models import hub
-from whet.models.hub import cache_dir, cached_models, resolve
-from whet.storage import new_directory
+from whet.model_io import hub
+from whet.model_io.hub import cached_models, resolve
+from whet.storage import cache_dir, new_directory
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF = b"GGUF" + bytes(range(200))
@@ -91,7 +91,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", world.model_info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", world.snapshot_download)
     monkeypatch.setattr(subprocess, "run", world.run)
-    monkeypatch.setattr(whet.models.gguf, "convert_gguf", world.convert)
+    monkeypatch.setattr(whet.model_io.gguf.reader, "convert_gguf", world.convert)
     monkeypatch.setattr(hub, "_WHEEL_MEMBER_BYTES", len(GGUF))
     monkeypatch.setattr(hub, "_WHEEL_MEMBER_SHA256", hashlib.sha256(GGUF).hexdigest())
     monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ def test_a_changed_gguf_file_is_converted_anew(
     source.write_bytes(GGUF)
     first = world.resolve("tiny.gguf")
     source.write_bytes(GGUF + b"more")
-    monkeypatch.setattr(whet.models.gguf, "convert_gguf", lambda source, target: make_model(target))
+    monkeypatch.setattr(whet.model_io.gguf.reader, "convert_gguf", lambda source, target: make_model(target))
     assert world.resolve("tiny.gguf") != first
 
 
@@ -395,12 +395,12 @@ def test_a_full_disk_is_a_model_error_and_the_next_try_starts_clean(
         make_model(stale)  # as a killed process would leave it
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(whet.models.gguf, "convert_gguf", full)
+    monkeypatch.setattr(whet.model_io.gguf.reader, "convert_gguf", full)
     with pytest.raises(ModelError, match="cannot be written: No space left on device") as caught:
         world.resolve("tiny.gguf")
     assert "WHET_CACHE" in str(caught.value.hint)
     assert cached_models() == []
-    monkeypatch.setattr(whet.models.gguf, "convert_gguf", world.convert)
+    monkeypatch.setattr(whet.model_io.gguf.reader, "convert_gguf", world.convert)
     assert (world.resolve("tiny.gguf") / "config.json").is_file()
     assert not stale.exists()
 
@@ -413,7 +413,7 @@ def _resolve_slowly(begin: Any, log: Path, results: Any) -> None:
         with new_directory(target) as staging:
             (staging / "config.json").write_text("{}")
 
-    whet.models.gguf.convert_gguf = convert  # in the child process only
+    whet.model_io.gguf.reader.convert_gguf = convert  # in the child process only
     begin.wait()
     results.put(str(resolve("tiny.gguf", progress=lambda _: None)))
 

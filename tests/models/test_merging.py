@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from whet.models import merging
+from whet.model_io.merging import merge_methods
 
 WEIGHTS = [0.7, 1.3, 0.4]
 
@@ -29,9 +29,9 @@ def wide(tensor):
 def test_average_is_the_weighted_sum(tensors):
     _, models = tensors
     expected = sum(weight * wide(model) for weight, model in zip(WEIGHTS, models, strict=True))
-    close(merging.average(iter(models), WEIGHTS), expected)
-    assert torch.equal(merging.average([models[0]], [1.0]), models[0])
-    close(merging.average([torch.tensor(3.0), torch.tensor(5.0)], [0.5, 0.5]), 4.0)
+    close(merge_methods.average(iter(models), WEIGHTS), expected)
+    assert torch.equal(merge_methods.average([models[0]], [1.0]), models[0])
+    close(merge_methods.average([torch.tensor(3.0), torch.tensor(5.0)], [0.5, 0.5]), 4.0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
@@ -42,24 +42,24 @@ def test_slerp_walks_the_arc(tensors, share):
     angle = np.arccos((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
     assert angle > 0.3
     expected = (np.sin((1 - share) * angle) * a + np.sin(share * angle) * b) / np.sin(angle)
-    close(merging.slerp(first, second, share), expected)
+    close(merge_methods.slerp(first, second, share), expected)
 
 
 def test_slerp_of_unit_vectors_keeps_the_length_and_halves_the_angle():
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    close(merging.slerp(a, b, 1 / 3), [np.cos(np.pi / 6), np.sin(np.pi / 6)])
+    close(merge_methods.slerp(a, b, 1 / 3), [np.cos(np.pi / 6), np.sin(np.pi / 6)])
 
 
 @pytest.mark.parametrize("second", [1.0, 1.00001, -1.0, 0.0], ids=["equal", "longer", "opposite", "zero"])
 def test_slerp_is_linear_where_there_is_no_arc(second):
     a = torch.tensor([3.0, 4.0])
-    close(merging.slerp(a, second * a, 0.25), wide(a) * (0.75 + 0.25 * second))
+    close(merge_methods.slerp(a, second * a, 0.25), wide(a) * (0.75 + 0.25 * second))
 
 
 def test_task_arithmetic_adds_the_weighted_updates(tensors):
     base, models = tensors
     expected = wide(base) + sum(w * (wide(m) - wide(base)) for w, m in zip(WEIGHTS, models, strict=True))
-    close(merging.task_arithmetic(base, iter(models), WEIGHTS), expected)
+    close(merge_methods.task_arithmetic(base, iter(models), WEIGHTS), expected)
 
 
 def ties_by_the_paper(deltas, weights):
@@ -90,7 +90,7 @@ def test_ties_trims_elects_and_averages_what_agrees(tensors, density, weights):
         cut[order[:kept]] = delta.flatten()[order[:kept]]
         trimmed.append(cut.reshape(delta.shape))
     close(
-        merging.ties(base, iter(models), weights, density=density),
+        merge_methods.ties(base, iter(models), weights, density=density),
         wide(base) + ties_by_the_paper(trimmed, weights),
     )
 
@@ -98,17 +98,17 @@ def test_ties_trims_elects_and_averages_what_agrees(tensors, density, weights):
 def test_ties_elects_by_magnitude_and_not_by_count():
     base = torch.zeros(2)
     models = [torch.tensor([3.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, 0.0])]
-    assert merging.ties(base, models, [1, 1, 1], density=1.0).tolist() == [3.0, 0.0]
+    assert merge_methods.ties(base, models, [1, 1, 1], density=1.0).tolist() == [3.0, 0.0]
 
 
 def test_trimming_keeps_exactly_the_largest():
     delta = torch.tensor([0.1, -5.0, 0.0, 3.0, -0.2])
-    assert merging.trim(delta, 0.4).tolist() == [0.0, -5.0, 0.0, 3.0, 0.0]
-    assert merging.trim(delta, 1e-9).tolist() == [0.0, -5.0, 0.0, 0.0, 0.0]
+    assert merge_methods.trim(delta, 0.4).tolist() == [0.0, -5.0, 0.0, 3.0, 0.0]
+    assert merge_methods.trim(delta, 1e-9).tolist() == [0.0, -5.0, 0.0, 0.0, 0.0]
 
 
 def generators(seed=0, name="a"):
-    return [merging.tensor_generator(seed, model, name) for model in range(3)]
+    return [merge_methods.tensor_generator(seed, model, name) for model in range(3)]
 
 
 @pytest.mark.parametrize("name", ["dare", "dare_ties"])
@@ -123,15 +123,15 @@ def test_dare_drops_and_rescales_with_the_masks_of_its_seed(tensors, name):
         "dare": sum(weight * delta for weight, delta in zip(WEIGHTS, deltas, strict=True)),
         "dare_ties": ties_by_the_paper(deltas, WEIGHTS),
     }[name]
-    found = getattr(merging, name)(base, models, WEIGHTS, density=0.4, generators=generators())
+    found = getattr(merge_methods, name)(base, models, WEIGHTS, density=0.4, generators=generators())
     close(found, wide(base) + expected)
 
 
 def test_dropping_keeps_the_share_and_the_mean_and_depends_on_seed_model_and_tensor():
     delta = torch.ones(100_000)
-    first = merging.drop(delta, 0.3, generators()[0])
+    first = merge_methods.drop(delta, 0.3, generators()[0])
     assert abs((first != 0).float().mean() - 0.3) < 0.01
     assert abs(first.mean() - 1) < 0.03
-    assert torch.equal(first, merging.drop(delta, 0.3, generators()[0]))
+    assert torch.equal(first, merge_methods.drop(delta, 0.3, generators()[0]))
     for other in (generators()[1], generators(seed=1)[0], generators(name="b")[0]):
-        assert not torch.equal(first, merging.drop(delta, 0.3, other))
+        assert not torch.equal(first, merge_methods.drop(delta, 0.3, other))

@@ -12,11 +12,11 @@ import whet
 from whet.config.optim import MuP, Optim
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
-from whet.models.initialise import from_scratch
-from whet.models.mup import refuse_other_multipliers, with_multipliers
-from whet.models.presets import preset_spec
-from whet.training.optimizers import create_optimizer, masked_step
-from whet.training.parameter_groups import hidden_matrices
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.mup import refuse_other_multipliers, with_multipliers
+from whet.models.from_scratch.presets import preset_spec
+from whet.training.optim.optimizers import create_optimizer, masked_step
+from whet.training.optim.param_groups import hidden_matrices
 
 RATIO = 4
 BASE = MuP(base_width=16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.errors import ModelError
 from whet.generation.engine import generate_tokens
 from whet.models.decoder import Decoder

@@ -10,8 +10,15 @@ import whet
 from whet.errors import ModelError
 from whet.models.costs import parameter_counts
 from whet.models.decoder import Decoder
-from whet.models.initialise import from_scratch
-from whet.models.presets import ATTENTIONS, FEEDFORWARDS, LETTERS, POSITIONS, PRESETS, preset_spec
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import (
+    ATTENTIONS,
+    FEEDFORWARDS,
+    LETTERS,
+    POSITIONS,
+    PRESETS,
+    preset_spec,
+)
 from whet.models.spec import LatentAttentionSpec
 
 SIZES = {

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.models.routers import EXPERTS, TOP_K, Padic, Router, top_by_digits, top_by_value
+from whet.recipes.quality.padic_router import EXPERTS, TOP_K, Padic, Router, top_by_digits, top_by_value
 
 PADIC = Padic()
 LOGITS = st.lists(

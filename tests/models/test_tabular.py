@@ -8,9 +8,8 @@ import torch
 
 from whet.config.quality import Quality
 from whet.errors import ModelError
-from whet.models.quality_costs import quality_costs
-from whet.models.routers import Padic
-from whet.models.tabular import (
+from whet.recipes.quality.padic_router import Padic
+from whet.recipes.quality.tabular_model import (
     DENSE_SHAPES,
     EXPERT_SHAPES,
     QualitySpec,
@@ -20,6 +19,7 @@ from whet.models.tabular import (
     disagreement,
     load_quality,
     new_quality_model,
+    quality_costs,
     read_spec,
     save_quality,
     shared_by,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from whet.config.quality import Quality
 from whet.errors import CheckpointError
-from whet.models.tabular import QualitySpec, new_quality_model
-from whet.models.tkp1 import (
+from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
+from whet.recipes.quality.tkp1 import (
     Tkp1Record,
     read_tkp1,
     restore_tkp1,

@@ -24,7 +24,7 @@ from models.test_gguf import gguf_metadata, gguf_tensors, tiny_model, write_gguf
 from tiny import run_config, write_tiny_model
 from tiny_adapters import load, shake
 from whet.errors import ModelError
-from whet.models.gguf import convert_gguf
+from whet.model_io.gguf.reader import convert_gguf
 
 WEIGHTS = "model.safetensors"
 NAMES = {

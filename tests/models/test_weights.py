@@ -122,8 +122,8 @@ def test_a_broken_config_is_named(directory):
 
 MEASURE = """
 import sys, threading, time, torch
-from whet.models.load import load_model
-import whet.models.decoder, whet.models.bridge
+from whet.model_io.load import load_model
+import whet.models.decoder, whet.models.transformers_bridge
 
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) * 1024
@@ -147,9 +147,9 @@ print((peak - before) / sum(p.numel() * p.element_size() for p in model.paramete
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sharded_checkpoint_is_streamed(dtype, tmp_path):
     """Peak memory while loading stays under 1.3 times the model, converted or not."""
-    from whet.models.initialise import from_scratch
-    from whet.models.load import save_model
-    from whet.models.presets import preset_spec
+    from whet.model_io.save import save_model
+    from whet.models.from_scratch.init_weights import from_scratch
+    from whet.models.from_scratch.presets import preset_spec
 
     spec = preset_spec("nano", d_model=512, layers=16, heads=8, width=1536, vocab_size=2000)
     save_model(from_scratch(spec, seed=0), None, tmp_path / "model", max_shard_bytes=60_000_000)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import whet
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.models.heads import ClassificationHead
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
 

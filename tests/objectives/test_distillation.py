@@ -11,9 +11,9 @@ from tiny import random_examples, run_config, write_tiny_model
 from whet.data.batches import make_batch
 from whet.errors import ConfigError, ModelError
 from whet.hardware import Precision
-from whet.objectives.distillation import Distillation, distillation_loss, soft_target_loss
+from whet.objectives.distill import Distillation, distillation_loss, soft_target_loss
 from whet.objectives.sft import SFT
-from whet.training.evaluation import evaluate_loss
+from whet.training.loss import evaluate_loss
 
 
 def kl(teacher, student, temperature):

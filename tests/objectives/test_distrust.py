@@ -10,13 +10,12 @@ import torch
 import whet
 from tiny import random_examples, run_config
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
 from whet.hardware import choose_precision
-from whet.objectives import distrust
-from whet.objectives.distrusting import Distrust, calibrated_scale, squared_distance
+from whet.objectives.distrust_loss import Distrust, calibrated_scale, distrust, squared_distance
 from whet.objectives.sft import SFT
-from whet.training.evaluation import evaluate_loss
+from whet.training.loss import evaluate_loss
 
 
 def test_the_published_numbers():
@@ -124,7 +123,7 @@ def test_the_scale_can_be_calibrated():
 
 def believed(tiny_directory, tmp_path, source, **objective):
     """After training on texts that contradict one another: how many cities are known for the first thing said."""
-    from whet.data.house_pairs import CITIES
+    from whet.data.synthetic.house_pairs import CITIES
 
     config = run_config(
         tiny_directory, tmp_path,
@@ -184,8 +183,8 @@ def test_what_cannot_be_weighted_is_refused(tiny_directory, tmp_path):
 
 
 def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory, tmp_path):
-    from whet.config.load import make_config
-    from whet.training.run import assembled
+    from whet.config.load_config import make_config
+    from whet.runs.run import assembled
 
     values = {"easy": (0.5, 1.0), "hard": (0.05, 8.0)}
     for name, (authority, entropy) in values.items():
@@ -203,8 +202,8 @@ def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory
     "pairs", [[(0.0, 0.0)], [(0.0, 0.0), (1e-9, 0.0)], [(0.0, 0.0), (0.0, 1e-4)], VALUES]
 )
 def test_the_weights_of_a_run_are_those_of_the_formula(tiny_directory, tmp_path, pairs):
-    from whet.config.load import make_config
-    from whet.training.run import assembled
+    from whet.config.load_config import make_config
+    from whet.runs.run import assembled
 
     rows = [{"text": f"text {n}", "auth_weight": a, "prov_entropy": e} for n, (a, e) in enumerate(pairs)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

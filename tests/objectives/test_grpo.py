@@ -10,13 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import whet
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
-from whet.objectives import GRPOConfig, grpo_loss
-from whet.objectives.grpo import GRPO, RolloutBatch, advantages_of, completion_logprobs
-from whet.ops.head import Head
+from whet.objectives.grpo import GRPO, GRPOConfig, RolloutBatch, advantages_of, completion_logprobs, grpo_loss
+from whet.ops.lm_head import Head
 from whet.training.trainer import Trainer
 
 # the order of float32 sums differs between cuts: relative L2 over all gradients

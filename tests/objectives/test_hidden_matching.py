@@ -9,10 +9,10 @@ from transformers import LlamaForCausalLM
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import make_batch
 from whet.errors import ConfigError
-from whet.objectives.distillation import Distillation
+from whet.objectives.distill import Distillation
 from whet.objectives.hidden_matching import HiddenMatching, layer_outputs
 from whet.training.callbacks import Callback, StopRun
 from whet.training.checkpoint import checkpoint_path

@@ -5,7 +5,7 @@ import pytest
 import whet
 from styles import style_shares
 from tiny import run_config, write_tiny_model
-from whet.data.synthetic import generate
+from whet.data.synthetic.generators import generate
 
 
 def test_preferences_flip_the_style_of_what_is_generated(tmp_path):

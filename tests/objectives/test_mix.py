@@ -9,16 +9,16 @@ from torch import nn
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.adapters.lora import attach_lora
-from whet.config.load import load_config, make_config, to_yaml
+from whet.adapters.attach import attach_lora
+from whet.config.load_config import load_config, make_config, to_yaml
 from whet.data.batches import make_batch
 from whet.errors import ConfigError
-from whet.objectives.base import Loss
 from whet.objectives.mix import Mix
+from whet.objectives.objective import Loss
 from whet.objectives.preference import Preference
 from whet.objectives.sft import SFT
+from whet.recipes.mix import MixData
 from whet.training.callbacks import Callback, StopRun
-from whet.training.mix_data import MixData
 
 SFT_PART = {
     "weight": 0.5,
@@ -67,7 +67,7 @@ def plain_losses(model, batches):
 
 def gradient_of(model, objective, batches):
     """As the trainer computes it."""
-    from whet.training.evaluation import total_weights, weighted_loss
+    from whet.training.loss import total_weights, weighted_loss
 
     precision = whet.hardware.Precision(torch.float64, torch.float64, torch.float64, "a test")
     weights = total_weights(objective, batches)
@@ -271,7 +271,7 @@ def test_a_config_comes_back_from_its_yaml_and_parts_can_be_overridden(tiny_dire
 
 
 def test_a_tokenizer_is_made_from_the_records_of_all_parts(tiny_directory, tmp_path):
-    from whet.reporting.data_view import view_parts
+    from whet.runs.inspect_data import view_parts
 
     (tmp_path / "a.txt").write_text("aaaa bbbb aaaa bbbb")
     (tmp_path / "z.txt").write_text("zzzz yyyy zzzz yyyy")

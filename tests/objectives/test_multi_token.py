@@ -17,19 +17,19 @@ from transformers import (
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model
-from whet.config.load import make_config
-from whet.config.mtp import MTPBlock
+from whet.config.load_config import make_config
+from whet.config.objectives.mtp import MTPBlock
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError, ModelError
-from whet.models.bridge import Bridge
-from whet.models.initialise import from_scratch
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
 from whet.models.mtp import new_heads, own_block
-from whet.models.presets import preset_spec
-from whet.objectives import MultiTokenPrediction
+from whet.models.transformers_bridge import Bridge
+from whet.objectives.mtp import MultiTokenPrediction
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout
-from whet.training.evaluation import evaluate_loss
+from whet.training.loss import evaluate_loss
 from whet.training.trainer import Trainer
 
 EPS = 1e-6

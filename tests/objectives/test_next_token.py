@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from whet.errors import DataError
-from whet.objectives.next_token import next_token_loss
+from whet.objectives.sft import next_token_loss
 
 
 def formula(model, tokens, lengths, *, end):

@@ -10,15 +10,15 @@ import torch
 
 import whet
 from tiny import run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import make_batch, one_pass
-from whet.data.examples import cut_pairs
-from whet.data.plan import StepSettings
-from whet.data.prepare import Preparation
-from whet.data.sources import open_source
+from whet.data.packing import StepSettings
+from whet.data.sources.source import open_source
+from whet.data.tokens.examples import cut_pairs
+from whet.data.tokens.prepare_dataset import Preparation
 from whet.errors import ConfigError, DataError
 from whet.objectives.preference import Preference, dpo_loss, ipo_loss, odds_ratio_loss, simpo_loss
-from whet.training.run import assembled
+from whet.runs.run import assembled
 
 
 def sigmoid(x):

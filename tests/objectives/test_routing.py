@@ -11,17 +11,17 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import make_batch
 from whet.errors import DataError
-from whet.models.experts import Routing, mixtures
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.objectives.base import frozen_models
-from whet.objectives.routing import RoutedObjective, load_balancing_loss, router_z_losses
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.models.moe import Routing, mixtures
+from whet.objectives.objective import frozen_models
+from whet.objectives.router_losses import RoutedObjective, load_balancing_loss, router_z_losses
 from whet.objectives.sft import SFT
 from whet.training.callbacks import NumbersOnly
-from whet.training.routing import RouterMetrics
+from whet.training.router_balancing import RouterMetrics
 from whet.training.trainer import Trainer
 
 EXPERTS, TOP_K, LAYERS = 5, 2, 3

@@ -8,7 +8,7 @@ from whet.models.feedforward import FeedForward
 from whet.models.norms import RMSNorm
 from whet.models.rope import rotate
 from whet.models.spec import FeedForwardSpec
-from whet.ops import by_hand
+from whet.ops.kernels import cpu_autograd
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
@@ -47,15 +47,15 @@ def gradients_agree(found, expected, inputs):
 
 def test_a_norm_and_its_gradients():
     x, weight = numbers(2, 3, 8), numbers(8, seed=1)
-    gradients_agree(by_hand.rms_norm(x, weight, 1e-5), plain_norm(x, weight), (x, weight))
-    assert torch.autograd.gradcheck(lambda a, b: by_hand.rms_norm(a, b, 1e-5), (x, weight))
+    gradients_agree(cpu_autograd.rms_norm(x, weight, 1e-5), plain_norm(x, weight), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, b: cpu_autograd.rms_norm(a, b, 1e-5), (x, weight))
 
 
 def test_a_frozen_weight_gets_no_gradient_and_a_frozen_input_neither():
     x, weight = numbers(3, 8), numbers(8, seed=1)
-    by_hand.rms_norm(x, weight.detach(), 1e-5).sum().backward()
+    cpu_autograd.rms_norm(x, weight.detach(), 1e-5).sum().backward()
     assert x.grad is not None
-    by_hand.rms_norm(x.detach(), weight, 1e-5).sum().backward()
+    cpu_autograd.rms_norm(x.detach(), weight, 1e-5).sum().backward()
     torch.testing.assert_close(
         weight.grad, torch.autograd.grad(plain_norm(x.detach(), weight).sum(), weight)[0]
     )
@@ -65,12 +65,12 @@ def test_a_rotation_and_its_gradient_of_heads_that_lie_transposed():
     x = numbers(2, 5, 3, 8)  # [B, T, heads, D] in memory
     cos, sin = angles(5, 8)
     heads = x.transpose(1, 2)
-    gradients_agree(by_hand.rotate(heads, cos, sin), plain_rotation(heads, cos, sin), (x,))
+    gradients_agree(cpu_autograd.rotate(heads, cos, sin), plain_rotation(heads, cos, sin), (x,))
 
 
 def test_a_gate_and_its_gradients():
     gate, up = numbers(2, 3, 8), numbers(2, 3, 8, seed=1)
-    gradients_agree(by_hand.silu_gate(gate, up), gate * torch.sigmoid(gate) * up, (gate, up))
+    gradients_agree(cpu_autograd.silu_gate(gate, up), gate * torch.sigmoid(gate) * up, (gate, up))
 
 
 def test_less_is_kept_for_the_backward_pass_than_autograd_keeps():
@@ -87,7 +87,7 @@ def test_less_is_kept_for_the_backward_pass_than_autograd_keeps():
         return sum(sizes.values())
 
     gate, up = numbers(64, 8), numbers(64, 8, seed=1)
-    assert kept(lambda: by_hand.silu_gate(gate, up)) == 2 * 64 * 8
+    assert kept(lambda: cpu_autograd.silu_gate(gate, up)) == 2 * 64 * 8
     assert kept(lambda: F.silu(gate) * up) == 3 * 64 * 8
 
 
@@ -97,9 +97,9 @@ def test_less_is_kept_for_the_backward_pass_than_autograd_keeps():
 def test_models_use_them_in_full_precision_only(dtype, used, monkeypatch):
     called = []
     for name in ("rms_norm", "rotate", "silu_gate"):
-        original = getattr(by_hand, name)
+        original = getattr(cpu_autograd, name)
         spy = lambda *a, name=name, original=original: called.append(name) or original(*a)  # noqa: E731
-        monkeypatch.setattr(by_hand, name, spy)
+        monkeypatch.setattr(cpu_autograd, name, spy)
     layers = FeedForward(FeedForwardSpec(width=8, activation="silu", gated=True), d_model=4).to(dtype)
     norm = RMSNorm(4, eps=1e-5).to(dtype)
     x = numbers(2, 3, 4, dtype=dtype)
@@ -113,4 +113,4 @@ def test_both_forms_of_a_norm_agree_where_precisions_are_mixed():
     norm = RMSNorm(8, eps=1e-5)
     x = numbers(3, 8, dtype=torch.float32)
     plain = norm.double()(x)  # a float64 weight: not for these functions
-    torch.testing.assert_close(by_hand.rms_norm(x, norm.weight.float(), 1e-5), plain)
+    torch.testing.assert_close(cpu_autograd.rms_norm(x, norm.weight.float(), 1e-5), plain)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from whet.ops.kernels import kernels_work
+from whet.ops.dispatch import kernels_work
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it for a machine with a GPU")

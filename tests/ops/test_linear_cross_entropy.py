@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.ops import linear_cross_entropy as module
-from whet.ops.head import Head
-from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.ops.planned import planned_for
+from whet.ops import cross_entropy as module
+from whet.ops.cross_entropy import linear_cross_entropy
+from whet.ops.dispatch import planned_for
+from whet.ops.lm_head import Head
 
 HEADS = {
     "plain": {},

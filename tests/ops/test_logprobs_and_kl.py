@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from whet.ops import linear_cross_entropy
-from whet.ops.head import Head
-from whet.ops.linear_kl import linear_kl, linear_topk_kl, top_logprobs
-from whet.ops.token_logprobs import token_logprobs
+from whet.ops import cross_entropy
+from whet.ops.kl_divergence import linear_kl, linear_topk_kl, top_logprobs
+from whet.ops.lm_head import Head
+from whet.ops.logprobs import token_logprobs
 
 HEADS = {
     "plain": {},
@@ -40,7 +40,7 @@ def gradients(loss, hidden, head):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(linear_cross_entropy._MOST, "cpu", (5, 2**26))
+    monkeypatch.setitem(cross_entropy._MOST, "cpu", (5, 2**26))
 
 
 @pytest.mark.parametrize("kind", HEADS)

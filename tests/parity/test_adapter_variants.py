@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 import whet
 from tiny_adapters import adapter_tensors, load, load_theirs, shake, tokens, write_base
 from whet.adapters.adapter import adapted, adapters_off
-from whet.adapters.layer import LoRASettings
-from whet.adapters.lora import VARIANTS as CLASSES
+from whet.adapters.attach import VARIANTS as CLASSES
+from whet.adapters.layers.lora_linear import LoRASettings
 from whet.errors import ConfigError, ModelError
-from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.cross_entropy import linear_cross_entropy
 
 PATTERNS = {"rank_pattern": {"q_proj": 2, r"layers\.1\..*down_proj": 5}, "alpha_pattern": {"k_proj": 3.0}}
 # what whet is asked for, and the same thing in PEFT's words
@@ -430,7 +430,9 @@ def test_what_fused_experts_cannot_have_is_refused(experts_directory, settings, 
 def test_native_experts_build_no_update_of_the_whole_weight(tmp_path, monkeypatch):
     """However large the experts, the forward of LoRA takes the products of rows with A and B."""
     model = shake(whet.attach_lora(load(write_experts(tmp_path, "mixtral")), rank=2, targets="experts"))
-    monkeypatch.setattr("whet.adapters.experts.LoRAExperts._updated", lambda _: pytest.fail("a dense update"))
+    monkeypatch.setattr(
+        "whet.adapters.layers.lora_experts.LoRAExperts._updated", lambda _: pytest.fail("a dense update")
+    )
     model(tokens()).sum().backward()
     for _, layer in adapted(model):
         assert all(parameter.grad.abs().sum() > 0 for parameter in layer.lora_B.parameters())

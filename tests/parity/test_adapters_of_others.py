@@ -24,10 +24,10 @@ from transformers import (
 import whet
 from tiny import write_tokenizer
 from tiny_adapters import load, load_theirs, shake, tokens, write_base
-from whet.adapters.load import save_base
-from whet.adapters.lora import adapted
+from whet.adapters.adapter import adapted
 from whet.adapters.qlora import quantise_base
 from whet.errors import ConfigError
+from whet.model_io.save import save_base
 
 COMMON = {
     "vocab_size": 260,

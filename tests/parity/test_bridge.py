@@ -12,15 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from whet.adapters.lora import adapted, adapters_off, attach_lora, merge
+from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.attach import attach_lora, merge
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.errors import ModelError
 from whet.generation.engine import generate_tokens
-from whet.models.bridge import _groups, load_bridge
+from whet.model_io.load_transformers import load_bridge
+from whet.models.transformers_bridge import _groups
 from whet.ops.attention import Layout
-from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.ops.planned import planned_for
+from whet.ops.cross_entropy import linear_cross_entropy
+from whet.ops.dispatch import planned_for
 
 VOCAB = 97
 LOGIT_TOLERANCE = 2e-4

@@ -16,10 +16,10 @@ import whet
 from tiny_adapters import adapter_tensors
 from whet.data.batches import make_batch
 from whet.generation.engine import generate_tokens
+from whet.model_io.save import save_model
 from whet.models.decoder import Decoder
 from whet.models.families import FAMILIES
-from whet.models.load import save_model
-from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.cross_entropy import linear_cross_entropy
 
 LOGIT_TOLERANCE = 2e-4
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -13,7 +13,7 @@ from tiny import write_tiny_model
 from tiny_adapters import adapter_tensors
 from whet.adapters.adapter import adapted, adapters_off
 from whet.errors import CheckpointError, ConfigError, ModelError
-from whet.ops.linear_cross_entropy import linear_cross_entropy
+from whet.ops.cross_entropy import linear_cross_entropy
 
 TARGETS = {"all": "all-linear", "attention": ["q_proj", "v_proj"], "one": ["down_proj"]}
 

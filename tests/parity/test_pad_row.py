@@ -7,16 +7,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model
-from whet.adapters.retrained import retrain
-from whet.config.load import make_config
+from whet.adapters.modules_to_save import retrain
+from whet.config.load_config import make_config
 from whet.config.optim import Optim
 from whet.data.batches import BatchStream
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.errors import ConfigError
-from whet.models.bridge import load_bridge
+from whet.model_io.load_transformers import load_bridge
 from whet.models.pad_row import freeze_pad_row
 from whet.objectives.sft import SFT
-from whet.training.parameter_groups import parameter_groups
+from whet.training.optim.param_groups import parameter_groups
 from whet.training.trainer import Trainer as WhetTrainer
 
 PAD = 7

@@ -21,9 +21,9 @@ import whet
 from parity.test_bridge import COMMON, GROUPED
 from parity.test_families import ROWS, reference
 from tiny import TEMPLATE, run_config
-from whet.models.bridge import load_bridge
-from whet.models.load import save_model
-from whet.models.tokenizer_files import save_tokenizer
+from whet.model_io.load_transformers import load_bridge
+from whet.model_io.save import save_model
+from whet.model_io.tokenizer_files import save_tokenizer
 
 VOCAB = 97
 TEXTS = ["a sharp knife", "", "  two  spaces\n", "naïve 数字 🙂", "<|special|>x", "<s>"]

@@ -10,8 +10,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 
 import whet
-from whet.config.load import load_config
-from whet.data.synthetic import generate
+from whet.config.load_config import load_config
+from whet.data.synthetic.generators import generate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -4,9 +4,9 @@ import pytest
 
 import whet
 from styles import style_shares
-from whet.config.load import load_config, make_config
-from whet.data.synthetic import generate
-from whet.training.teaching import teach
+from whet.config.load_config import load_config, make_config
+from whet.data.synthetic.generators import generate
+from whet.runs.teach import teach
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import whet
-from whet.config.load import load_config
-from whet.data.sources import open_source
+from whet.config.load_config import load_config
+from whet.data.sources.source import open_source
+from whet.evaluation.evaluate_model import ModelEvaluation
 from whet.generation.engine import generate_tokens
-from whet.generation.text import encode_prompt, stop_tokens
+from whet.generation.generate import encode_prompt
 from whet.models.decoder import Decoder
-from whet.ops.linear_cross_entropy import linear_cross_entropy
-from whet.training.evaluation import ModelEvaluation
+from whet.models.stop_tokens import stop_tokens
+from whet.ops.cross_entropy import linear_cross_entropy
 
 NAME = "smollm2-135m-instruct"
 

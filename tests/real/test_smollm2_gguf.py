@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 import whet
 from whet.generation.engine import generate_tokens
-from whet.generation.text import encode_prompt, stop_tokens
-from whet.models.gguf import convert_gguf
-from whet.models.gguf_writer import write_gguf
-from whet.models.load import end_tokens
+from whet.generation.generate import encode_prompt
+from whet.model_io.gguf.reader import convert_gguf
+from whet.model_io.gguf.writer import write_gguf
+from whet.models.stop_tokens import end_tokens, stop_tokens
 
 HARD = [
     "",

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.reporting.ablation import describe_ablation, write_ablation
-from whet.reporting.statistics import compare, holm, t_test_p
-from whet.training.ablation import Ablation, ArmRun
+from whet.reporting.text.ablation_text import describe_ablation, write_ablation
+from whet.studies.ablation import Ablation, ArmRun
+from whet.studies.statistics import compare, holm, t_test_p
 
 
 def test_the_p_value_is_students():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_report import SCRIPT, Page
 
 from whet.errors import CheckpointError, ConfigError
-from whet.reporting.compare_page import comparison_page, write_comparison
-from whet.reporting.compare_text import comparison_text
-from whet.reporting.comparison import as_json, compare_runs
-from whet.reporting.statistics import hedges_g, interval
+from whet.reporting.compare.compare_page import comparison_page, write_comparison
+from whet.reporting.compare.compare_text import comparison_text
 from whet.reporting.svg import COLOURS
+from whet.studies.compare_runs import as_json, compare_runs
+from whet.studies.statistics import hedges_g, interval
 
 LOSSES = {1e-4: [1.0, 1.3, 0.9], 1e-3: [0.5, 0.7, 0.55], 1e-2: [2.0, 1.8, 2.5]}
 

@@ -10,13 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tiny import run_config, write_tokenizer
-from whet.config.load import make_config
-from whet.models.encoders import byte_tokenizer
-from whet.reporting.data_problems import find_problems
-from whet.reporting.data_view import histogram, view_data
-from whet.reporting.describe_data import step_rows
-from whet.reporting.shown_tokens import TokenText, visible
-from whet.training.run_data import Needs, RunData
+from whet.config.load_config import make_config
+from whet.data.inspect.data_facts import histogram
+from whet.data.inspect.problems import find_problems
+from whet.data.inspect.token_text import TokenText, visible
+from whet.data.run_data import Needs, RunData
+from whet.models.from_scratch.train_tokenizer import byte_tokenizer
+from whet.reporting.data.data_wording import step_rows
+from whet.runs.inspect_data import view_data
 
 
 def chat(user, assistant):
@@ -99,7 +100,7 @@ def test_epochs_are_counted_in_steps(look):
 
 
 def test_the_measure_of_a_large_set_is_cut_short_and_says_so(look, monkeypatch):
-    monkeypatch.setattr("whet.reporting.step_plan.MEASURED_EXAMPLES", 10)
+    monkeypatch.setattr("whet.data.inspect.step_facts.MEASURED_EXAMPLES", 10)
     plan = look(RECORDS).steps
     assert (plan.measured, plan.in_epoch) == (3, 8)
 

@@ -14,9 +14,9 @@ import whet
 from browser import MEASURE, Browser, find_chromium
 from tiny import run_config
 from whet.cli.app import app
-from whet.reporting.compare_page import write_comparison
-from whet.reporting.comparison import compare_runs
-from whet.reporting.report import write_report
+from whet.reporting.compare.compare_page import write_comparison
+from whet.reporting.run.report_page import write_report
+from whet.studies.compare_runs import compare_runs
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium here")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from whet.analysis import attention_maps
 from whet.errors import ConfigError
-from whet.reporting.inside import draw_attention, draw_layers
+from whet.reporting.model_plots import draw_attention, draw_layers
+from whet.training.observe.attention_maps import attention_maps
 
 pytest.importorskip("matplotlib")
 PNG = b"\x89PNG"

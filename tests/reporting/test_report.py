@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
-from whet.analysis.classification import marked_report, single_report, softmax
 from whet.errors import CheckpointError, ConfigError
-from whet.reporting.report import report_page, write_report
-from whet.reporting.router_maps import MOST_LAYERS, _binned
-from whet.reporting.run_files import read_run
-from whet.reporting.run_list import list_runs, runs_text
-from whet.reporting.series import smoothed, thinned
+from whet.evaluation.classifier_metrics import marked_report, single_report, softmax
+from whet.reporting.run.report_page import report_page, write_report
+from whet.reporting.run.router_maps import MOST_LAYERS, _binned
+from whet.reporting.run.run_list import list_runs, runs_text
+from whet.runs.metric_series import smoothed, thinned
+from whet.runs.run_files import read_run
 
 SCRIPT = "<script>alert('x')</script>"
 VOID = {"meta", "link", "img", "br", "hr", "input"}

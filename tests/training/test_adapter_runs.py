@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 import whet
 from tiny import run_config
 from tiny_adapters import shake, tokens
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.errors import ConfigError
 from whet.hardware import choose_precision
 from whet.training.callbacks import Callback, StopRun
-from whet.training.compiling import compile_blocks
+from whet.training.compile import compile_blocks
 
 METHODS = {
     "rslora": {"variant": "rslora"},

@@ -8,14 +8,14 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, make_batch
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.errors import RunError
 from whet.objectives.sft import SFT
-from whet.training.ahead import Reading
 from whet.training.callbacks import Callback, NumbersOnly, StopRun
 from whet.training.checkpoint import newest_valid, read_state
+from whet.training.prefetch import Reading
 from whet.training.trainer import Trainer
 
 SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=True)
@@ -195,9 +195,9 @@ class Machine:
                 return later.at - self.at
 
         monkeypatch.setattr(run, "_gradients", lambda batches: machine.queue() or compute(batches))
-        monkeypatch.setattr("whet.training.ahead.Mark", FakeMark)
-        monkeypatch.setattr("whet.training.stepping.Mark", FakeMark)
-        monkeypatch.setattr("whet.training.stepping.time.perf_counter", lambda: machine.now)
+        monkeypatch.setattr("whet.training.prefetch.Mark", FakeMark)
+        monkeypatch.setattr("whet.training.step.Mark", FakeMark)
+        monkeypatch.setattr("whet.training.step.time.perf_counter", lambda: machine.now)
         run._clock = run._step_ended = 0.0
 
     def queue(self):

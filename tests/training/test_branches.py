@@ -6,15 +6,17 @@ from typing import get_args
 import pytest
 from torch import nn
 
-from whet.config.objectives import AnyObjective
+from whet.config.objectives.mix import MixObjective
+from whet.config.objectives.union import AnyObjective
 from whet.config.optim import Optim
 from whet.config.section import Section
-from whet.config.sections import MixObjective
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
-from whet.training import optimizers, sketches, tasks
-from whet.training.tasks import build_objective, needs_of, recipe_for
-from whet.training.work import Work
+from whet.planning import meta_model
+from whet.recipes import registry
+from whet.recipes.recipe import Work
+from whet.recipes.registry import build_objective, needs_of, recipe_for
+from whet.training.optim import optimizers
 
 SECTIONS = [*get_args(get_args(AnyObjective)[0]), MixObjective]
 NOT_ON_TEXTS = ("regression", "mix")  # of rows, and of several parts
@@ -39,11 +41,11 @@ def kinds_of(section):
 
 def test_the_registries_cover_every_objective_of_a_config():
     kinds = {kind for section in SECTIONS for kind in kinds_of(section)}
-    assert tasks.RECIPES.keys() == kinds
-    assert tasks.OBJECTIVES.keys() == kinds - set(NOT_ON_TEXTS)
-    for reference in tasks.RECIPES.values():
+    assert registry.RECIPES.keys() == kinds
+    assert registry.OBJECTIVES.keys() == kinds - set(NOT_ON_TEXTS)
+    for reference in registry.RECIPES.values():
         assert issubclass(load_object(reference), Work)
-    for module in tasks.OBJECTIVES.values():
+    for module in registry.OBJECTIVES.values():
         assert callable(load_object(f"{module}:build_objective"))
 
 
@@ -57,7 +59,7 @@ def test_every_objective_of_a_config_is_read_and_built_as_itself(section):
         return
     for kind in kinds_of(section):
         for function in ("needs", "build_objective"):
-            taken = load_object(f"{tasks.OBJECTIVES[kind]}:{function}").__annotations__["section"]
+            taken = load_object(f"{registry.OBJECTIVES[kind]}:{function}").__annotations__["section"]
             assert taken is section
 
 
@@ -71,7 +73,7 @@ def test_an_objective_without_a_recipe_is_not_taken_for_sft():
         with pytest.raises(KeyError, match="unheard"):
             build(unheard)
     with pytest.raises(AssertionError, match="unheard"):
-        sketches.make_objective(unheard, None, [], None)
+        meta_model.make_objective(unheard, None, [], None)
 
 
 def test_every_optimizer_of_a_config_has_a_branch(monkeypatch):

@@ -9,9 +9,9 @@ import torch
 import whet
 from tiny import write_tiny_model, write_tokenizer
 from whet.errors import ConfigError, DataError, ModelError, RunError
-from whet.parallel import flat_gradients, set_flat_gradients
-from whet.training.evaluation import total_weights, weighted_loss
-from whet.training.optimizers import masked_step
+from whet.parallel.gradient_sync import flat_gradients, set_flat_gradients
+from whet.training.loss import total_weights, weighted_loss
+from whet.training.optim.optimizers import masked_step
 
 CLASSES = ["red", "green", "blue"]
 SAMPLES = [("fire and rose", "red"), ("moss", "green"), ("the deep sea", "blue"), ("ice", 2), ("a leaf", 1)]

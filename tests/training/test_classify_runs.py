@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_config
-from whet.config.load import load_config, make_config
+from whet.config.load_config import load_config, make_config
 from whet.errors import ConfigError, DataError, ModelError
-from whet.reporting.data_view import view_data
+from whet.recipes.classify.calibration import fitted_temperature
+from whet.runs.inspect_data import view_data
+from whet.runs.run import assembled
 from whet.training.checkpoint import checkpoint_path
-from whet.training.classification import fitted_temperature
-from whet.training.run import assembled
 
 CLASSES = ["red", "green", "blue"]
 WORDS = {"red": "fire rose blood", "green": "leaf grass moss", "blue": "sky sea ice"}
@@ -216,8 +216,8 @@ def test_a_store_that_left_soft_labels_out_as_bad_records_is_not_used_again(
     tiny_directory, tmp_path, monkeypatch, caplog
 ):
     """Earlier versions skipped such records; a store of theirs must not pass for the whole file."""
-    from whet.data import prepare
-    from whet.data.labels import Labels
+    from whet.data.class_labels import Labels
+    from whet.data.tokens import prepare_dataset
 
     def without_soft(labels, fields):
         if 0.25 in fields["labels"]:
@@ -233,7 +233,7 @@ def test_a_store_that_left_soft_labels_out_as_bad_records_is_not_used_again(
     )
     with monkeypatch.context() as earlier:
         earlier.setattr(Labels, "values", without_soft)
-        earlier.setattr(prepare, "_LABELS_VERSION", 0)
+        earlier.setattr(prepare_dataset, "_LABELS_VERSION", 0)
         whet.train(settings)
     assert "of 6 training records held out" in caplog.text
     whet.train({**settings, "run": {**settings["run"], "name": "again"}})
@@ -379,7 +379,7 @@ def test_adapters_go_on_q_and_v_unless_the_config_says_otherwise(tiny_directory,
     settings = config(tiny_directory, tmp_path)
     assert make_config(settings).method.targets == "qv"
     path = tmp_path / "again.yaml"
-    from whet.config.load import to_yaml
+    from whet.config.load_config import to_yaml
 
     path.write_text(to_yaml(make_config(settings)))
     assert load_config(path) == make_config(settings)
@@ -503,7 +503,7 @@ def with_hard_records(tiny_directory, tmp_path, rows, **sections):
 def test_class_weights_and_the_probe_are_of_all_that_is_learned_hard_records_too(
     tiny_directory, tmp_path, monkeypatch
 ):
-    from whet.training import classifier_report
+    from whet.recipes.classify import classifier_report
 
     rows = [{"input": f"hard {number}", "label": "red"} for number in range(21)]
     valid = write_records(tmp_path / "valid.jsonl", 30, seed=9)

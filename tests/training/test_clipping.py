@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tiny import run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.config.optim import Optim
 from whet.hardware import Precision
-from whet.parallel.gradients import clip, excess, total_norm
-from whet.training.optimizers import create_optimizer, divides_itself, masked_step
-from whet.training.run import assembled
+from whet.runs.run import assembled
+from whet.training.grad_clip import clip, excess, total_norm
+from whet.training.optim.optimizers import create_optimizer, divides_itself, masked_step
 from whet.training.trainer import Trainer
 
 

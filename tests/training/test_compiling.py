@@ -16,16 +16,16 @@ from models.test_pieces import MODELS
 from models.test_pieces import model as make_model
 from tiny import run_config
 from tiny_adapters import shake
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
-from whet.training import work
+from whet.recipes import text_recipe
+from whet.runs.run import assembled
 from whet.training.callbacks import Callback
-from whet.training.compiling import compile_blocks
-from whet.training.evaluation import in_precision
-from whet.training.run import assembled
+from whet.training.compile import compile_blocks
+from whet.training.loss import in_precision
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -86,7 +86,9 @@ def test_layers_are_tried_on_the_first_batch_and_the_run_begins_with_it(
     tiny_directory, tmp_path, monkeypatch, pack
 ):
     tried = []
-    monkeypatch.setattr(work, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on")
+    monkeypatch.setattr(
+        text_recipe, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on"
+    )
     config = run_config(tiny_directory, tmp_path, data={"pack": pack}, run={"steps": 1, "compile": True})
     with assembled(make_config(config)) as found:
         first = next(found.stream)[0]
@@ -170,9 +172,9 @@ import json, sys
 import whet
 from torch._dynamo.utils import counters
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
-from whet.training.compiling import compile_blocks
+from whet.training.compile import compile_blocks
 
 model, _ = whet.load(sys.argv[1])
 whet.attach_lora(model, rank=2)

@@ -11,8 +11,8 @@ import whet
 from tiny import run_config
 from whet.cli.app import app
 from whet.errors import CheckpointError
+from whet.run_directory import set_aside_later_rows
 from whet.training.checkpoint import prune
-from whet.training.resuming import set_aside_later_rows
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from whet.adapters.lora import attach_lora
+from whet.adapters.attach import attach_lora
 from whet.adapters.qlora import quantise_base
 from whet.data.batches import make_batch
-from whet.data.examples import Example
+from whet.data.tokens.examples import Example
 from whet.models.costs import flops_per_token
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.objectives.distillation import Distillation
-from whet.objectives.multi_token import MultiTokenPrediction
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.objectives.distill import Distillation
+from whet.objectives.mtp import MultiTokenPrediction
 from whet.objectives.preference import Preference
 from whet.objectives.sft import SFT
-from whet.training.flops import step_flops, training_flops_per_token
+from whet.training.observe.step_flops import step_flops, training_flops_per_token
 
 LENGTH, ROWS = 48, 2
 SHAPE = {"d_model": 64, "layers": 3, "heads": 4, "kv_heads": 2, "width": 96, "vocab_size": 128}
@@ -51,7 +51,7 @@ def squared_scores(monkeypatch):
     def every_pair(attention, length):
         return costs.score_flops(attention, length, visible_only=False)
 
-    monkeypatch.setattr("whet.training.flops.score_flops", every_pair)
+    monkeypatch.setattr("whet.training.observe.step_flops.score_flops", every_pair)
     # and it knows no grouped product, but those of the loop
     monkeypatch.setattr("whet.ops.grouped_experts.grouped_problem", lambda *_: "counted")
 

@@ -4,11 +4,11 @@ import pytest
 
 import whet
 from tiny import run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.errors import ConfigError
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
-from whet.training.eight_bits import use_fp8
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.recipes.text_recipe import use_fp8
 
 
 def config(tmp_path, name, **run):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 import whet
 from tiny import run_config
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
-from whet.training import rollouts
+from whet.rl import rollouts
+from whet.rl.rollouts import RolloutStream, row_seed
 from whet.training.callbacks import Callback, StopRun
-from whet.training.rollouts import RolloutStream, row_seed
 
 SHORT = {"function": "length", "arguments": {"longest": 2, "margin": 20}}
 METHODS = {
@@ -270,7 +270,7 @@ def test_truncated_completions_are_left_out_where_asked(tiny_directory, tmp_path
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RolloutStream, "_measure", spy)
-        patch.setattr("whet.training.sampler.stop_tokens", lambda *_: set(range(40)))
+        patch.setattr("whet.rl.rollout_sampler.stop_tokens", lambda *_: set(range(40)))
         result = whet.train(grpo_config(tiny_directory, tmp_path, **sections))
     for kept, row in zip(seen, result.history, strict=True):
         assert kept == round(16 * (1 - row["truncated_fraction"])) < 16

@@ -6,10 +6,10 @@ from torch import nn
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.plan import StepSettings
-from whet.objectives.base import Loss
+from whet.data.packing import StepSettings
+from whet.objectives.objective import Loss
 from whet.objectives.sft import SFT
 from whet.training.checkpoint import checkpoint_path
 from whet.training.trainer import Trainer

@@ -10,9 +10,9 @@ import uuid
 import psutil
 import pytest
 
-from whet.config.grpo import GRPOObjective
+from whet.config.objectives.grpo import GRPOObjective
 from whet.errors import RunError
-from whet.training.rewards.pool import Judged, RewardPool
+from whet.rl.rewards.worker_pool import Judged, RewardPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and adopts orphans")
 
@@ -215,8 +215,8 @@ def test_a_reward_that_takes_too_much_memory_is_named_with_the_limit(rewards, ma
 
 SCRIPT = """
 import os, signal, sys
-from whet.config.grpo import GRPOObjective
-from whet.training.rewards.pool import Judged, RewardPool
+from whet.config.objectives.grpo import GRPOObjective
+from whet.rl.rewards.worker_pool import Judged, RewardPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 path, kind, ending = sys.argv[1:]

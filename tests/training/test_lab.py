@@ -10,14 +10,14 @@ import yaml
 from typer.testing import CliRunner
 
 from whet.cli.app import app
-from whet.config.load import load_config, make_config
+from whet.config.load_config import load_config, make_config
 from whet.errors import ConfigError
-from whet.reporting.lab import describe_sweep
-from whet.training import coordinate_check as checks
-from whet.training import lr_sweep as sweeps
-from whet.training.coordinate_check import FLAT, coordinate_check
-from whet.training.lr_sweep import Sweep, SweepPoint, lr_sweep
-from whet.training.widths import at_width, slope
+from whet.reporting.text.mup_text import describe_sweep
+from whet.studies import coordinate_check as checks
+from whet.studies import lr_transfer as sweeps
+from whet.studies.coordinate_check import FLAT, coordinate_check
+from whet.studies.lr_transfer import Sweep, SweepPoint, lr_sweep
+from whet.studies.mup_widths import at_width, slope
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mup-nano.yaml"
 STEPS = 12

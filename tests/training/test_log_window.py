@@ -7,9 +7,10 @@ import pytest
 
 import whet
 from tiny import run_config
-from whet.training import stepping
-from whet.training.callbacks import Callback, MetricsLogger, NumbersOnly, StopRun
-from whet.training.log_window import LogWindow
+from whet.training import step as train_step
+from whet.training.callbacks import Callback, NumbersOnly, StopRun
+from whet.training.observe.log_window import LogWindow
+from whet.training.observe.metrics_logger import MetricsLogger
 from whet.training.state import RunState
 
 TIMES = (
@@ -126,9 +127,9 @@ def test_values_that_are_not_finite_are_left_out_and_counted():
 
 
 def test_the_peak_of_memory_is_that_of_all_parts(tiny_directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(stepping, "peak_gib", lambda _: 3.0)
+    monkeypatch.setattr(train_step, "peak_gib", lambda _: 3.0)
     cut = trained(tiny_directory, tmp_path, "cut", every=1, callbacks=[StopAt(2)], steps=4)
-    monkeypatch.setattr(stepping, "peak_gib", lambda _: 1.0)  # another process, which has used less so far
+    monkeypatch.setattr(train_step, "peak_gib", lambda _: 1.0)  # another process, which has used less so far
     resumed = whet.resume(cut.directory)
     assert [row["peak_gib"] for row in rows(resumed.directory)] == [3.0] * 4
     assert resumed.summary["final"]["peak_gib"] == 3.0

@@ -7,13 +7,13 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.hardware import Precision, choose_precision
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, StopRun
-from whet.training.loss_scale import GROWTH_STEPS, LossScale
+from whet.training.grad_scaler import GROWTH_STEPS, LossScale
 from whet.training.trainer import Trainer
 
 SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=True)

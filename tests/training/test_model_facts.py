@@ -8,9 +8,10 @@ import whet
 from tiny import write_tiny_model, write_tokenizer
 from whet.config.preset import Preset
 from whet.errors import ConfigError, ModelError
-from whet.generation.text import stop_tokens
-from whet.models.scratch import new_model, new_tokenizer
-from whet.training.model_facts import model_facts
+from whet.model_io.tokenizer import new_tokenizer
+from whet.models.from_scratch.new_model import new_model
+from whet.models.stop_tokens import stop_tokens
+from whet.planning.model_facts import model_facts
 
 
 def adapter(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_config
-from whet.config.load import load_config, make_config
+from whet.config.load_config import load_config, make_config
 from whet.errors import ConfigError
 from whet.training.callbacks import Callback, StopRun
 

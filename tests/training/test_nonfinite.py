@@ -9,9 +9,9 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.errors import RunError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback

@@ -15,19 +15,19 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import whet
 from tiny import write_tiny_model
-from whet.adapters.lora import make_trainable
+from whet.adapters.attach import make_trainable
 from whet.config.method import Method
 from whet.config.optim import Optim
 from whet.errors import ConfigError
-from whet.training import adafactor, adamw8bit
-from whet.training.adafactor import Adafactor
-from whet.training.adamw import AdamW
-from whet.training.adamw8bit import AdamW8bit
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
-from whet.training.lion import Lion
-from whet.training.muon import Muon
-from whet.training.optimizers import create_optimizer, masked_step
-from whet.training.sgd import SGD
+from whet.training.optim import adafactor, adamw_8bit
+from whet.training.optim.adafactor import Adafactor
+from whet.training.optim.adamw import AdamW
+from whet.training.optim.adamw_8bit import AdamW8bit
+from whet.training.optim.lion import Lion
+from whet.training.optim.muon import Muon
+from whet.training.optim.optimizers import create_optimizer, masked_step
+from whet.training.optim.sgd import SGD
 
 NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
 
@@ -580,7 +580,7 @@ def own_default(name, setting, *, by_config):
         ("adafactor", "beta2_decay"): adafactor.BETA2_DECAY,
         ("adafactor", "eps"): (None, adafactor.SMALLEST_SCALE),
         ("adafactor", "d"): adafactor.LARGEST_UPDATE,
-        ("adamw8bit", "min_8bit_size"): adamw8bit.SMALLEST,
+        ("adamw8bit", "min_8bit_size"): adamw_8bit.SMALLEST,
     }
     if (name, setting) in constants:
         return constants[name, setting]

@@ -15,18 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model, write_tokenizer
-from whet.analysis.measures import effective_rank, gradient_noise
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.errors import ConfigError
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
+from whet.runs.run import assembled
 from whet.training.callbacks import Callback, StopRun
-from whet.training.probe_batches import probe_batches, texts_of, units
-from whet.training.run import assembled
+from whet.training.observe.layer_stats import effective_rank, gradient_noise
+from whet.training.observe.preserve_state import undisturbed
+from whet.training.observe.probe_batches import probe_batches, texts_of, units
 from whet.training.trainer import Trainer
-from whet.training.undisturbed import undisturbed
 
 NAMES = ("gradients", "weights", "activations", "attention", "noise", "rank")
 ALL = {**dict.fromkeys(NAMES, 2), "curvature": None}

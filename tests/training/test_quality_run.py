@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import whet
-from whet.config.load import load_config, make_config
-from whet.data.ledgers import create_ledgers
-from whet.data.plan import StepSettings
-from whet.data.rows import read_rows, row_batches
-from whet.data.sources import open_source
+from whet.config.load_config import load_config, make_config
+from whet.data.packing import StepSettings
+from whet.data.sources.source import open_source
 from whet.errors import CheckpointError, ConfigError, RunError
-from whet.models.tabular import QualitySpec, architecture, load_quality, new_quality_model
-from whet.models.tkp1 import read_tkp1, restore_tkp1
-from whet.objectives.regression import Regression
+from whet.recipes.quality.ledgers import create_ledgers
+from whet.recipes.quality.quality import dry_run, evaluate_quality
+from whet.recipes.quality.regression import Regression
+from whet.recipes.quality.row_batches import read_rows, row_batches
+from whet.recipes.quality.tabular_model import QualitySpec, architecture, load_quality, new_quality_model
+from whet.recipes.quality.tkp1 import read_tkp1, restore_tkp1
+from whet.runs.provenance import provenance
 from whet.training.callbacks import Callback, StopRun
-from whet.training.provenance import provenance
-from whet.training.quality_run import dry_run, evaluate_quality
 from whet.training.trainer import Trainer
 
 
@@ -143,7 +143,7 @@ def test_the_metrics_of_a_step_are_those_of_its_rows(tmp_path):
     first = result.history[1]
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
     rows = read_rows(open_source("synth:quality:96"), inputs=96, outputs=20)
-    from whet.data.rows import RowStream
+    from whet.recipes.quality.row_batches import RowStream
 
     [batch] = next(RowStream(rows, StepSettings(32, None, None, pack=True), seed=0))
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was built")
 
-    monkeypatch.setattr("whet.models.tabular.TabularModel.__init__", refuse)
+    monkeypatch.setattr("whet.recipes.quality.tabular_model.TabularModel.__init__", refuse)
     settings = make_config(config(tmp_path, model={"quality": "full"}, optim={"warmup": 2}))
     for _ in range(2):  # an earlier dry run is replaced
         fields = dry_run(settings, provenance)

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.config.load import make_config
-from whet.config.unread import unread
-from whet.data.sources import open_source
+from whet.config.checks.unread_keys import unread
+from whet.config.load_config import make_config
+from whet.data.sources.source import open_source
 from whet.errors import CheckpointError, ModelError
+from whet.planning.plan import plan_run
+from whet.runs.run import assembled
 from whet.training.callbacks import Callback, StopRun
-from whet.training.plan import plan_run
-from whet.training.run import assembled
 
 METHODS = [{"kind": "full"}, {"kind": "lora", "rank": 4, "dropout": 0.1}]
 PAIRS = {"train": "synth:house-pairs:6", "valid": "synth:house-pairs-valid:4", "max_length": 256}

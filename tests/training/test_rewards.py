@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 import whet
-from whet.config.grpo import BUILTIN_REWARDS, GRPOObjective
+from whet.config.objectives.grpo import BUILTIN_REWARDS, GRPOObjective
 from whet.errors import ConfigError, RunError
-from whet.training.rewards import pool as reward_pool
-from whet.training.rewards.builtin import (
+from whet.rl.rewards import worker_pool as reward_pool
+from whet.rl.rewards.builtin import (
     BUILTIN,
     exact_match,
     json_schema,
@@ -25,8 +25,8 @@ from whet.training.rewards.builtin import (
     numeric_match,
     regex,
 )
-from whet.training.rewards.json_schema import is_valid, refuse_unknown_keywords
-from whet.training.rewards.pool import Judged, RewardPool
+from whet.rl.rewards.json_schema import is_valid, refuse_unknown_keywords
+from whet.rl.rewards.worker_pool import Judged, RewardPool
 
 REWARDS = """
 import os, re, time
@@ -286,8 +286,8 @@ def test_no_process_is_left_behind_when_the_run_is_killed(own, name):
     """Not even one in the middle of a reward that hangs."""
     script = f"""
 import sys
-from whet.config.grpo import GRPOObjective
-from whet.training.rewards.pool import Judged, RewardPool
+from whet.config.objectives.grpo import GRPOObjective
+from whet.rl.rewards.worker_pool import Judged, RewardPool
 pool = RewardPool(GRPOObjective(rewards=[{f"{own}:{name}"!r}], reward_workers=2, reward_timeout=50)).__enter__()
 print("started", flush=True)
 pool.score([Judged("", "slow", {{}})] * 2)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import whet
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.config.optim import Optim
 from whet.errors import ConfigError
-from whet.models.experts import MixtureOfExperts, mixtures
-from whet.models.initialise import from_scratch
-from whet.models.presets import preset_spec
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.presets import preset_spec
+from whet.models.moe import MixtureOfExperts, mixtures
 from whet.models.spec import ExpertsSpec
-from whet.objectives.routing import STATISTICS
+from whet.objectives.router_losses import STATISTICS
 from whet.training.callbacks import Callback, StopRun
-from whet.training.parameter_groups import parameter_groups
-from whet.training.routing import RouterMetrics, effective_experts
+from whet.training.optim.param_groups import parameter_groups
+from whet.training.router_balancing import RouterMetrics, effective_experts
 
 SMALL = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2, "experts": 4}
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import whet
 from tiny import run_config, write_tiny_model
 from whet.errors import CheckpointError, ConfigError, DataError
+from whet.run_directory import is_finished, summary_of
 from whet.training.callbacks import Callback, StopRun
-from whet.training.resuming import is_finished, summary_of
 
 METHODS = {
     "lora": {"method": {"kind": "lora", "rank": 4, "dropout": 0.1}},
@@ -348,7 +348,8 @@ def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directo
     sections = {"run": {"steps": 40}, "eval": {"every": 1, "early_stop": {"patience": 2}}}
     with monkeypatch.context() as broken:
         broken.setattr(
-            "whet.training.work.save_adapter", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+            "whet.recipes.text_recipe.save_adapter",
+            lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")),
         )
         with pytest.raises(OSError, match="disk full"):
             whet.train(run_config(tiny_directory, tmp_path, **sections))
@@ -360,7 +361,7 @@ def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directo
 
 def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, monkeypatch):
     sections = {"data": {"test": "synth:house-test:5"}, "eval": {"generate": True, "max_new_tokens": 4}}
-    original, calls = whet.generation.exact_match.exact_match, []
+    original, calls = whet.evaluation.exact_match.exact_match, []
 
     def failing(model, tokenizer, questions, **settings):
         calls.append(len(questions))
@@ -368,7 +369,7 @@ def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, m
             raise RuntimeError("no memory")
         return original(model, tokenizer, questions, **settings)
 
-    monkeypatch.setattr("whet.training.work.exact_match", failing)
+    monkeypatch.setattr("whet.recipes.text_recipe.exact_match", failing)
     with pytest.raises(RuntimeError):
         whet.train(run_config(tiny_directory, tmp_path, **sections))
     assert calls[-1] == 5
@@ -421,7 +422,7 @@ def on(day, monkeypatch):
         def today(cls):
             return date.fromisoformat(day)
 
-    monkeypatch.setattr("whet.training.provenance.date", Day)
+    monkeypatch.setattr("whet.run_directory.date", Day)
 
 
 def test_a_template_that_writes_the_date_writes_that_of_the_first_day(tiny_directory, tmp_path, monkeypatch):
@@ -487,8 +488,8 @@ def test_resume_refuses_a_changed_config_and_names_every_difference(tiny_directo
 
 
 def test_a_run_of_a_version_with_fewer_keys_is_not_a_changed_one(tiny_directory, tmp_path):
-    from whet.config.load import make_config, to_dict
-    from whet.training.resuming import refuse_changes
+    from whet.config.load_config import make_config, to_dict
+    from whet.runs.resume_checks import refuse_changes
 
     config = make_config(run_config(tiny_directory, tmp_path))
     began = to_dict(config)
@@ -535,7 +536,7 @@ def test_examples_longer_than_the_model_are_refused(tmp_path):
 
 def test_a_memory_limit_is_watched_after_each_step(tiny_directory, tmp_path, monkeypatch):
     used = iter([1.0, 1.0, 9.0])
-    monkeypatch.setattr("whet.training.callbacks.used_gib", lambda device: next(used))
+    monkeypatch.setattr("whet.training.limits.used_gib", lambda device: next(used))
     result = whet.train(run_config(tiny_directory, tmp_path, run={"max_memory": 5}))
     assert (result.steps, result.unfinished) == (2, True)
 
@@ -549,7 +550,7 @@ def test_a_memory_limit_stops_with_a_checkpoint(tiny_directory, tmp_path):
 
 def test_a_time_limit_counts_from_the_start_of_each_part(tiny_directory, tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 20))  # twenty seconds between any two looks at it
-    monkeypatch.setattr("whet.training.callbacks.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("whet.training.limits.time.monotonic", lambda: float(next(clock)))
     result = whet.train(run_config(tiny_directory, tmp_path, run={"max_time": 0.5, "steps": 4}))
     assert (result.steps, result.unfinished) == (2, True)
     assert "run.max_time of 0.5 minutes is over" in result.stopped_because
@@ -612,8 +613,8 @@ def test_the_test_figures_are_those_of_the_weights_in_final(tiny_directory, tmp_
         "eval": {"every": 2, "early_stop": {"patience": 1}},
     }
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
-    from whet.data.sources import open_source
-    from whet.training.evaluation import ModelEvaluation
+    from whet.data.sources.source import open_source
+    from whet.evaluation.evaluate_model import ModelEvaluation
 
     model, tokenizer = whet.load(result.directory, device="cpu", dtype=torch.float32)
     found = ModelEvaluation(model, tokenizer, open_source("synth:house-test:5"), max_length=256).loss()

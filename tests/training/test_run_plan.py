@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tiny import run_config, write_tiny_model
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.config.optim import Optim
 from whet.errors import ConfigError, ModelError
-from whet.models.presets import PRESETS, Shape, build_spec, preset_spec
-from whet.training.plan import plan_run
-from whet.training.plan_sizes import batch_shape
+from whet.models.from_scratch.presets import PRESETS, Shape, build_spec, preset_spec
+from whet.planning.plan import plan_run
+from whet.planning.step_sizes import batch_shape
 
 FSDP = {"kind": "fsdp"}
 SHAPES = {  # the published sizes of Llama 3
@@ -279,7 +279,7 @@ def test_every_preset_is_planned(preset):
 
 
 def test_the_cache_of_keys_and_values_is_what_generation_allocates(tmp_path):
-    from whet.adapters.load import load
+    from whet.model_io.load import load
 
     write_tiny_model(tmp_path / "tiny")
     given = run_config(tmp_path / "tiny", tmp_path)

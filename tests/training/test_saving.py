@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_config
-from whet.config.sections import Checkpoint
+from whet.config.run import Checkpoint
 from whet.errors import RunError
 from whet.training.callbacks import Callback, StopRun
 from whet.training.checkpoint import checkpoint_path, contents_of, read_state
-from whet.training.saving import Saver
+from whet.training.checkpoint_writer import Saver
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_callback_may_stop_the_run_when_it_hears_of_a_save(tiny_directory, tmp
 
 def test_a_checkpoint_is_due_by_the_clock_too(tiny_directory, tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("whet.training.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("whet.training.checkpoint_writer.time.monotonic", lambda: now[0])
     told = []
 
     class Clock(Callback):

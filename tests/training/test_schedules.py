@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from whet.config.optim import Optim
 from whet.errors import ConfigError
-from whet.training.schedules import create_schedule
+from whet.training.optim.lr_schedules import create_schedule
 
 KINDS = ["constant", "linear", "cosine", "exponential", "step", "wsd"]
 

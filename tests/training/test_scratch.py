@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import whet
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.config.preset import Preset
 from whet.errors import ConfigError
-from whet.models import presets
+from whet.models.from_scratch import presets
 
 
 def write_texts(path, count=30):

@@ -14,10 +14,11 @@ import pytest
 import whet
 from tiny import run_config
 from whet.errors import ConfigError, StorageError
-from whet.training import sinks, watching
+from whet.runs import build_callbacks
 from whet.training.callbacks import Callback, StopRun
-from whet.training.sink_kinds import SINKS, check_sinks
-from whet.training.sinks import RunFacts, SinkCallback, flat_numbers
+from whet.training.observe import metric_sinks
+from whet.training.observe.metric_sinks import RunFacts, SinkCallback, flat_numbers
+from whet.training.observe.sink_backends import SINKS, check_sinks
 
 
 class StopAt(Callback):
@@ -184,7 +185,7 @@ class Fake:
 
 def use(monkeypatch, sink):
     """Have log.sinks: [wandb] mean this one."""
-    monkeypatch.setattr(watching, "check_sinks", lambda names: None)
+    monkeypatch.setattr(build_callbacks, "check_sinks", lambda names: None)
     monkeypatch.setitem(SINKS, "wandb", lambda: sink)
 
 
@@ -290,7 +291,7 @@ class Flaky(Fake):
 def test_a_call_of_a_sink_that_fails_is_tried_again(tiny_directory, tmp_path, monkeypatch, caplog):
     fake = Flaky(failures=3)
     use(monkeypatch, fake)
-    monkeypatch.setattr(sinks, "_RETRY_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(metric_sinks, "_RETRY_S", (0.01, 0.01, 0.01))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
     assert [step for step, _ in fake.rows] == [1, 2, 3, 4]
     assert fake.finished == 1
@@ -303,7 +304,7 @@ def test_a_sink_that_stays_broken_leaves_the_other_rows_in_a_file(
 ):
     fake = Flaky(failures=0, broken_from=3)
     use(monkeypatch, fake)
-    monkeypatch.setattr(sinks, "_RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(metric_sinks, "_RETRY_S", (0.01, 0.01))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
     assert [step for step, _ in fake.rows] == [1, 2]
     assert fake.calls == 1 + 2 + 3, "row 3 was tried three times, row 4 not any more"
@@ -316,7 +317,7 @@ def test_a_sink_that_stays_broken_leaves_the_other_rows_in_a_file(
 
 def test_a_sink_that_waits_to_try_again_does_not_delay_the_end(tiny_directory, tmp_path, monkeypatch):
     use(monkeypatch, Flaky(failures=1000))
-    monkeypatch.setattr(sinks, "_RETRY_S", (600.0, 600.0))
+    monkeypatch.setattr(metric_sinks, "_RETRY_S", (600.0, 600.0))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
     kept = rows_of(result.directory / "sink-wandb.jsonl")
     assert [row["step"] for row in kept] == [1, 2, 3, 4]
@@ -327,8 +328,8 @@ def test_a_full_disk_for_the_rows_of_a_sink_does_not_stop_the_run(tiny_directory
         raise StorageError(f"{path} could not be written: No space left on device")
 
     use(monkeypatch, Flaky(failures=1000))
-    monkeypatch.setattr(sinks, "_RETRY_S", ())
-    monkeypatch.setattr(sinks, "append_text", full)
+    monkeypatch.setattr(metric_sinks, "_RETRY_S", ())
+    monkeypatch.setattr(metric_sinks, "append_text", full)
     assert whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]})).steps == 4
 
 
@@ -341,7 +342,7 @@ def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypa
             release.wait(30)
 
     use(monkeypatch, Hanging())
-    monkeypatch.setattr(sinks, "_ROWS", 2)
+    monkeypatch.setattr(metric_sinks, "_ROWS", 2)
     slow = SinkCallback.__init__
     monkeypatch.setattr(
         SinkCallback, "__init__", lambda self, *args, **keys: slow(self, *args, **keys, last_s=0.2)

@@ -9,10 +9,10 @@ import torch
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.errors import ConfigError, DataError, ModelError
-from whet.training import teachers
-from whet.training.teaching import teach
+from whet.recipes import teachers
+from whet.runs.teach import teach
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
 
 
 def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory, tmp_path, teacher):
-    from whet.training.run_data import Needs, RunData
+    from whet.data.run_data import Needs, RunData
 
     settings = make_config(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 80}))
     teach(settings)

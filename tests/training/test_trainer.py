@@ -13,22 +13,16 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, evaluation_batches, make_batch
-from whet.data.plan import StepSettings
+from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
-from whet.objectives.base import Loss
+from whet.objectives.objective import Loss
 from whet.objectives.sft import SFT
-from whet.training.callbacks import (
-    Callback,
-    EarlyStopping,
-    Injector,
-    MetricsLogger,
-    StopRun,
-    named,
-    stored_states,
-)
+from whet.training.callbacks import Callback, Injector, StopRun, named, stored_states
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
+from whet.training.early_stopping import EarlyStopping
+from whet.training.observe.metrics_logger import MetricsLogger
 from whet.training.trainer import Trainer
 
 SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=128, pack=True)

@@ -8,12 +8,12 @@ import torch
 
 import whet
 from tiny import run_config
-from whet.config.load import make_config
+from whet.config.load_config import make_config
 from whet.errors import ConfigError, DataError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, StopRun
-from whet.training.flops import training_flops_per_token
-from whet.training.samples import SampleGenerations
+from whet.training.observe.samples import SampleGenerations
+from whet.training.observe.step_flops import training_flops_per_token
 
 
 def rows(directory, name="metrics.jsonl"):

@@ -8,12 +8,12 @@ from typing import TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from whet.adapters.experts import expert_weights, router_weights
+from whet.adapters.layers.lora_experts import expert_weights, router_weights
 from whet.adapters.nf4 import NF4Linear
-from whet.config.patterns import compile_pattern
+from whet.config.checks.patterns import compile_pattern
 from whet.errors import ConfigError
-from whet.models.experts import Router
 from whet.models.language_model import LanguageModel
+from whet.models.moe import Router
 from whet.ops.linear import Linear
 
 T = TypeVar("T")

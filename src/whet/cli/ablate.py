@@ -13,11 +13,11 @@ def command(
 ) -> None:
     """Train every arm with every seed on the same rows in the same order, and compare them."""
     from whet.cli.console import notes, progress_shown, say
-    from whet.config.load import load_config
+    from whet.config.load_config import load_config
     from whet.config.quality import Arm
     from whet.errors import ConfigError
-    from whet.reporting.ablation import describe_ablation, write_ablation
-    from whet.training.ablation import ablate
+    from whet.reporting.text.ablation_text import describe_ablation, write_ablation
+    from whet.studies.ablation import ablate
 
     named = list(dict.fromkeys(arms.split(",")))
     unknown = [arm for arm in named if arm not in get_args(Arm)]

@@ -9,8 +9,8 @@ def command(
 ) -> None:
     """Compare the settings in CONFIG with the model and the data. Nothing is trained, nothing is refused."""
     from whet.cli.console import set_up_logging
-    from whet.config.load import load_config
-    from whet.training.advise import advise
+    from whet.config.load_config import load_config
+    from whet.studies.advise import advise
 
     set_up_logging()
     for advice in advise(load_config(config, overrides or ())):

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from whet import __version__
-from whet.boundary import is_out_of_memory, is_panic, out_of_memory, printable, reason
 from whet.cli import (
     ablate,
     advise,
@@ -39,6 +38,7 @@ from whet.cli import (
     train,
 )
 from whet.cli.console import escape_terminal
+from whet.error_boundary import is_out_of_memory, is_panic, out_of_memory, printable, reason
 from whet.errors import ModelError, RunError, WhetError, shorten
 
 _DEBUG = "run it again with --debug for the traceback"
@@ -134,7 +134,7 @@ def main() -> NoReturn:
 
 def _leave(code: int | str | None) -> NoReturn:
     """Exit, at once while a checkpoint is being written: torch aborts where its threads outlive Python."""
-    if any(thread.name == "whet-save" for thread in threading.enumerate()):  # of training/saving.py
+    if any(thread.name == "whet-save" for thread in threading.enumerate()):  # training/checkpoint_writer
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

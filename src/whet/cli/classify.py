@@ -23,7 +23,7 @@ def command(
     if data is not None:
         report_classifier(run, data, as_json=as_json)
         return
-    from whet.training.classifier import Classifier
+    from whet.recipes.classify.classifier import Classifier
 
     classifier = Classifier.load(run)
     names = classifier.info.classes
@@ -41,8 +41,8 @@ def command(
 
 def report_classifier(run: str, data: str, *, as_json: bool) -> None:
     """The report of a classifier on some records."""
-    from whet.reporting.classification import classification_text
-    from whet.training.classifier import Classifier
+    from whet.recipes.classify.classifier import Classifier
+    from whet.reporting.text.classifier_text import classification_text
 
     report = Classifier.load(run).evaluate(data)
     print(json.dumps(report) if as_json else classification_text(report))

@@ -19,12 +19,12 @@ def command(
     import json
 
     from whet.cli.console import say, writing_to
-    from whet.reporting.compare_text import comparison_text
-    from whet.reporting.comparison import as_json, compare_runs
+    from whet.reporting.compare.compare_text import comparison_text
+    from whet.studies.compare_runs import as_json, compare_runs
 
     found = compare_runs(runs, metric=metric)
     if html is not None:
-        from whet.reporting.compare_page import write_comparison
+        from whet.reporting.compare.compare_page import write_comparison
 
         with writing_to(html, "--html"):
             write_comparison(found, html)

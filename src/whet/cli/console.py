@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
-from whet.boundary import printable
+from whet.error_boundary import printable
 from whet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:

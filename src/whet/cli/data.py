@@ -16,11 +16,11 @@ def command(
     from pathlib import Path
 
     from whet.cli.console import results, set_up_logging, writing_to
-    from whet.config.load import load_config
-    from whet.reporting.data_page import data_page
-    from whet.reporting.data_problems import find_problems
-    from whet.reporting.data_text import DataText
-    from whet.reporting.data_view import view_parts
+    from whet.config.load_config import load_config
+    from whet.data.inspect.problems import find_problems
+    from whet.reporting.data.data_page import data_page
+    from whet.reporting.data.data_text import DataText
+    from whet.runs.inspect_data import view_parts
     from whet.storage import replace_text
 
     set_up_logging()
@@ -45,11 +45,11 @@ def command(
 def plan(config: str, overrides: list[str], *, processes: int) -> None:
     """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
     from whet.cli.console import results, set_up_logging
-    from whet.config.load import load_config
-    from whet.config.unread import unread_lines
-    from whet.reporting.data_problems import Problem, find_problems, find_refusals
-    from whet.reporting.data_text import DataText
-    from whet.reporting.data_view import view_parts
+    from whet.config.checks.unread_keys import unread_lines
+    from whet.config.load_config import load_config
+    from whet.data.inspect.problems import Problem, find_problems
+    from whet.reporting.data.data_text import DataText
+    from whet.runs.inspect_data import find_refusals, view_parts
 
     set_up_logging()
     settings = load_config(config, overrides)

@@ -13,9 +13,9 @@ def command(
 ) -> None:
     """Compare gradients of the first batch of CONFIG in every number format with the most exact one."""
     from whet.cli.console import say, set_up_logging
-    from whet.config.load import load_config
-    from whet.reporting.precision import describe_diagnosis, diagnosis_json
-    from whet.training.diagnosis import diagnose
+    from whet.config.load_config import load_config
+    from whet.reporting.text.diagnosis_text import describe_diagnosis, diagnosis_json
+    from whet.studies.diagnose import diagnose
 
     set_up_logging()
     found = diagnose(load_config(config, overrides or ()))

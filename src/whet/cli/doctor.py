@@ -8,11 +8,11 @@ def command() -> None:
     import psutil
     import torch
 
-    from whet.chips import find_peak
-    from whet.hardware import GIB, choose_device, choose_precision
-    from whet.models.hub import cache_dir, cached_models, tokens_dir
+    from whet.hardware import GIB, choose_device, choose_precision, find_peak
+    from whet.model_io.hub import cached_models
     from whet.ops.attention import describe_backend
-    from whet.training.provenance import versions
+    from whet.runs.provenance import versions
+    from whet.storage import cache_dir, tokens_dir
 
     device, memory = choose_device(), psutil.virtual_memory()
     peak = find_peak(device)
@@ -38,7 +38,7 @@ def command() -> None:
 
 
 def _kernels(device: object) -> dict[str, str]:
-    from whet.ops.kernels import kernels_problem
+    from whet.ops.dispatch import kernels_problem
 
     if getattr(device, "type", "") != "cuda":
         return {}

@@ -31,16 +31,17 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print the numbers as one JSON object."),
 ) -> None:
     """Evaluate MODEL on DATA."""
-    from whet.adapters.classifier_files import is_classifier
-    from whet.adapters.load import load, usable_directory
     from whet.cli.classify import report_classifier
     from whet.cli.console import notes, set_up_logging
-    from whet.data.sources import open_source
+    from whet.data.sources.source import open_source
     from whet.errors import DataError
-    from whet.models.tabular import ARCH
+    from whet.evaluation.evaluate_model import ModelEvaluation
+    from whet.model_io.formats.classifier_head import is_classifier
+    from whet.model_io.load import load
+    from whet.model_io.resolve import usable_directory
+    from whet.recipes.quality.quality import evaluate_quality
     from whet.reporting.progress import describe
-    from whet.training.evaluation import ModelEvaluation
-    from whet.training.quality_run import evaluate_quality
+    from whet.run_directory import ARCH
 
     set_up_logging()
     directory = Path(usable_directory(model)).expanduser()

@@ -8,7 +8,7 @@ import typer
 from whet.cli.merge import DTYPE, TOLERANCE, Dtype
 
 if TYPE_CHECKING:
-    from whet.adapters.export_check import Check
+    from whet.model_io.export.export_check import Check
 
 
 class Layout(Enum):
@@ -48,12 +48,12 @@ def command(
 
     import torch
 
-    from whet.adapters import export
-    from whet.adapters.classifier_files import is_classifier
-    from whet.adapters.export_check import check_export
-    from whet.adapters.load import usable_directory
     from whet.cli.console import set_up_logging
     from whet.errors import ConfigError
+    from whet.model_io.export import export_model
+    from whet.model_io.export.export_check import check_export
+    from whet.model_io.formats.classifier_head import is_classifier
+    from whet.model_io.resolve import usable_directory
 
     set_up_logging()
     if gguf_type is not None and to is not Layout.gguf:
@@ -63,9 +63,9 @@ def command(
     if is_classifier(usable_directory(run)):
         _export_classifier(run, to.value, out, check=check, dtype=dtype)
         return
-    loaded = export.load_exact(run)
-    kind = gguf_type.value if gguf_type else export.GGUF_TYPES[loaded.dtype]
-    path = Path(out) if out else export.default_path(run, to.value, kind)
+    loaded = export_model.load_exact(run)
+    kind = gguf_type.value if gguf_type else export_model.GGUF_TYPES[loaded.dtype]
+    path = Path(out) if out else export_model.default_path(run, to.value, kind)
     chosen = loaded.dtype if dtype is None else getattr(torch, dtype.value)
     onto = loaded.base
     settings: dict[str, Any] = {  # Any: keyword arguments
@@ -73,9 +73,9 @@ def command(
         "kind": kind,
         "tolerance": tolerance,
     }
-    if (difference := export.write_export(loaded, path, to.value, **settings)) is not None:
+    if (difference := export_model.write_export(loaded, path, to.value, **settings)) is not None:
         folded = chosen if to is Layout.hf else torch.float32
-        print(f"merged onto {onto} in {export.dtype_name(folded)}: {difference}")
+        print(f"merged onto {onto} in {export_model.dtype_name(folded)}: {difference}")
     print(path)
     _say_what_base_is_needed(run, to)
     if check:
@@ -87,8 +87,12 @@ def _export_classifier(run: str, to: str, out: str | None, *, check: bool, dtype
 
     import torch
 
-    from whet.adapters.classifier_export import check_classifier, load_classifier_exact, write_classifier
-    from whet.adapters.export import default_path
+    from whet.model_io.export.export_classifier import (
+        check_classifier,
+        load_classifier_exact,
+        write_classifier,
+    )
+    from whet.model_io.export.export_model import default_path
 
     loaded = load_classifier_exact(run)
     path = Path(out) if out else default_path(run, to, "")
@@ -105,7 +109,7 @@ def _say_what_base_is_needed(run: str, to: Layout) -> None:
     import shlex
     from pathlib import Path
 
-    from whet.adapters.load import base_of, usable_directory
+    from whet.model_io.resolve import base_of, usable_directory
 
     base = base_of(usable_directory(run))
     reader = {Layout.peft: "PEFT", Layout.mlx: "mlx-lm"}.get(to)

@@ -29,9 +29,9 @@ def command(
 ) -> None:
     """Generate an answer to PROMPT."""
     from whet.adapters.adapter import adapted, adapters_off
-    from whet.adapters.load import load
     from whet.errors import ModelError
-    from whet.generation.text import generate
+    from whet.generation.generate import generate
+    from whet.model_io.load import load
 
     fine_tuned, tokenizer = load(model)
     answer = partial(
@@ -66,8 +66,8 @@ def _base_of_run(path: str) -> str | None:
     """What a run started from, if the path is a run or one of its checkpoints."""
     from pathlib import Path
 
-    from whet.adapters.load import run_of
-    from whet.config.load import load_config
+    from whet.config.load_config import load_config
+    from whet.run_directory import run_of
 
     for run in (Path(path), run_of(Path(path))):
         if (run / "config.yaml").is_file():

@@ -28,9 +28,9 @@ def coord_check(
     from pathlib import Path
 
     from whet.cli.console import notes, say
-    from whet.config.load import load_config
-    from whet.reporting.lab import describe_check, write_check
-    from whet.training.coordinate_check import coordinate_check
+    from whet.config.load_config import load_config
+    from whet.reporting.text.mup_text import describe_check, write_check
+    from whet.studies.coordinate_check import coordinate_check
 
     settings = load_config(config, overrides or ())
     numbers = _numbers("--widths", widths, int)
@@ -57,10 +57,10 @@ def lr_sweep(
     from pathlib import Path
 
     from whet.cli.console import notes, say
-    from whet.config.load import load_config, to_dict
-    from whet.reporting.lab import describe_sweep, keep_sweep, kept_points, plot_sweep
-    from whet.training.lr_sweep import lr_sweep as sweep_rates
-    from whet.training.mix_data import data_of
+    from whet.config.load_config import load_config, to_dict
+    from whet.recipes.mix import data_of
+    from whet.reporting.text.mup_text import describe_sweep, keep_sweep, kept_points, plot_sweep
+    from whet.studies.lr_transfer import lr_sweep as sweep_rates
 
     settings = load_config(config, overrides or ())
     rates = (

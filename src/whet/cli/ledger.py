@@ -14,7 +14,7 @@ def create(
     from pathlib import Path
 
     from whet.cli.console import say
-    from whet.data.ledgers import check_ledgers, create_ledgers
+    from whet.recipes.quality.ledgers import check_ledgers, create_ledgers
 
     create_ledgers(Path(directory), rows)
     say(f"{directory}: {check_ledgers(Path(directory)).summary()}")
@@ -26,6 +26,6 @@ def check(directory: str = typer.Argument(help="A directory with both files.")) 
     from pathlib import Path
 
     from whet.cli.console import say
-    from whet.data.ledgers import check_ledgers
+    from whet.recipes.quality.ledgers import check_ledgers
 
     say(f"{directory}: {check_ledgers(Path(directory)).summary()}")

@@ -55,7 +55,7 @@ def command(
         _merge_adapter(models, out, dtype, tolerance)
         return
     _refuse({"--dtype": dtype, "--tolerance": tolerance}, "is for merging one adapter, without --method")
-    from whet.adapters.model_merging import merge_models
+    from whet.model_io.merging.merge_models import merge_models
 
     recipe = merge_models(
         models, out, method=method.value, base=base, weights=_numbers(weights), density=density, seed=seed
@@ -67,8 +67,8 @@ def command(
 def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, tolerance: float | None) -> None:
     import torch
 
-    from whet.adapters.export import dtype_name, fold, load_exact, write_hf
     from whet.errors import ConfigError, ModelError
+    from whet.model_io.export.export_model import dtype_name, fold, load_exact, write_hf
 
     if len(models) != 1:
         raise ConfigError(

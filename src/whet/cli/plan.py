@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from whet.config.sections import RunConfig
-    from whet.training.plan import Counted
+    from whet.config.run_config import RunConfig
+    from whet.planning.plan import Counted
 
 
 def command(
@@ -23,11 +23,11 @@ def command(
 ) -> None:
     """Show parameters, FLOPs, memory and time of CONFIG, here or on other devices. Nothing is allocated."""
     from whet.cli.console import say
-    from whet.config.load import load_config
+    from whet.config.load_config import load_config
     from whet.config.quality import Quality
     from whet.errors import ConfigError
-    from whet.reporting.plan_text import plan_json, plan_lines
-    from whet.training.plan import plan_run
+    from whet.planning.plan import plan_run
+    from whet.reporting.text.plan_text import plan_json, plan_lines
 
     settings = load_config(config, overrides or ())
     if not 0 < utilisation <= 1:
@@ -49,16 +49,15 @@ def command(
 
 def _counted(settings: "RunConfig") -> "Counted | None":
     """Steps and lengths, where the records are few and at hand; else what the config says has to do."""
-    from whet.reporting.cheap_count import count_cheaply
+    from whet.planning.dataset_count import count_cheaply
 
     return count_cheaply(settings)
 
 
 def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values
     from whet.config.quality import Quality
-    from whet.data.plan import StepSettings
-    from whet.models.quality_costs import quality_costs
-    from whet.models.tabular import QualitySpec
+    from whet.data.packing import StepSettings
+    from whet.recipes.quality.tabular_model import QualitySpec, quality_costs
 
     assert isinstance(settings.model, Quality)
     run, optim = settings.run, settings.optim
@@ -72,7 +71,7 @@ def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values
 
 
 def _quality_lines(found: dict[str, Any]) -> list[str]:  # Any: JSON values
-    from whet.reporting.plan_text import in_bytes
+    from whet.reporting.text.plan_text import in_bytes
 
     memory, flops, shape = found["bytes"], found["flops_per_row"], found["architecture"]
     parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in memory.items() if name != "total")

@@ -5,6 +5,6 @@ import typer
 
 def command(name: str = typer.Argument(help="A model's name, e.g. smollm2-135m-instruct.")) -> None:
     """Fetch a model into the cache and print where it is."""
-    from whet.models.hub import resolve
+    from whet.model_io.hub import resolve
 
     print(resolve(name))

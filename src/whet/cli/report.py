@@ -12,7 +12,7 @@ def command(
 
     from whet.cli.console import say, writing_to
     from whet.errors import ConfigError
-    from whet.reporting.report import write_report
+    from whet.reporting.run.report_page import write_report
 
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
         raise ConfigError(

@@ -19,6 +19,6 @@ def command(
         return
     if nproc > 1:
         in_processes(nproc, ["resume", run, *(["--quiet"] if quiet else [])], restarts=max_restarts)
-    from whet.training.run import resume
+    from whet.runs.run import resume
 
     follow(lambda callbacks: resume(run, callbacks), quiet=quiet)

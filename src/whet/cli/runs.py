@@ -11,7 +11,7 @@ def command(
     from pathlib import Path
 
     from whet.cli.console import say
-    from whet.reporting.run_list import list_runs, runs_text
+    from whet.reporting.run.run_list import list_runs, runs_text
 
     runs = list_runs(Path(directory))
     say(runs_text(runs, time.time()) if runs else f"no runs in {directory}")

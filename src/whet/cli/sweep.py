@@ -27,7 +27,7 @@ def command(
     """Run every combination of some values (or random ones), and compare them; the same command goes on."""
     from whet.cli.console import notes, say, set_up_logging
     from whet.reporting.progress import RunProgress
-    from whet.training.sweep import plan_sweep, run_sweep
+    from whet.studies.sweep import plan_sweep, run_sweep
 
     sweep = plan_sweep(config, settings or [], seeds=seeds, draws=random)
     if dry_run:
@@ -62,9 +62,9 @@ def _summarise(runs: "list[Path]", metric: str | None) -> None:
     """What `whet compare` says of them, and its page beside them where it can be drawn."""
     from whet.cli.console import say
     from whet.errors import ConfigError
-    from whet.reporting.compare_page import write_comparison
-    from whet.reporting.compare_text import comparison_text
-    from whet.reporting.comparison import compare_runs
+    from whet.reporting.compare.compare_page import write_comparison
+    from whet.reporting.compare.compare_text import comparison_text
+    from whet.studies.compare_runs import compare_runs
 
     if len(runs) < 2:
         return

@@ -11,8 +11,8 @@ def command(
 ) -> None:
     """Store the likeliest tokens of CONFIG's teachers, so that whet train needs no teacher."""
     from whet.cli.console import say, set_up_logging
-    from whet.config.load import load_config
-    from whet.training.teaching import teach
+    from whet.config.load_config import load_config
+    from whet.runs.teach import teach
 
     set_up_logging()
     teach(load_config(config, overrides or ()))

@@ -30,10 +30,10 @@ def train(
     from itertools import islice
     from pathlib import Path
 
-    from whet.data.render import text_of
-    from whet.data.sources import open_source
-    from whet.models.encoders import make_tokenizer
-    from whet.models.tokenizer_files import save_tokenizer
+    from whet.data.sources.source import open_source
+    from whet.data.tokens.chat_template import text_of
+    from whet.model_io.tokenizer_files import save_tokenizer
+    from whet.models.from_scratch.train_tokenizer import make_tokenizer
     from whet.storage import new_directory
 
     source = open_source(data)

@@ -26,7 +26,7 @@ PLOTS = "classification.png"
 def _show_help(context: typer.Context, asked: bool) -> None:
     """The usual help, and below it every key of a config with its default and meaning."""
     if asked:
-        from whet.config.load import describe_keys
+        from whet.config.load_config import describe_keys
 
         print(context.get_help(), "\nConfig keys:", *describe_keys(), sep="\n")
         raise typer.Exit
@@ -53,7 +53,7 @@ def command(
     ),
 ) -> None:
     """Train: everything in CONFIG, with overrides."""
-    from whet.config.load import load_config
+    from whet.config.load_config import load_config
 
     if nproc > 1 and not dry_run:
         # what is wrong with it is said before anything starts
@@ -63,11 +63,11 @@ def command(
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan
     from whet.config.quality import Quality
-    from whet.training import quality_run
-    from whet.training.provenance import provenance
-    from whet.training.quality_run import summary_line
-    from whet.training.run import train
-    from whet.training.watching import check_watching
+    from whet.recipes.quality import quality
+    from whet.recipes.quality.quality import summary_line
+    from whet.runs.build_callbacks import check_watching
+    from whet.runs.provenance import provenance
+    from whet.runs.run import train
 
     if not dry_run:
         follow(lambda callbacks: train(load_config(config, overrides or ()), callbacks), quiet=quiet)
@@ -76,7 +76,7 @@ def command(
     if isinstance(settings.model, Quality):
         set_up_logging(quiet=quiet)
         check_watching(settings)
-        say(summary_line(quality_run.dry_run(settings, provenance)))
+        say(summary_line(quality.dry_run(settings, provenance)))
         return
     plan(config, overrides or [], processes=nproc)
 
@@ -91,7 +91,7 @@ def in_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> No
 
 def follow(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool = False) -> None:
     """Do a run, alone or as one of several processes, of which the first shows it; exit 3: there is more."""
-    from whet.parallel.group import UnreachableError, joined
+    from whet.parallel.process_group import UnreachableError, joined
 
     code = 1
     try:
@@ -126,8 +126,8 @@ def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
 def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
     """Show a run's progress, and say what came of it."""
     from whet.cli.console import notes, progress_shown, say
+    from whet.recipes.quality.quality import summary_line
     from whet.reporting.progress import describe
-    from whet.training.quality_run import summary_line
 
     with progress_shown(quiet=quiet) as progress:
         result = run([progress])
@@ -159,7 +159,7 @@ def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
 
 def _chats(run: "Path | None") -> bool:
     """Whether the tokenizer of a run has a chat template."""
-    from whet.adapters.load import tokenizer_of
+    from whet.model_io.tokenizer import tokenizer_of
 
     assert run is not None
     return bool(getattr(tokenizer_of(run), "chat_template", None))
@@ -169,9 +169,8 @@ def draw_missing_plots(run: str) -> bool:
     """Draw the plots of a finished classifier that was killed while drawing them; whether it did."""
     from pathlib import Path
 
+    from whet.run_directory import REPORT, is_finished
     from whet.storage import clear_leftovers
-    from whet.training.classifier_report import REPORT
-    from whet.training.resuming import is_finished
 
     directory = Path(run)
     plots = directory / PLOTS
@@ -186,7 +185,7 @@ def show_classification(run: "Path | None") -> None:
     """The report of a run that classifies, as a table, and its plots where they can be drawn."""
     from whet.cli.console import say
     from whet.errors import ConfigError
-    from whet.reporting.classification import classification_text, draw, read_report
+    from whet.reporting.text.classifier_text import classification_text, draw, read_report
 
     assert run is not None
     report = read_report(run)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from whet.config.patterns import compile_pattern
+from whet.config.checks.patterns import compile_pattern
 from whet.config.section import Factor, Positive, Section
 
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]

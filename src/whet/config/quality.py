@@ -8,10 +8,17 @@ from pydantic import Field, model_validator
 from whet.config.section import Positive, Section
 
 Size = Literal["nano", "tiny", "medium", "full"]
+
+
 Arm = Literal["softmax", "sheaf-padic", "dense"]
 
+
 STEPS: dict[str, int] = {"nano": 20, "tiny": 50, "medium": 100, "full": 100}
+
+
 ROUTER = r"^router\."  # the router's parameters, by name
+
+
 _LARGEST_CODE = 2**20  # more would not come back from fp32 as they went in
 
 
@@ -100,4 +107,13 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
     wrong |= {f"experts.{key} needs a language model": bool(given) for key, given in values["experts"]}
     return next(
         (f"{key}: model.quality reads rows of numbers" for key, is_wrong in wrong.items() if is_wrong), None
+    )
+
+
+class RegressionObjective(Section):
+    """Regression: the squared error of the quality-decision task."""
+
+    kind: Literal["regression"] = Field(description="mean squared error over rows and outputs")
+    gluing: float = Field(
+        0.0, ge=0, description="weight of the disagreement of two experts on the rows they share"
     )

@@ -30,7 +30,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            from whet.config.problems import config_error  # which needs every section
+            from whet.config.checks.error_messages import config_error  # which needs every section
 
             raise config_error(error, type(self), origin=type(self).__name__) from error
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.data.examples import Example, Pair, lengths_of
-from whet.data.plan import EpochPlan, StepSettings, plan_epoch, split_step
+from whet.data.packing import EpochPlan, StepSettings, plan_epoch, split_step
+from whet.data.tokens.examples import Example, Pair, lengths_of
 from whet.errors import CheckpointError
 from whet.ops.attention import Layout
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from whet.data.batches import Batch, BatchStream, check_lengths, step_batches
-from whet.data.examples import Example, lengths_of
-from whet.data.plan import StepSettings, permutation
+from whet.data.packing import StepSettings, permutation
+from whet.data.tokens.examples import Example, lengths_of
 from whet.errors import CheckpointError, ConfigError, DataError, check_positive
 
 Position = dict[str, int]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from whet.data.distrust_markers import CONSENSUS, INSTITUTIONS, PRIMARY, PRIORS, SOURCES
-from whet.data.files import not_found
-from whet.data.readers import files_content
+from whet.data.sources.compressed_files import not_found
+from whet.data.sources.readers import files_content
 from whet.errors import ConfigError, DataError
 from whet.storage import new_file, write_chunks
 

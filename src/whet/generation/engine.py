@@ -9,12 +9,11 @@ import torch
 
 from whet.adapters.adapter import unchanging
 from whet.errors import DataError
-from whet.generation.rows import Rows
+from whet.generation.cuda_graph import StaticRows, graphs_problem
+from whet.generation.decode_batch import Rows
 from whet.generation.sampling import Picker, Sampling, row_seeds
-from whet.generation.static import StaticRows, graphs_problem
-from whet.models.language_model import LanguageModel
-from whet.models.modes import evaluating, uncompiled
-from whet.ops import fused
+from whet.models.language_model import LanguageModel, evaluating, uncompiled
+from whet.ops.kernels import fused_decode
 
 # called with a row and its tokens so far, a stop token left out; False ends the row
 Watch = Callable[[int, list[int]], bool]
@@ -63,7 +62,7 @@ def complete(
 @contextlib.contextmanager
 def generating(model: LanguageModel) -> Iterator[None]:
     """The model as it is read token by token, for the time of a `with` block."""
-    with evaluating(model), uncompiled(model), unchanging(model), fused.decoding():
+    with evaluating(model), uncompiled(model), unchanging(model), fused_decode.decoding():
         yield
 
 

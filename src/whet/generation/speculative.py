@@ -2,19 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from whet.adapters.load import load, put_trained, read_trained, run_of
-from whet.config.load import load_config
-from whet.config.mtp import MTPObjective
-from whet.errors import ModelError
 from whet.generation.engine import check_prompts, generating
-from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
-from whet.models.mtp import PredictionHeads, block_of, new_heads
+from whet.models.mtp import PredictionHeads
 from whet.ops.attention import Layout
 
 
@@ -31,27 +25,6 @@ class Speculation:
     def acceptance(self) -> float:
         """Share of the guesses that the model would have made."""
         return self.accepted / self.guessed if self.guessed else 0.0
-
-
-def load_with_heads(
-    checkpoint: str | Path,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-) -> tuple[LanguageModel, PredictionHeads, Any]:  # Any: a transformers tokenizer
-    """The model of a checkpoint, the heads that trained with it, and the tokenizer."""
-    checkpoint = Path(checkpoint)
-    config = run_of(checkpoint) / "config.yaml"
-    objective = load_config(config).objective if config.is_file() else None
-    if not isinstance(objective, MTPObjective):
-        raise ModelError(
-            f"{checkpoint} is not a checkpoint of a run with objective.kind: mtp, so it has no heads",
-            hint="name one such as runs/NAME/checkpoints/step-000100; final/ and saved models have none",
-        )
-    model, tokenizer = load(checkpoint, dtype=dtype, device=device)
-    heads = new_heads(model, objective.n_predict, block_of(model, objective))
-    both = WithHeads(model, heads)
-    put_trained(both, read_trained(both, checkpoint))
-    return model, heads.requires_grad_(False).eval(), tokenizer
 
 
 def speculate(

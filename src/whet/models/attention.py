@@ -3,13 +3,12 @@
 import torch
 from torch import nn
 
-from whet.models.cache import KeyValueCache
+from whet.models.kv_cache import KeyValueCache
 from whet.models.norms import make_norm
 from whet.models.rope import Rotation, rotate
 from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
-from whet.ops.linear import Linear
-from whet.ops.together import project
+from whet.ops.linear import Linear, project
 
 
 class SelfAttention(nn.Module):

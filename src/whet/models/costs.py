@@ -1,7 +1,8 @@
-"""What a decoder costs, from its spec alone: parameters and FLOPs by part, tokens a second."""
+"""What a decoder costs, from its spec alone: parameters, FLOPs by part, and other facts known in advance."""
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from whet.models.spec import (
     AttentionSpec,
@@ -137,3 +138,14 @@ def score_flops(
         window = min(attention.window or length, length)
         pairs = window * (window + 1) // 2 + (length - window) * window
     return 2 * attention.heads * pairs * (keys + values)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's sizes, and the tokens at which its answers end. None: its config does not say."""
+
+    name: str
+    vocab_size: int | None
+    max_positions: int | None
+    parameters: int | None
+    stop_tokens: frozenset[int] = frozenset()

@@ -7,19 +7,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from whet.models.attention import make_attention
-from whet.models.beginnings import share_beginnings
-from whet.models.cache import KeyValueCache
-from whet.models.experts import make_feedforward
 from whet.models.families import FAMILIES, config_of, is_transposed, stored_parts
+from whet.models.families.moe import split_parts
+from whet.models.kv_cache import KeyValueCache
 from whet.models.language_model import LanguageModel
+from whet.models.moe import make_feedforward
 from whet.models.norms import make_norm
+from whet.models.prefix_sharing import share_beginnings
 from whet.models.rope import Rotation, rotations, sinusoids, slopes_of
 from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
-from whet.models.weights import split_parts
 from whet.ops.attention import Layout
-from whet.ops.head import Head
+from whet.ops.dispatch import is_plan
 from whet.ops.linear import Linear
-from whet.ops.planned import is_plan
+from whet.ops.lm_head import Head
 
 # before and after attention, before and after the feed-forward layer, by placement
 _NORM_NAMES = {

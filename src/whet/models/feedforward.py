@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import FeedForwardSpec
-from whet.ops import by_hand, fused
-from whet.ops.linear import Linear
-from whet.ops.together import gated, project
+from whet.ops.kernels import cpu_autograd, fused_decode
+from whet.ops.linear import Linear, gated, project
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -46,8 +45,8 @@ class FeedForward(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = project(x, self.gate_proj, self.up_proj)
-        if self.spec.activation == "silu" and by_hand.suits(gate, up):
-            return self.down_proj(by_hand.silu_gate(gate, up))
-        if self.spec.activation == "silu" and fused.suits(gate, up):
-            return self.down_proj(fused.silu_gate(gate, up))
+        if self.spec.activation == "silu" and cpu_autograd.suits(gate, up):
+            return self.down_proj(cpu_autograd.silu_gate(gate, up))
+        if self.spec.activation == "silu" and fused_decode.suits(gate, up):
+            return self.down_proj(fused_decode.silu_gate(gate, up))
         return self.down_proj(self.activation(gate) * up)

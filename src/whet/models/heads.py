@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.config.classify import Pooling
-from whet.models.trainable import Trainable
-from whet.ops.head import Head
+from whet.config.objectives.classify import Pooling
+from whet.models.language_model import Trainable
+from whet.ops.lm_head import Head
 
 HEADS = "heads."  # what their parameters are called by, in groups and in checkpoints
 

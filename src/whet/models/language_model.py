@@ -1,17 +1,37 @@
 """What every model gives to objectives, generation and adapters, whether native or behind the bridge."""
 
 import abc
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from whet.models.trainable import Trainable
 from whet.ops.attention import Layout
-from whet.ops.head import Head
 from whet.ops.linear import linear
+from whet.ops.lm_head import Head
+
+
+class Trainable(nn.Module, abc.ABC):
+    """Parameters that know where they are and what they belong to."""
+
+    name: str | None = None  # what it was asked for by
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 of the architecture."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:  # Any: JSON values
+        """The architecture as plain JSON."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
 
 class LanguageModel(Trainable):
@@ -94,3 +114,27 @@ class LanguageModel(Trainable):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] of tokens [B, T]."""
         return self.logits(self.hidden(tokens))
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, for the time of a `with` block."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        if callable(reshard := getattr(model, "reshard", None)):
+            reshard()  # what FSDP keeps gathered after a forward pass would be out of date one update later
+
+
+@contextlib.contextmanager
+def uncompiled(model: LanguageModel) -> Iterator[None]:
+    """Run compiled layers as they are: the changing shapes of decoding would use up their recompilations."""
+    if not any(getattr(block, "_compiled_call_impl", None) for block in model.blocks()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from whet.config.mtp import MTPBlock, MTPObjective
+from whet.config.objectives.mtp import MTPBlock, MTPObjective
 from whet.errors import ConfigError, ModelError
-from whet.models.cache import KeyValueCache
 from whet.models.decoder import Block, Decoder
 from whet.models.families import whet as whet_family
-from whet.models.initialise import RESIDUAL, STD
+from whet.models.from_scratch.init_weights import RESIDUAL, STD
+from whet.models.from_scratch.presets import Shape, build_spec
+from whet.models.kv_cache import KeyValueCache
 from whet.models.language_model import LanguageModel
 from whet.models.norms import OffsetRMSNorm, RMSNorm
-from whet.models.presets import Shape, build_spec
 from whet.models.rope import Frequencies, Rotation, rotations, slopes_of
 from whet.models.spec import BlockSpec, ModelSpec, NormSpec
 from whet.ops.attention import Layout

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import NormSpec
-from whet.ops import by_hand, fused
+from whet.ops.kernels import cpu_autograd, fused_decode
 
 
 class RMSNorm(nn.Module):
@@ -18,10 +18,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        if by_hand.suits(x, self.weight):
-            return by_hand.rms_norm(x, self.weight, self.eps)
-        if fused.suits(x, self.weight):
-            return fused.rms_norm(x, self.weight, self.eps)
+        if cpu_autograd.suits(x, self.weight):
+            return cpu_autograd.rms_norm(x, self.weight, self.eps)
+        if fused_decode.suits(x, self.weight):
+            return fused_decode.rms_norm(x, self.weight, self.eps)
         return (self._normalised(x)).to(x.dtype) * self.weight.to(x.dtype)
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,10 +34,10 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        if by_hand.suits(x, self.weight):
-            return by_hand.rms_norm(x, 1 + self.weight, self.eps)
-        if fused.suits(x, self.weight):
-            return fused.rms_norm(x, self.weight, self.eps, offset=True)
+        if cpu_autograd.suits(x, self.weight):
+            return cpu_autograd.rms_norm(x, 1 + self.weight, self.eps)
+        if fused_decode.suits(x, self.weight):
+            return fused_decode.rms_norm(x, self.weight, self.eps, offset=True)
         normalised = self._normalised(x)
         return (normalised * (1 + self.weight.to(normalised.dtype))).to(x.dtype)
 

@@ -1,9 +1,9 @@
 """The embedding's row of the pad token, trained as transformers does."""
 
 from whet.errors import ConfigError
-from whet.models.bridge import Bridge
 from whet.models.decoder import Decoder
-from whet.models.trainable import Trainable
+from whet.models.language_model import Trainable
+from whet.models.transformers_bridge import Bridge
 
 _WITHOUT = ("gpt2",)  # families whose embedding has no padding_idx in transformers
 

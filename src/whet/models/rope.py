@@ -14,7 +14,7 @@ from whet.models.spec import (
     RopeSpec,
     YarnRopeScaling,
 )
-from whet.ops import by_hand, fused
+from whet.ops.kernels import cpu_autograd, fused_decode
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosine and sine
 Frequencies = dict[tuple[torch.device, RopeSpec, int], torch.Tensor]
@@ -101,10 +101,10 @@ def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn channel i with channel i + head_dim/2 (the layout of Hugging Face checkpoints)."""
-    if by_hand.suits(x, cos, sin):
-        return by_hand.rotate(x, cos, sin)
-    if fused.suits(x, cos, sin):
-        return fused.rotate(x, cos, sin)
+    if cpu_autograd.suits(x, cos, sin):
+        return cpu_autograd.rotate(x, cos, sin)
+    if fused_decode.suits(x, cos, sin):
+        return fused_decode.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

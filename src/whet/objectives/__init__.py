@@ -4,26 +4,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whet.objectives.distillation import distillation_loss as distillation_loss
-    from whet.objectives.distillation import soft_target_loss as soft_target_loss
-    from whet.objectives.distrusting import distrust as distrust
+    from whet.objectives.distill import distillation_loss as distillation_loss
+    from whet.objectives.distill import soft_target_loss as soft_target_loss
+    from whet.objectives.distrust_loss import distrust as distrust
     from whet.objectives.grpo import GRPOConfig as GRPOConfig
     from whet.objectives.grpo import grpo_loss as grpo_loss
-    from whet.objectives.multi_token import MultiTokenPrediction as MultiTokenPrediction
-    from whet.objectives.next_token import next_token_loss as next_token_loss
+    from whet.objectives.mtp import MultiTokenPrediction as MultiTokenPrediction
     from whet.objectives.preference import dpo_loss as dpo_loss
     from whet.objectives.preference import ipo_loss as ipo_loss
     from whet.objectives.preference import odds_ratio_loss as odds_ratio_loss
     from whet.objectives.preference import simpo_loss as simpo_loss
+    from whet.objectives.sft import next_token_loss as next_token_loss
 
 _HOME_OF = {
-    "distillation_loss": "distillation",
-    "soft_target_loss": "distillation",
-    "distrust": "distrusting",
+    "distillation_loss": "distill",
+    "soft_target_loss": "distill",
+    "distrust": "distrust_loss",
     "GRPOConfig": "grpo",
     "grpo_loss": "grpo",
-    "MultiTokenPrediction": "multi_token",
-    "next_token_loss": "next_token",
+    "MultiTokenPrediction": "mtp",
+    "next_token_loss": "sft",
     "dpo_loss": "preference",
     "ipo_loss": "preference",
     "odds_ratio_loss": "preference",

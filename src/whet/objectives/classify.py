@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.analysis.confusion import confusion_matrix, confusion_metrics, mark_metrics
 from whet.data.batches import Batch
 from whet.models.heads import ClassificationHead, pool
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Loss
+from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
+from whet.objectives.objective import Loss
 
 EFFECTIVE_BETA = 0.999  # of the effective number of samples (arXiv 1901.05555)
 

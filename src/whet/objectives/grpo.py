@@ -12,13 +12,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from whet.config.grpo import Advantage, Aggregation
-from whet.config.grpo import GRPOObjective as GRPOConfig
+from whet.config.objectives.grpo import Advantage, Aggregation
+from whet.config.objectives.grpo import GRPOObjective as GRPOConfig
 from whet.data.batches import Batch
 from whet.errors import ConfigError, DataError
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Loss
-from whet.ops.token_logprobs import token_logprobs
+from whet.objectives.objective import Loss
+from whet.ops.logprobs import token_logprobs
 
 __all__ = ["GRPO", "GRPOConfig", "RolloutBatch", "advantages_of", "completion_logprobs", "grpo_loss"]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Loss, Objective, frozen_models
+from whet.objectives.objective import Loss, Objective, frozen_models
 
 
 class Mix:

@@ -12,8 +12,8 @@ from whet.adapters.adapter import adapters_off
 from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
-from whet.objectives.base import Loss
-from whet.ops.token_logprobs import token_logprobs
+from whet.objectives.objective import Loss
+from whet.ops.logprobs import token_logprobs
 
 
 def dpo_loss(

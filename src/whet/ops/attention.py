@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from whet.ops import fused
-from whet.ops.planned import device_type, is_plan
+from whet.ops.dispatch import device_type, is_plan
+from whet.ops.kernels import fused_decode
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def attend(
     count, total = queries.shape[2], keys.shape[2]
     mask, causal = _mask(layout, window, queries, total)
     if slopes is None and softcap is None:
-        if mask is not None and fused.suits(queries):
+        if mask is not None and fused_decode.suits(queries):
             mask = layout.added(mask, queries.dtype)
         if count == 1 and queries.shape[1] != keys.shape[1]:
             return _attend_grouped(queries, keys, values, mask=mask, scale=scale)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.ops.kernels import kernels_work
-from whet.ops.operation import operation
+from whet.ops.dispatch import kernels_work
+from whet.ops.kernels.custom_op import operation
 
 MULTIPLE = 16  # of every side of a product: what the kernels take
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -80,7 +80,7 @@ def both_ways(
     """
     rows, width = matrix.shape
     if matrix.is_cuda and kernels_work():
-        from whet.ops.fp8_triton import turned_on_gpu
+        from whet.ops.kernels.fp8_triton import turned_on_gpu
 
         same = matrix.new_empty(_padded(rows), width, dtype=dtype)
         turned = matrix.new_empty(width, _padded(rows), dtype=dtype)
@@ -94,7 +94,7 @@ def both_ways(
 def turned_only(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The second of those, for a matrix that needs no more rows."""
     if matrix.is_cuda and kernels_work():
-        from whet.ops.fp8_triton import turned_on_gpu
+        from whet.ops.kernels.fp8_triton import turned_on_gpu
 
         turned = matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype)
         turned_on_gpu(matrix.contiguous(), scale, turned, None)

@@ -1,4 +1,4 @@
-"""Linear layers that are quick for the few rows of decoding, too."""
+"""Linear layers, fast also for the few rows of decoding; sibling layers that read one input are fused."""
 
 import torch
 import torch.nn.functional as F
@@ -35,3 +35,17 @@ class Linear(nn.Linear):
         if self.fp8 and torch.is_grad_enabled():
             return fp8_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
+
+
+def project(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
+    """Each layer's output; layers that can compute theirs together (adapters) do so."""
+    together = getattr(layers[0], "together", None)
+    found = together(x, layers) if together is not None else None
+    return [layer(x) for layer in layers] if found is None else list(found)
+
+
+def gated(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
+    """down(silu(gate(x)) * up(x)), if these layers (adapters) can compute it at once."""
+    at_once = getattr(gate, "gated", None)
+    found: torch.Tensor | None = None if at_once is None else at_once(x, up, down)
+    return found

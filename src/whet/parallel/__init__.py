@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whet.parallel.flat import flat_gradients as flat_gradients
-    from whet.parallel.flat import set_flat_gradients as set_flat_gradients
+    from whet.parallel.gradient_sync import flat_gradients as flat_gradients
+    from whet.parallel.gradient_sync import set_flat_gradients as set_flat_gradients
 
-_HOME_OF = {"flat_gradients": "flat", "set_flat_gradients": "flat"}
+_HOME_OF = {"flat_gradients": "gradient_sync", "set_flat_gradients": "gradient_sync"}
 __all__ = list(_HOME_OF)
 
 

@@ -1,27 +1,22 @@
 """Callbacks: injectors write into a step's metrics, all others read them; any may ask the run to stop."""
 
 import abc
-import json
 import logging
-import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from whet.config.metrics import falls
-from whet.errors import ConfigError, StorageError, check_positive
-from whet.hardware import used_gib
-from whet.storage import append_text, sync_file, sync_rows
-from whet.training.log_window import LogWindow
+from whet.errors import check_positive
+from whet.training.observe.log_window import LogWindow
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
     from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
+
 
 # checkpoints of 0.1.0 stored states under the names of the classes
 _CLASS_NAMES = {
@@ -31,6 +26,7 @@ _CLASS_NAMES = {
     "RouterMetrics": "router-metrics",
     "SinkCallback": "sink",
 }
+
 
 Metrics = dict[str, Any]  # Any: numbers, lists of numbers, and the summary's texts
 
@@ -160,46 +156,6 @@ class Rows(NumbersOnly, abc.ABC):
         """What becomes of a row."""
 
 
-class MetricsLogger(Rows):
-    """Rows of metrics.jsonl, flushed one by one, and the summary."""
-
-    state_key = "metrics-logger"
-
-    def __init__(self, path: str | Path, every: int = 1) -> None:
-        super().__init__(every)
-        self.path = Path(path)
-        self._waiting: list[str] = []  # rows that a full disk did not take
-
-    def take(self, step: int, metrics: Metrics) -> None:
-        """Append a row."""
-        self._write({"step": step, **metrics})
-
-    def on_train_end(self, result: "RunResult") -> None:
-        """Append the summary; rows that are still not on disk are an error now."""
-        super().on_train_end(result)
-        sync_rows(self.path.parent)  # a summary says that everything before it is there
-        self._waiting.append(_line({"summary": result.summary}))
-        self._append_waiting()
-        sync_file(self.path)
-
-    def _write(self, row: Metrics) -> None:
-        """Append a row, or keep it for the next time where the disk does not take it."""
-        self._waiting.append(_line(row))
-        try:
-            self._append_waiting()
-        except StorageError as error:
-            if len(self._waiting) == 1:  # said once, however long it lasts
-                log.warning("%s; its rows are kept and written later", error.message)
-
-    def _append_waiting(self) -> None:
-        append_text(self.path, "".join(self._waiting))
-        self._waiting.clear()
-
-
-def _line(row: Metrics) -> str:
-    return json.dumps(_jsonable(plain(row))) + "\n"
-
-
 def plain(value: Any) -> Any:  # Any: a metric; JSON values
     """Numbers and arrays of numpy and torch as Python's own."""
     if hasattr(value, "tolist"):
@@ -207,105 +163,6 @@ def plain(value: Any) -> Any:  # Any: a metric; JSON values
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _jsonable(value: Any) -> Any:  # Any: JSON values
-    """JSON has no NaN or infinity: they are written as their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-class EarlyStopping(NumbersOnly):
-    """Stops when an evaluation metric has not improved for `patience` evaluations."""
-
-    state_key = "early-stopping"
-
-    def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
-        check_positive(patience=patience)
-        if not min_delta >= 0:
-            raise ConfigError(f"min_delta must not be negative, and is {min_delta:g}")
-        self.metric = metric
-        self.patience = patience
-        self.min_delta = min_delta
-        self.best: float | None = None
-        self.without_improvement = 0
-
-    def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Compare with the best so far."""
-        if not isinstance(metrics.get(self.metric), int | float):
-            known = ", ".join(name for name, value in metrics.items() if isinstance(value, int | float))
-            raise ConfigError(f"early stopping watches {self.metric!r}, which no evaluation gives ({known})")
-        value = metrics[self.metric]
-        if is_better(self.metric, value, self.best, min_delta=self.min_delta):
-            self.best, self.without_improvement = value, 0
-            return None
-        self.without_improvement += 1
-        if self.without_improvement < self.patience:
-            return None
-        return StopRun(
-            f"{self.metric} has not improved on {self.best} for {self.patience} evaluations (step {step})"
-        )
-
-    def state(self) -> dict[str, Any]:  # Any: JSON values
-        """What a resumed run needs to go on counting."""
-        return {"best": self.best, "without_improvement": self.without_improvement}
-
-    def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Go on from `state`."""
-        self.best, self.without_improvement = state["best"], state["without_improvement"]
-
-
-def is_better(metric: str, value: float, best: float | None, *, min_delta: float = 0.0) -> bool:
-    """Which way it goes says `falls`; NaN is never better."""
-    if math.isnan(value):
-        return False
-    if best is None:
-        return True
-    return value < best - min_delta if falls(metric) else value > best + min_delta
-
-
-class MemoryLimit(NumbersOnly):
-    """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
-
-    def __init__(self, limit_gib: float) -> None:
-        self.limit_gib = limit_gib
-
-    def on_train_begin(self, run: "Trainer") -> StopRun | None:
-        """Measure where the run computes."""
-        self.device = run.device
-        return self._check()
-
-    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Measure after each step."""
-        return self._check()
-
-    def _check(self) -> StopRun | None:
-        used = used_gib(self.device)
-        if used < self.limit_gib:
-            return None
-        return StopRun(
-            f"{used:.2f} GiB in use, and run.max_memory is {self.limit_gib:g} GiB", unfinished=True
-        )
-
-
-class TimeLimit(NumbersOnly):
-    """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
-
-    def __init__(self, minutes: float) -> None:
-        self.minutes = minutes
-
-    def on_train_begin(self, run: "Trainer") -> None:
-        """Start the clock."""
-        self.deadline = time.monotonic() + self.minutes * 60
-
-    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Look at the clock."""
-        if time.monotonic() < self.deadline:
-            return None
-        return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:

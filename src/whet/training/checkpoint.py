@@ -17,16 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from whet.adapters.load import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
 from whet.errors import CheckpointError
-from whet.models.shards import MOMENT, Stored, fill, has_shards, is_cut, stored_tensors
-from whet.models.weights import read_json
-from whet.parallel.checkpoint import write_sharded
-from whet.parallel.exchange import Group
-from whet.parallel.group import SOLO, World
+from whet.model_io.checkpoint_weights import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
+from whet.model_io.sharded_tensors import MOMENT, Stored, fill, has_shards, is_cut, stored_tensors
+from whet.parallel.object_exchange import Group
+from whet.parallel.process_group import SOLO, World
+from whet.parallel.sharded_checkpoint import write_sharded
 from whet.storage import (
     check_manifest,
     new_directory,
+    read_json,
     remove_directory,
     replace_directory,
     write_manifest,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.training.callbacks import Metrics
-from whet.training.loss_scale import LossScale
+from whet.training.grad_scaler import LossScale
 
 
 @dataclass

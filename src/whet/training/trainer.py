@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from whet.config.load import to_dict
-from whet.config.sections import RunConfig
+from whet.config.load_config import to_dict
+from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.errors import CheckpointError, RunError, check_positive
 from whet.hardware import Precision
-from whet.models.trainable import Trainable
-from whet.objectives.base import Objective
-from whet.parallel.group import SOLO, World
+from whet.models.language_model import Trainable
+from whet.objectives.objective import Objective
+from whet.parallel.process_group import SOLO, World
 from whet.training.callbacks import (
     Callback,
     EvaluationStoppedError,
@@ -22,7 +22,6 @@ from whet.training.callbacks import (
     Metrics,
     StopRun,
     in_order,
-    is_better,
     named,
     plain,
     stored_states,
@@ -34,10 +33,11 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.evaluation import evaluate_loss
-from whet.training.saving import Saver
+from whet.training.checkpoint_writer import Saver
+from whet.training.early_stopping import is_better
+from whet.training.loss import evaluate_loss
 from whet.training.state import RunResult, RunState
-from whet.training.stepping import Stepper
+from whet.training.step import Stepper
 
 log = logging.getLogger("whet")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from whet.boundary import wrong_input
+from whet.error_boundary import wrong_input
 from whet.models.families import (
     gemma2,
     gemma3,
@@ -24,7 +24,7 @@ from whet.models.families import (
     smollm3,
     whet,
 )
-from whet.models.families.experts import Parts
+from whet.models.families.moe import Parts
 from whet.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {

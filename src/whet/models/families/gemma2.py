@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import common, llama
-from whet.models.families.common import Config, integer
+from whet.models.families import config_fields, llama
+from whet.models.families.config_fields import Config, integer
 from whet.models.families.mistral import with_windows
 from whet.models.spec import ModelSpec, NormSpec, RopeSpec
 
@@ -17,7 +17,7 @@ def unsupported(config: Config) -> str | None:
     """Why this config cannot be built natively, or None."""
     if config.get("use_bidirectional_attention"):
         return "bidirectional attention"
-    return common.rope_problem(config) or common.activation_problem(config, "hidden_activation")
+    return config_fields.rope_problem(config) or config_fields.activation_problem(config, "hidden_activation")
 
 
 def from_config(config: Config) -> ModelSpec:
@@ -37,7 +37,7 @@ def read(config: Config, *, family: str) -> ModelSpec:
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     defaults = {"tie_word_embeddings": True, "head_dim": 256}
     spec = llama.from_config({**defaults, **config, "hidden_act": activation, "mlp_bias": False})
-    spec = with_windows(spec, common.windows({"sliding_window": 4096, **config}), family=family)
+    spec = with_windows(spec, config_fields.windows({"sliding_window": 4096, **config}), family=family)
     blocks = tuple(
         replace(
             block,
@@ -62,20 +62,20 @@ def read(config: Config, *, family: str) -> ModelSpec:
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     attention = spec.blocks[0].grouped
-    return {**write(spec, ARCHITECTURE), **common.both_rope_spellings(attention.rope or RopeSpec())}
+    return {**write(spec, ARCHITECTURE), **config_fields.both_rope_spellings(attention.rope or RopeSpec())}
 
 
 def write(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """What Gemma 2 and Gemma 3 share."""
     attention = spec.blocks[0].grouped
-    windows = common.window_config(spec)
+    windows = config_fields.window_config(spec)
     return {
-        **common.common_config(spec, architecture=architecture),
+        **config_fields.common_config(spec, architecture=architecture),
         **windows,
         "sliding_window": windows["sliding_window"] or 4096,  # the class wants one, where no layer has one
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
-        "hidden_activation": common.activation_name(spec.blocks[0].dense.activation),
+        "hidden_activation": config_fields.activation_name(spec.blocks[0].dense.activation),
         "query_pre_attn_scalar": round((attention.scale or attention.head_dim**-0.5) ** -2),
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": spec.logit_softcap,

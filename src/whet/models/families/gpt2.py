@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from whet.models.families.common import ACTIVATIONS, Config, integer
+from whet.models.families.config_fields import ACTIVATIONS, Config, integer
 from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpec, NormSpec
 
 MODEL_TYPE = "gpt2"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from whet.models.families import llama
-from whet.models.families.common import Config
+from whet.models.families.config_fields import Config
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "granite"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from whet.models.families import common
-from whet.models.families.common import Config, integer
+from whet.models.families import config_fields
+from whet.models.families.config_fields import Config, integer
 from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpec, NormSpec, RopeSpec
 
 MODEL_TYPE = "llama"
@@ -13,7 +13,7 @@ NO_BIASES = {"attention_bias": False, "mlp_bias": False}  # for families that do
 
 def unsupported(config: Config) -> str | None:
     """Why this config cannot be built natively, or None."""
-    return common.rope_problem(config) or common.activation_problem(config)
+    return config_fields.rope_problem(config) or config_fields.activation_problem(config)
 
 
 def from_config(config: Config) -> ModelSpec:
@@ -23,14 +23,14 @@ def from_config(config: Config) -> ModelSpec:
         attention=AttentionSpec(
             heads=integer(config, "num_attention_heads"),
             kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
-            head_dim=common.head_dim(config),
-            rope=common.rope(config),
+            head_dim=config_fields.head_dim(config),
+            rope=config_fields.rope(config),
             bias=bias,
             out_bias=bias,
         ),
         feedforward=FeedForwardSpec(
             width=integer(config, "intermediate_size"),
-            activation=common.activation(config),
+            activation=config_fields.activation(config),
             bias=bool(config.get("mlp_bias", False)),
         ),
     )
@@ -49,11 +49,11 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
     return {
-        **common.common_config(spec, architecture=ARCHITECTURE),
-        **common.both_rope_spellings(attention.rope or RopeSpec()),
+        **config_fields.common_config(spec, architecture=ARCHITECTURE),
+        **config_fields.both_rope_spellings(attention.rope or RopeSpec()),
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
-        "hidden_act": common.activation_name(feedforward.activation),
+        "hidden_act": config_fields.activation_name(feedforward.activation),
         "mlp_bias": feedforward.bias,
     }
 

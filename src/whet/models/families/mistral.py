@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import common, llama
-from whet.models.families.common import Config
+from whet.models.families import config_fields, llama
+from whet.models.families.config_fields import Config
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "mistral"
@@ -15,7 +15,7 @@ hf_name = llama.hf_name
 
 def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
-    windows = common.windows({"sliding_window": 4096, **config})
+    windows = config_fields.windows({"sliding_window": 4096, **config})
     return with_windows(llama.from_config({**config, **llama.NO_BIASES}), windows, family=MODEL_TYPE)
 
 
@@ -33,5 +33,5 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
     windows = {block.grouped.window for block in spec.blocks}
     if len(windows) > 1:
-        return {**config, **common.window_config(spec)}
+        return {**config, **config_fields.window_config(spec)}
     return {**config, "sliding_window": windows.pop()}

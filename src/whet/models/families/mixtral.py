@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from whet.models.families import experts, llama, mistral
-from whet.models.families.common import Config, integer
+from whet.models.families import llama, mistral, moe
+from whet.models.families.config_fields import Config, integer
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "MixtralForCausalLM"
 hf_name = llama.hf_name
-stored_parts = experts.parts_by("w1", "w3", "w2", inside="block_sparse_moe")
+stored_parts = moe.parts_by("w1", "w3", "w2", inside="block_sparse_moe")
 
 
 def unsupported(config: Config) -> str | None:
@@ -22,18 +22,18 @@ def from_config(config: Config) -> ModelSpec:
     config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, **config, **llama.NO_BIASES}
     windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
     spec = mistral.with_windows(llama.from_config(config), windows, family=MODEL_TYPE)
-    read = experts.read_experts(
+    read = moe.read_experts(
         {"num_local_experts": 8, "num_experts_per_tok": 2, **config},
         width="intermediate_size",
         renormalise=True,
     )
-    return experts.with_experts(spec, read)
+    return moe.with_experts(spec, read)
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     mixture = spec.blocks[0].routed
-    config = {**mistral.to_config(experts.without_experts(spec)), "architectures": [ARCHITECTURE]}
+    config = {**mistral.to_config(moe.without_experts(spec)), "architectures": [ARCHITECTURE]}
     for key in ("attention_bias", "mlp_bias"):
         del config[key]
     return {**config, "num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k}

@@ -3,14 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import experts, llama
-from whet.models.families.common import Config
+from whet.models.families import llama, moe
+from whet.models.families.config_fields import Config
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "olmoe"
 ARCHITECTURE = "OlmoeForCausalLM"
 hf_name = llama.hf_name
-stored_parts = experts.parts_by("gate_proj", "up_proj", "down_proj")
+stored_parts = moe.parts_by("gate_proj", "up_proj", "down_proj")
 
 
 def unsupported(config: Config) -> str | None:
@@ -22,18 +22,18 @@ def from_config(config: Config) -> ModelSpec:
     """Read a Hugging Face config."""
     spec = llama.from_config({"rms_norm_eps": 1e-5, **config, "mlp_bias": False})
     blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="all")) for b in spec.blocks)
-    read = experts.read_experts(
+    read = moe.read_experts(
         {"num_experts": 64, "num_experts_per_tok": 8, **config},
         width="intermediate_size",
         renormalise=bool(config.get("norm_topk_prob", False)),
     )
-    return experts.with_experts(replace(spec, family=MODEL_TYPE, blocks=blocks), read)
+    return moe.with_experts(replace(spec, family=MODEL_TYPE, blocks=blocks), read)
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     mixture = spec.blocks[0].routed
-    config = {**llama.to_config(experts.without_experts(spec)), "architectures": [ARCHITECTURE]}
+    config = {**llama.to_config(moe.without_experts(spec)), "architectures": [ARCHITECTURE]}
     for key in ("mlp_bias", "head_dim"):
         del config[key]
     return {

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from whet.models.families import llama
-from whet.models.families.common import Config, integer
+from whet.models.families.config_fields import Config, integer
 from whet.models.families.mistral import with_windows
 from whet.models.spec import ModelSpec
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import common, llama
-from whet.models.families.common import Config
+from whet.models.families import config_fields, llama
+from whet.models.families.config_fields import Config
 from whet.models.families.mistral import with_windows
 from whet.models.spec import ModelSpec
 
@@ -30,15 +30,18 @@ def windows(config: Config) -> list[int | None]:
     """Windows in the layers after `max_window_layers`, where `layer_types` does not say."""
     used = bool(config.get("use_sliding_window", False))
     if used and not config.get("layer_types"):
-        layers, full = common.integer(config, "num_hidden_layers"), int(config.get("max_window_layers", 28))
+        layers, full = (
+            config_fields.integer(config, "num_hidden_layers"),
+            int(config.get("max_window_layers", 28)),
+        )
         kinds = ["full_attention" if layer < full else "sliding_attention" for layer in range(layers)]
         config = {**config, "layer_types": kinds}
-    return common.windows({"sliding_window": 4096, **config}, used=used)
+    return config_fields.windows({"sliding_window": 4096, **config}, used=used)
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
-    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **config_fields.window_config(spec)}
     for key in ("attention_bias", "mlp_bias"):
         del config[key]
     return {**config, "use_sliding_window": config["sliding_window"] is not None}

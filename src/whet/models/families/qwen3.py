@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import common, llama
-from whet.models.families.common import Config
+from whet.models.families import config_fields, llama
+from whet.models.families.config_fields import Config
 from whet.models.families.mistral import with_windows
 from whet.models.families.qwen2 import windows
 from whet.models.spec import ModelSpec
@@ -25,6 +25,6 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
-    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **config_fields.window_config(spec)}
     del config["mlp_bias"]
     return {**config, "use_sliding_window": config["sliding_window"] is not None}

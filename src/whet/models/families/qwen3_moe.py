@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from whet.models.families import experts, llama
-from whet.models.families.common import Config, integer
+from whet.models.families import llama, moe
+from whet.models.families.config_fields import Config, integer
 from whet.models.families.mistral import with_windows
 from whet.models.spec import ExpertsSpec, FeedForwardSpec, ModelSpec
 
@@ -12,7 +12,7 @@ MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 unsupported = llama.unsupported
 hf_name = llama.hf_name
-stored_parts = experts.parts_by("gate_proj", "up_proj", "down_proj")
+stored_parts = moe.parts_by("gate_proj", "up_proj", "down_proj")
 
 
 def from_config(config: Config) -> ModelSpec:
@@ -22,17 +22,17 @@ def from_config(config: Config) -> ModelSpec:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     spec = with_windows(llama.from_config(config), [window] * layers, family=MODEL_TYPE)
     blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="head")) for b in spec.blocks)
-    read = experts.read_experts(
+    read = moe.read_experts(
         config, width="moe_intermediate_size", renormalise=bool(config.get("norm_topk_prob", False))
     )
     every, listed = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
     dense = [layer for layer in range(layers) if layer in listed or (layer + 1) % every]
-    return experts.with_experts(replace(spec, blocks=blocks), read, dense=dense)
+    return moe.with_experts(replace(spec, blocks=blocks), read, dense=dense)
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
-    config = {**llama.to_config(experts.without_experts(spec)), "architectures": [ARCHITECTURE]}
+    config = {**llama.to_config(moe.without_experts(spec)), "architectures": [ARCHITECTURE]}
     del config["mlp_bias"]
     kinds = [block.feedforward for block in spec.blocks]
     dense = [layer for layer, kind in enumerate(kinds) if not isinstance(kind, ExpertsSpec)]

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from whet.errors import ModelError
-from whet.models.families import common, llama
-from whet.models.families.common import Config, integer
+from whet.models.families import config_fields, llama
+from whet.models.families.config_fields import Config, integer
 from whet.models.families.mistral import with_windows
 from whet.models.spec import ModelSpec, RopeSpec
 
@@ -26,7 +26,7 @@ def from_config(config: Config) -> ModelSpec:
     spec = llama.from_config({**defaults, **config})
     narrow = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
     kinds = config.get("layer_types") or ["full_attention" if has else narrow for has in has_rope]
-    spec = with_windows(spec, common.windows({**config, "layer_types": kinds}), family=MODEL_TYPE)
+    spec = with_windows(spec, config_fields.windows({**config, "layer_types": kinds}), family=MODEL_TYPE)
     blocks = tuple(
         block if has else replace(block, attention=replace(block.grouped, rope=None))
         for block, has in zip(spec.blocks, has_rope, strict=True)
@@ -37,10 +37,10 @@ def from_config(config: Config) -> ModelSpec:
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """The Hugging Face config of a spec: the inverse of `from_config`."""
     ropes = [block.grouped.rope for block in spec.blocks]
-    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **common.window_config(spec)}
+    config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **config_fields.window_config(spec)}
     return {
         **config,
-        **common.both_rope_spellings(next((rope for rope in ropes if rope is not None), RopeSpec())),
+        **config_fields.both_rope_spellings(next((rope for rope in ropes if rope is not None), RopeSpec())),
         "no_rope_layers": [int(rope is not None) for rope in ropes],
         "use_sliding_window": config["sliding_window"] is not None,
     }

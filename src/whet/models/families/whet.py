@@ -6,7 +6,7 @@ import typing
 from typing import Any
 
 from whet.errors import ModelError
-from whet.models.families.common import Config
+from whet.models.families.config_fields import Config
 from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "whet"

@@ -1,0 +1,62 @@
+"""LoRA on the token embedding, PEFT's math: E[tokens] + scale * A'[tokens] B'."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from whet.adapters.adapter import Adapter
+from whet.adapters.layers.lora_linear import LoRASettings, Stored
+
+
+class LoRAEmbedding(Adapter):
+    """A frozen embedding and its low-rank update: a linear layer whose input says which row."""
+
+    base: nn.Embedding
+
+    def __init__(self, base: nn.Embedding, settings: LoRASettings) -> None:
+        super().__init__(base)
+        self.settings = settings
+        self.scale = settings.scale
+        device = base.weight.device
+        self.lora_embedding_A = nn.Parameter(torch.zeros(settings.rank, base.num_embeddings, device=device))
+        self.lora_embedding_B = nn.Parameter(torch.randn(base.embedding_dim, settings.rank, device=device))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The base's rows, plus the update while it is enabled."""
+        rows = self.base(tokens)
+        if not self.enabled:
+            return rows
+        update = F.linear(F.embedding(tokens, self.lora_embedding_A.T), self.lora_embedding_B) * self.scale
+        factor = getattr(self.base, "embed_scale", None)  # of rows, in transformers' classes
+        if factor is not None:
+            update = update * factor
+        return rows + update.to(rows.dtype)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rows as the model computes with them."""
+        return self.merged()["weight"] if self.enabled else self.base.weight
+
+    @property
+    def in_features(self) -> int:
+        """Number of tokens."""
+        return self.base.num_embeddings
+
+    @property
+    def out_features(self) -> int:
+        """Size of a row."""
+        return self.base.embedding_dim
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The rows of a plain embedding that computes the same."""
+        update = (self.lora_embedding_B.float() @ self.lora_embedding_A.float()).T * self.scale
+        return {"weight": (self.base.weight.float() + update).to(self.base.weight.dtype)}
+
+    def folded(self) -> nn.Module:
+        """The base with the update in its rows."""
+        self.base.weight.data.copy_(self.merged()["weight"])
+        return self.base
+
+    def stored(self) -> Stored:
+        """This adapter, for a file."""
+        return Stored(self.settings, self.lora_embedding_A, self.lora_embedding_B, embedding=True)

@@ -1,0 +1,45 @@
+"""PiSSA (arXiv 2404.02948): A and B start as the largest singular directions of the weight."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from whet.adapters.fused_lora import Operands
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, Stored
+from whet.adapters.nf4 import NF4Linear
+
+
+class PiSSALinear(LoRALinear):
+    """y = x W' + s (x A' B' - x A0' B0'), where A0 and B0 are what A and B started as.
+
+    The paper takes s B0 A0 out of W. Here W stays as it is, so that the base can still be had untouched, and
+    nothing is rounded; the difference is a plain LoRA of twice the rank, and is saved as one.
+    """
+
+    first_A: torch.Tensor  # noqa: N815 - the paper's letters
+    first_B: torch.Tensor  # noqa: N815
+
+    def __init__(self, base: nn.Linear | NF4Linear, settings: LoRASettings) -> None:
+        super().__init__(base, settings)
+        left, values, right = torch.linalg.svd(base.weight.detach().float(), full_matrices=False)
+        root = (values[: settings.rank] / self.scale).sqrt()
+        self.register_buffer("first_A", root[:, None] * right[: settings.rank])
+        self.register_buffer("first_B", left[:, : settings.rank] * root)
+        self.lora_A.data.copy_(self.first_A)
+        self.lora_B.data.copy_(self.first_B)
+
+    def operands(self) -> Operands:
+        """The same product, of what has changed: x (A - A0)' B' + x A0' (B - B0)'.
+
+        A and B are not small: rounded to 16 bits, they would lose most of it.
+        """
+        a = torch.cat([self.lora_A - self.first_A, self.first_A])
+        b = torch.cat([self.lora_B, self.lora_B - self.first_B], dim=1)
+        return super().operands()._replace(a=a, b=b)
+
+    def stored(self) -> Stored:
+        """As that plain LoRA, at the same scale, of what has changed."""
+        operands, rank = self.operands(), 2 * self.settings.rank
+        plain = replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank)
+        return Stored(plain, operands.a, operands.b)

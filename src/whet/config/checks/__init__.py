@@ -1,0 +1,1 @@
+"""Checks of a config, and messages about what is wrong with it."""

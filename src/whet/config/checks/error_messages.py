@@ -1,0 +1,145 @@
+"""What is wrong with a config, in words: pydantic's errors with their keys, and the key that was meant."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from whet.config.checks.other_tools import OTHER_TOOLS
+from whet.config.objectives.union import OBJECTIVE_KINDS
+from whet.config.quality import Quality
+from whet.errors import ConfigError, shorten, shown
+
+Location = tuple[int | str, ...]
+
+_MOST_PROBLEMS = 30  # a pasted file of another tool has dozens, and each key gets its name here
+
+
+def config_error(error: ValidationError, section: type[BaseModel], *, origin: str) -> ConfigError:
+    """Return the error that names every problem pydantic found with a section.
+
+    Args:
+        error: what pydantic raised.
+        section: the section that was validated; suggestions of keys come from it.
+        origin: the file or name that the values came from, put before the message.
+    """
+    problems = list(_explain(error, section))
+    foreign = any(
+        each["type"] == "extra_forbidden" and each["loc"][-1] in OTHER_TOOLS for each in error.errors()
+    )
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more problems"]
+    lines = f"{origin}: {problems[0]}" if len(problems) == 1 else "\n  ".join([f"{origin}:", *problems])
+    hint = "docs/coming-from.md maps the keys of other tools to whet's" if foreign else None
+    return ConfigError(lines, hint=hint)
+
+
+def _explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
+    problems = error.errors()
+    deepest: dict[Location, int] = {}
+    for problem in problems:
+        field = _before_union(problem["loc"])
+        deepest[field] = max(deepest.get(field, 0), len(problem["loc"]))
+    for problem in problems:
+        location = problem["loc"]
+        field = _before_union(location)
+        if field != location and len(location) < deepest[field]:
+            continue  # of the ways to write a value, only the one that was nearly right is worth a word
+        key = shorten(".".join(str(part) for part in location if not _names_a_union_branch(part)), 200)
+        if problem["type"] == "extra_forbidden":
+            yield f"unknown key {key!r}{_suggestion(location, root)}"
+        elif problem["type"] == "missing":
+            yield f"{key} is missing"
+        else:
+            yield f"{key}: {_reason(problem, root)}" if key else _reason(problem, root)
+
+
+def _reason(problem: Any, root: type[BaseModel]) -> str:  # Any: pydantic's typed dict of an error
+    given = problem["input"]
+    match problem["type"]:
+        case "union_tag_invalid":
+            kinds = re.findall(r"'([\w-]+)'", problem["ctx"]["expected_tags"])
+            near = difflib.get_close_matches(problem["ctx"]["tag"], kinds, n=1)
+            meant = f", did you mean {near[0]!r}?" if near else f"; known are {', '.join(kinds)}"
+            return f"there is no kind {shorten(problem['ctx']['tag'])!r}{meant}"
+        case "union_tag_not_found":
+            return "kind is missing"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"this is a section with keys of its own, not a value (given: {shown(given)})"
+    message = shorten(problem["msg"].removeprefix("Value error, "), 1000)
+    if problem["type"] == "int_from_float" and (meaning := _meaning(problem["loc"], root)):
+        message = f"{message}: {meaning}"
+    return message if isinstance(given, dict) else f"{message} (given: {shown(given)})"
+
+
+def _meaning(location: Location, root: type[BaseModel]) -> str | None:
+    """Return the description of the key at a location."""
+    section = _section_at(location[:-1], root)
+    field = section.model_fields.get(str(location[-1])) if section is not None else None
+    return field.description if field is not None else None
+
+
+def _names_a_union_branch(part: int | str) -> bool:
+    """Return whether pydantic put a type here, which is not a key that a reader wrote."""
+    return str(part) in ("str", "int", "float", "a-name", "a-preset", "a-quality", *OBJECTIVE_KINDS) or str(
+        part
+    ).startswith(("constrained", "list[", "function-before[", "literal["))
+
+
+def _before_union(location: Location) -> Location:
+    """Return the path of the field that may hold several types, or the whole path."""
+    return tuple(itertools.takewhile(lambda part: not _names_a_union_branch(part), location))
+
+
+def _suggestion(location: Location, root: type[BaseModel]) -> str:
+    """Return what to write instead of an unknown key, as the end of a sentence."""
+    section = _section_at(location[:-1], root)
+    if section is None:
+        return ""
+    name = str(location[-1])
+    known = [field.alias or key for key, field in section.model_fields.items()]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if near and name not in OTHER_TOOLS:
+        return f", did you mean {near[0]!r}?"
+    if name in OTHER_TOOLS:
+        return f": in whet, {OTHER_TOOLS[name]}"
+    if elsewhere := [path for path in _paths(root) if path.rpartition(".")[2] == name]:
+        return f", did you mean {' or '.join(repr(path) for path in elsewhere[:3])}?"
+    return f" (known: {', '.join(known)})"
+
+
+def _paths(section: type[BaseModel], prefix: str = "", depth: int = 2) -> Iterator[str]:
+    """Yield the paths of the keys in a config's sections."""
+    for own_name, field in section.model_fields.items():
+        path = f"{prefix}{field.alias or own_name}"
+        yield path
+        for inner in inner_sections(field.annotation) if depth > 1 else ():
+            yield from _paths(inner, f"{path}.", depth - 1)
+
+
+def _section_at(location: Location, root: type[BaseModel]) -> type[BaseModel] | None:
+    sections: list[type[BaseModel]] = [root]
+    for key in location:
+        if key in OBJECTIVE_KINDS:  # which of several
+            sections = [
+                section for section in sections if key in get_args(section.model_fields["kind"].annotation)
+            ]
+        if key == "a-quality":
+            sections = [Quality]
+        if not sections or _names_a_union_branch(key):
+            continue
+        # in a list or mapping of sections, the next part is an index or a user's own key: the section stays
+        if (field := sections[0].model_fields.get(str(key))) is not None:
+            sections = list(inner_sections(field.annotation))
+    return sections[0] if sections else None
+
+
+def inner_sections(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the sections a field may hold, alone or as the items of a list or mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from inner_sections(inner)

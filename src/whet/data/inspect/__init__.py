@@ -1,0 +1,1 @@
+"""What `whet data` computes."""

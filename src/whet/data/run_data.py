@@ -1,0 +1,323 @@
+"""The data of a run: its sources opened, tokenised, cut and made into streams of batches."""
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from whet.config.run_config import RunConfig
+from whet.data.batches import Batch, BatchStream, evaluation_batches
+from whet.data.class_balance import hold_out, label_values, oversampled, record_hashes, without
+from whet.data.class_labels import Labels
+from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
+from whet.data.packing import StepSettings
+from whet.data.sources.source import Format, Skipped, Source, Spec, holds_split, open_source
+from whet.data.sources.splits import LEARNED, Split, learned
+from whet.data.tokens.chat_template import text_of
+from whet.data.tokens.eos_check import ENDLESS_HINT, endless, endless_message
+from whet.data.tokens.examples import StoredExamples, StoredPairs, cut, cut_pairs, cut_warning
+from whet.data.tokens.field_audit import Unread, unread_fields
+from whet.data.tokens.prepare_dataset import Preparation
+from whet.data.tokens.prompts import Prompts, read_prompts
+from whet.data.tokens.tokenize import Question, token_bytes
+from whet.errors import ConfigError, DataError
+from whet.models.language_model import LanguageModel
+from whet.models.stop_tokens import stop_tokens
+from whet.storage import tokens_dir
+
+log = logging.getLogger("whet")
+
+Stream = BatchStream | StagedStream | EasyToHardStream
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What of a record an objective reads, and how its training examples are chosen."""
+
+    pairs: bool = False
+    prompts: bool = False  # only what comes before the answer; the record is for the rewards
+    columns: tuple[str, ...] = ()
+    labels: Labels | None = None
+    scored: tuple[str, ...] = ()  # fields that the columns were made from, before the run
+    valid_share: float = 0.0  # of each class, held out of the training where there is no data.valid
+    oversample: bool = False  # repeat examples of rare classes
+
+    @property
+    def unit(self) -> str:
+        """What a step is counted in."""
+        return "pairs" if self.pairs else "prompts" if self.prompts else "examples"
+
+
+@dataclass(frozen=True)
+class EvaluationSplit:
+    """Valid or test, ready to use."""
+
+    batches: list[Batch]
+    questions: list[Question]
+
+
+class RunData:
+    """What a config's data section names. Nothing is read before it is needed."""
+
+    def __init__(self, config: RunConfig, needs: Needs, *, today: date | None = None) -> None:
+        self.config = config
+        self.today = today  # for templates that write the date
+        data, run = config.data, config.run
+        self.needs = needs
+        self.form: Format = "classification" if self.needs.labels is not None else data.format
+        self.steps = StepSettings(
+            batch_size=run.batch_size,
+            batch_tokens=run.batch_tokens,
+            micro_batch_tokens=run.micro_batch_tokens,
+            pack=data.pack,
+            order=data.order,
+        )
+        self.sources: dict[str, Source] = {
+            split: self._open(spec, split) for split in SPLITS if (spec := getattr(data, split)) is not None
+        }
+        curriculum = data.curriculum
+        if curriculum is not None and curriculum.hard is not None:
+            self.sources["hard"] = self._open(curriculum.hard, "train")
+        self.held_out: Mapping[str, object] | None = None  # what says which training records are validation
+        self.examples: dict[str, StoredExamples | StoredPairs] = {}
+        self.prompts: dict[str, Prompts] = {}  # instead, where the objective needs these
+
+    def _open(self, spec: Spec, split: Split) -> Source:
+        data = self.config.data
+        return open_source(spec, split=split, form=self.form, on_bad=data.on_bad_record, ignore=data.ignore)
+
+    def texts(self) -> Iterator[str]:
+        """What the training records say, to make a tokenizer from."""
+        for record in itertools.chain(*learned(self.sources)):
+            try:
+                yield text_of(record)
+            except DataError:  # counted when it is tokenised
+                if self.config.data.on_bad_record == "error":
+                    raise
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each source's content."""
+        return {name: source.digest() for name, source in self.sources.items()}
+
+    def token_digests(self) -> dict[str, str]:
+        """A hash of what each source became."""
+        return {name: examples.store.digest for name, examples in self.examples.items()}
+
+    def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
+        """Tokenise every source, or find that it was done before, and say what is in it."""
+        self.use(tokenizer)
+        for name, source in self.sources.items():
+            if self.needs.prompts:
+                self.prepare_prompts(name)
+                self._warn_of_unread(name, self.prompts[name].unread)
+                continue
+            examples = self.prepare_source(name)
+            log.info("%s: %s: %s", name, source.name, examples.summary())
+            for line in complaints(examples.store.notes):
+                log.warning("%s: %s", name, line)
+            units = len(examples.store) // (2 if self.needs.pairs else 1)
+            can_split = not self.needs.pairs and self.needs.labels is None
+            warning = cut_warning(examples.sides.counts, units, can_split=can_split)
+            if warning is not None:
+                log.warning("%s: %s: %s", name, *warning)
+            self._warn_of_unread(name, examples.store.notes["unread"])
+        self.hold_out()
+        data = self.config.data
+        if data.valid is None and holds_split(data.train, "valid"):
+            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+
+    def unread(self, found: Unread) -> Iterator[tuple[str, str]]:
+        """The fields that neither a token nor the objective reads: what is wrong, and what to do."""
+        curriculum, needs = self.config.data.curriculum, self.needs
+        used = {
+            "group",
+            *needs.columns,
+            *needs.scored,
+            *(("label", "labels") if needs.labels is not None else ()),
+        }
+        if curriculum is not None and curriculum.score:
+            used.add(curriculum.score)
+        return unread_fields(found, used=None if needs.prompts else used)
+
+    def _warn_of_unread(self, name: str, found: Unread) -> None:
+        for message, hint in self.unread(found):
+            log.warning("%s: %s: %s", name, message, hint)
+
+    def hold_out(self) -> None:
+        """Where classes are learned and no validation records are given, hold some out of the training."""
+        share, labels = self.needs.valid_share, self.needs.labels
+        if "valid" in self.examples or labels is None or not share:
+            return
+        train = self.examples["train"]
+        assert isinstance(train, StoredExamples)
+        rest, valid, self.held_out = hold_out(train, labels, share=share, seed=self.config.run.seed)
+        self.examples |= {"train": rest, "valid": valid}
+        if isinstance(hard := self.examples.get("hard"), StoredExamples):
+            self.examples["hard"] = without(hard, set(record_hashes(valid)))
+
+    def use(self, tokenizer: Any) -> None:  # Any: as above
+        """Tokenise with this one from now on."""
+        data = self.config.data
+        self.tokenizer = tokenizer
+        self.preparation = Preparation(
+            tokenizer,
+            cache=tokens_dir(),
+            supervise=data.supervise,
+            skip_bad=data.on_bad_record == "skip",
+            allow_empty=data.allow_empty_answers,
+            pairs=self.needs.pairs,
+            form=self.form,
+            labels=self.needs.labels,
+            today=self.today,
+        )
+
+    def _columns(self, name: str) -> tuple[str, ...]:
+        """Numbers of a record that the objective reads, then the one that a curriculum goes by."""
+        curriculum = self.config.data.curriculum
+        if curriculum is None or curriculum.kind == "length" or not curriculum.score or name != "train":
+            return self.needs.columns
+        return (*self.needs.columns, curriculum.score)
+
+    def prepare_source(self, name: str) -> StoredExamples | StoredPairs:
+        """Tokenise one source, or find that it was done before."""
+        data = self.config.data
+        store = self.preparation.keeping(self._columns(name)).store(self.sources[name])
+        if self.needs.pairs:
+            self.examples[name] = cut_pairs(
+                store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
+            )
+        else:
+            judged = self.needs.labels is not None
+            self.examples[name] = cut(
+                store, max_length=data.max_length, too_long=data.too_long, judged=judged
+            )
+        return self.examples[name]
+
+    def prepare_prompts(self, name: str) -> None:
+        """Read the prompts of one source, and say what is in it."""
+        source = self.sources[name]
+        self.prompts[name] = read_prompts(
+            source,
+            self.tokenizer,
+            skip_bad=self.config.data.on_bad_record == "skip",
+            today=self.today,
+        )
+        log.info("%s: %s: %s", name, source.name, self.prompts[name].summary())
+        if self.prompts[name].skipped.count:
+            log.warning("%s: %s", name, self.prompts[name].skipped.summary())
+
+    def check(self, model: LanguageModel) -> None:
+        """Refuse tokens and lengths that the model does not know; warn if it would not learn to stop."""
+        for examples in self.examples.values():
+            store = examples.store
+            if store.largest >= model.vocab_size:
+                name = self.tokenizer.convert_ids_to_tokens(store.largest)
+                raise DataError(
+                    f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r}) is "
+                    f"outside the model's vocabulary: vocab_size={model.vocab_size}, and the tokenizer has "
+                    f"{len(self.tokenizer)}",
+                    hint="the tokenizer belongs to another model",
+                )
+            sides = examples.sides
+            longest = int(sides.lengths.argmax())
+            if sides.lengths[longest] > model.max_positions:
+                raise DataError(
+                    f"{sides[longest].origin}: {sides.lengths[longest] + 1} tokens, and {model.name} "
+                    f"was made for {model.max_positions}",
+                    hint=f"set data.max_length to {model.max_positions}",
+                )
+        if self.needs.labels is None:
+            self._warn_of_endless(model)
+
+    def _warn_of_endless(self, model: LanguageModel) -> None:
+        """Say so where no answer that is learned ends: `whet data --check` does, after a whole pass."""
+        known = range(len(self.tokenizer))
+        ends = sorted(token for token in stop_tokens(model, self.tokenizer) if token in known)
+        for name in LEARNED if ends else ():
+            if name in self.examples and (looked_at := endless(self.examples[name].sides, ends)):
+                message = endless_message(self.tokenizer.convert_ids_to_tokens(ends), looked_at=looked_at)
+                log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, ENDLESS_HINT)
+
+    def stream(self) -> Stream:
+        """The training steps, in the order that the config asks for."""
+        examples, seed = self.examples["train"], self.config.run.seed
+        curriculum = self.config.data.curriculum
+        if curriculum is None:
+            return BatchStream(self._balanced(examples), self.steps, seed=seed)
+        if self.config.run.steps is None:
+            raise ConfigError(
+                "data.curriculum is counted in steps", hint="set run.steps instead of run.epochs"
+            )
+        if curriculum.kind == "length":
+            per_stage = curriculum.steps or max(1, self.config.run.steps // (2 * curriculum.stages))
+            stages = stages_by_length(
+                examples, self.steps, shortest=curriculum.shortest, stages=curriculum.stages, steps=per_stage
+            )
+            log.info("curriculum: %d stages of %d steps, from short to long", len(stages), per_stage)
+            return StagedStream(stages, self.steps, seed=seed)
+        ramp = round(curriculum.ramp * self.config.run.steps)
+        if "hard" in self.examples:
+            easy: Any = examples  # Any: both are sequences of examples
+            hard: Any = self.examples["hard"]
+        else:
+            scores = examples.store.values[examples.sides.records[:: 2 if self.needs.pairs else 1], -1]
+            middle = float(np.median(scores))
+            easy = Chosen(examples, np.flatnonzero(scores <= middle))
+            hard = Chosen(examples, np.flatnonzero(scores > middle))
+        log.info(
+            "curriculum: %d easy and %d hard examples; all hard from step %d", len(easy), len(hard), ramp
+        )
+        return EasyToHardStream(easy, hard, self.steps, seed=seed, ramp=ramp)
+
+    def describe_steps(self) -> str:
+        """How large a step is, for a person."""
+        size = self.steps.batch_tokens or self.steps.batch_size
+        what = "tokens" if self.steps.batch_tokens else self.needs.unit
+        return f"{size:,} {what}, in micro-batches of at most {self.steps.micro_tokens:,} tokens"
+
+    def _balanced(self, examples: StoredExamples | StoredPairs) -> Any:  # Any: a sequence of either
+        """The training examples, with those of rare classes repeated where the config asks for it."""
+        if not self.needs.oversample:
+            return examples
+        assert isinstance(examples, StoredExamples)
+        classes = label_values(examples, 1)[:, 0].astype(np.int64)
+        places = oversampled(classes, seed=self.config.run.seed)
+        log.info("oversampled: %d examples for %d", len(places), len(examples))
+        return Chosen(examples, places)
+
+    def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
+        """The batches of valid or test, and what is asked in them when answers are generated."""
+        if name not in self.examples:
+            return None
+        questions = []
+        if self.config.eval.generate:
+            found = self.preparation.questions(self.sources[name])
+            questions = [q for q in found if len(q.tokens) < model.max_positions]
+            if not found:
+                log.warning("eval.generate: no record of data.%s has an answer to compare with", name)
+            if len(questions) < len(found):
+                left_out = len(found) - len(questions)
+                log.warning("%s: %d prompts fill the model's context and are not asked", name, left_out)
+        batches = evaluation_batches(
+            self.examples[name],
+            self.steps,
+            limit=self.config.eval.batches if name == "valid" else None,
+            token_bytes=token_bytes(self.tokenizer, vocab_size=model.vocab_size),
+        )
+        return EvaluationSplit(batches, questions)
+
+
+def complaints(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
+    """What went wrong when a source was tokenised, for a person."""
+    if count := notes.get("skipped"):
+        yield Skipped(count, notes["reasons"]).summary()
+    if count := notes.get("only_last"):
+        yield (
+            f"the chat template rewrites earlier turns of {count} conversation{'s' * (count != 1)}: "
+            "only the last answer of each is learned"
+        )

@@ -1,0 +1,1 @@
+"""From records to tokens and loss masks."""

@@ -1,0 +1,1 @@
+"""`whet eval`, metrics of answers and classifiers."""

@@ -1,0 +1,90 @@
+"""The loss and the exact match of a model on data: what `whet eval` reports."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from whet.data.batches import evaluation_batches
+from whet.data.packing import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
+from whet.data.sources.source import Record, Source
+from whet.data.tokens.chat_template import NothingToLearnError, Supervise
+from whet.data.tokens.examples import TooLong, cut
+from whet.data.tokens.field_audit import unread_fields
+from whet.data.tokens.prepare_dataset import Preparation
+from whet.data.tokens.tokenize import Question, token_bytes
+from whet.errors import DataError
+from whet.evaluation.exact_match import exact_match
+from whet.generation.engine import generate_tokens
+from whet.hardware import Precision
+from whet.models.language_model import LanguageModel
+from whet.models.stop_tokens import stop_tokens
+from whet.objectives.sft import SFT
+from whet.storage import tokens_dir
+from whet.training.loss import evaluate_loss
+
+log = logging.getLogger("whet")
+
+
+def _unmeasured(record: Record) -> DataError:
+    """Why the loss of next tokens cannot be told of a record."""
+    hint = "give messages, prompt + completion or text"
+    if record.shape == "preference":
+        hint += "; pairs are evaluated in their run, as data.valid or data.test"
+    return DataError(
+        f"{record.origin}: whet eval measures the loss of next tokens, and a {record.shape} record has none",
+        hint=hint,
+    )
+
+
+class ModelEvaluation:
+    """A model on some records: loss, exact match, and a few answers to look at."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Any,  # Any: a transformers tokenizer
+        source: Source,
+        *,
+        max_length: int,
+        supervise: Supervise = "assistant",
+        too_long: TooLong = "truncate",
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise, allow_empty=True)
+        try:
+            store = preparation.store(source)
+            examples = cut(store, max_length=max_length, too_long=too_long)
+        except NothingToLearnError as error:
+            raise _unmeasured(error.record) from error
+        self.summary = examples.summary()
+        for message, _ in unread_fields(store.notes["unread"], used={"group"}):
+            log.warning("%s: %s", source.name, message)
+        tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
+        settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")
+        sizes = token_bytes(tokenizer, vocab_size=model.vocab_size)
+        self.batches = evaluation_batches(examples, settings, token_bytes=sizes)
+        self.questions = preparation.questions(source)
+
+    def loss(self) -> dict[str, float]:
+        """eval_loss, eval_perplexity and eval_s."""
+        compute = self.model.head().weight.dtype
+        precision = Precision(compute, compute, compute, "as loaded")
+        return evaluate_loss(self.model, SFT(), self.batches, precision=precision)
+
+    def exact_match(
+        self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None
+    ) -> dict[str, float]:
+        """Share of questions answered exactly as expected, by group where records name one."""
+        return exact_match(
+            self.model, self.tokenizer, self.questions, max_tokens=max_tokens, progress=progress
+        ).metrics()
+
+    def answers(self, count: int, *, max_tokens: int) -> Iterator[tuple[Question, str]]:
+        """The first questions with the model's greedy answers."""
+        stops = stop_tokens(self.model, self.tokenizer)
+        for question in self.questions[:count]:
+            [tokens] = generate_tokens(
+                self.model, [question.tokens], max_tokens=max_tokens, stop_tokens=stops
+            )
+            yield question, self.tokenizer.decode(tokens, skip_special_tokens=True).strip()

@@ -1,0 +1,1 @@
+"""Everything that opens or writes models."""

@@ -1,0 +1,116 @@
+"""Classifiers written for transformers and PEFT, and opened there again to compare."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any  # everywhere below: tokenizers, and models of libraries without types
+
+import torch
+
+from whet.adapters.adapter import adapted
+from whet.adapters.attach import merge
+from whet.errors import ConfigError, ModelError
+from whet.model_io.export.export_check import Check
+from whet.model_io.formats.adapter_files import QUANTISED, save_adapter
+from whet.model_io.formats.classifier_head import ClassifierInfo, StoredHead, read_head
+from whet.model_io.load import load_body
+from whet.model_io.resolve import base_of, usable_directory
+from whet.model_io.save import save
+from whet.models.heads import pool
+from whet.models.language_model import LanguageModel
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of probabilities
+SAMPLES = ("rm -rf ./build", "The knife was dull, so three stones were brought.", "def area(width, height):")
+
+
+@dataclass(frozen=True)
+class LoadedClassifier:
+    """A classifier in float32, and what it makes of a few texts."""
+
+    model: LanguageModel
+    tokenizer: Any
+    stored: StoredHead
+    name: str
+    probabilities: torch.Tensor
+
+    @property
+    def info(self) -> ClassifierInfo:
+        """What its answers mean."""
+        return self.stored.info
+
+
+def load_classifier_exact(name: str | Path) -> LoadedClassifier:
+    """Open a classifier for writing it elsewhere."""
+    model, tokenizer = load_body(name, dtype=torch.float32, device="cpu")
+    stored = read_head(Path(usable_directory(name)))
+    return LoadedClassifier(model, tokenizer, stored, str(name), _probabilities(model, tokenizer, stored))
+
+
+@torch.no_grad()
+def _probabilities(model: LanguageModel, tokenizer: Any, stored: StoredHead) -> torch.Tensor:
+    rows = []
+    for text in SAMPLES:
+        tokens = torch.tensor([tokenizer(text)["input_ids"]])
+        places = torch.arange(tokens.shape[1])
+        state = pool(
+            model.hidden(tokens), places, torch.zeros_like(places), texts=1, pooling=stored.head.pooling
+        )
+        rows.append(_chances(stored.head(state), stored.info))
+    return torch.cat(rows)
+
+
+def _chances(logits: torch.Tensor, info: ClassifierInfo) -> torch.Tensor:
+    return logits.sigmoid() if info.multi_label else logits.softmax(-1)
+
+
+def write_classifier(loaded: LoadedClassifier, path: Path, layout: str, *, dtype: torch.dtype) -> None:
+    """Write `peft` (SEQ_CLS, the head among modules_to_save) or `hf` (a whole model, adapters folded in)."""
+    if layout not in ("hf", "peft"):
+        raise ConfigError(f"a classifier cannot be written for {layout}", hint="--to hf or --to peft")
+    if (reason := loaded.stored.unexportable(loaded.model)) is not None:
+        raise ModelError(
+            f"{loaded.name} cannot be used by transformers: {reason}",
+            hint="whet.Classifier.load reads it; train with pooling: last and without a bias to export it",
+        )
+    has_adapter = any(True for _ in adapted(loaded.model))
+    if layout == "peft" and not has_adapter:
+        raise ModelError(f"{loaded.name} has no adapter: it is a whole model", hint="--to hf")
+    if layout == "peft":
+        save_adapter(loaded.model, path, tokenizer=loaded.tokenizer, classifier=loaded.stored)
+        return
+    merged = merge(loaded.model)
+    for parameter in merged.parameters():
+        parameter.data = parameter.data.to(dtype)
+    save(merged, loaded.tokenizer, path, classifier=loaded.stored)
+
+
+def check_classifier(loaded: LoadedClassifier, path: Path, layout: str, *, dtype: torch.dtype) -> Check:
+    """Open what was written with transformers, and PEFT, and compare the probabilities of a few texts."""
+    try:
+        theirs = _opened(loaded, path, layout)
+    except Exception as error:  # whatever another library makes of it: that is the answer
+        return Check(False, f"it cannot be opened: {type(error).__name__}: {error}")
+    with torch.no_grad():
+        rows = [theirs(**loaded.tokenizer(text, return_tensors="pt")).logits for text in SAMPLES]
+    found = _chances(torch.cat(rows).float(), loaded.info)
+    largest = (found - loaded.probabilities).abs().max().item()
+    allowed = TOLERANCES[dtype if layout == "hf" else torch.float32]
+    reader = "transformers" if layout == "hf" else "PEFT"
+    text = f"{reader}: largest difference of a probability {largest:.2g} ({allowed:g} is allowed)"
+    return Check(largest <= allowed, text)
+
+
+def _opened(loaded: LoadedClassifier, path: Path, layout: str) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+    if layout == "hf":
+        return AutoModelForSequenceClassification.from_pretrained(path, **settings).eval()
+    from peft import PeftModel
+
+    base = loaded.model.source
+    if base is None or base_of(base) is not None or (path / QUANTISED).is_file():
+        raise ModelError("its base is not a plain model, which PEFT would need: export it --to hf")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=len(loaded.info.classes), **settings
+    )
+    return PeftModel.from_pretrained(model, path).eval()

@@ -1,0 +1,67 @@
+"""How far logits move when an adapter is merged into its base model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whet.adapters.adapter import adapted
+from whet.adapters.attach import merge
+from whet.errors import ModelError
+from whet.models.language_model import LanguageModel
+
+# Prose, a chat, code, numbers and other scripts: enough to reach most of a model's weights.
+SAMPLE = (
+    "The knife was dull, so three stones and two oils were brought; by noon it cut paper.\n"
+    "Question: What is the capital of France? Answer: The capital of France is Paris.\n"
+    "def area(width, height):\n    return width * height  # 12 * 3.5 = 42.0\n"
+    'Naïve café, 東京 and Москва: {"room": "kitchen", "lights": [1, 2, 3], "on": true}'
+)
+
+
+# Largest logit difference that rounding to each dtype explains, on logits of about 10 to 30.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """How far two models are apart on some tokens."""
+
+    largest: float
+    same_choice: float  # share of positions where both find the same token likeliest
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference {self.largest:.2g}, "
+            f"the same likeliest token at {self.same_choice:.1%} of the positions"
+        )
+
+
+def compare_logits(first: torch.Tensor, second: torch.Tensor) -> LogitDifference:
+    """The difference between logits [B, T, V] of the same tokens."""
+    same = (first.argmax(-1) == second.argmax(-1)).float().mean()
+    return LogitDifference((first - second).abs().max().item(), same.item())
+
+
+def sample_tokens(model: LanguageModel, tokenizer: Any) -> torch.Tensor:  # Any: a transformers tokenizer
+    """The sample text as tokens [1, T]; without a tokenizer, tokens spread over the vocabulary."""
+    if tokenizer is None:
+        tokens = torch.arange(64) * 7919 % model.vocab_size
+    else:
+        tokens = torch.tensor(tokenizer(SAMPLE)["input_ids"])
+    return tokens[None, : model.max_positions].to(model.device)
+
+
+def merge_measured(model: LanguageModel, tokens: torch.Tensor, *, dtype: torch.dtype) -> LogitDifference:
+    """Fold the adapter of a float32 model into its base, rounded to `dtype`, and say what that changed.
+
+    The model computes in float32 before and after, so that the difference is that of the weights alone.
+    """
+    if not any(True for _ in adapted(model)):
+        raise ModelError("there is no adapter to merge", hint="the model is whole already: whet export")
+    with torch.no_grad():
+        before = model(tokens)
+        merge(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        return compare_logits(before, model(tokens))

@@ -1,0 +1,1 @@
+"""GGUF in and out."""

@@ -1,0 +1,232 @@
+"""GGUF files out: a llama model with its tokenizer and chat template, as llama.cpp reads it.
+
+The header is packed here, not with the gguf package's writer: that one opens its own files, and it cannot
+hold the empty list of merges that a tokenizer of bytes has.
+"""
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, LlamaFileType
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import quantize
+from numpy.typing import NDArray
+
+from whet.errors import ConfigError, ModelError
+from whet.model_io.gguf.layout import ALIGNMENT, ARRAY, SCALARS, STRING, Slot, join_rotary_pairs, slots_of
+from whet.model_io.gguf.tokenizer_writer import tokenizer_metadata
+from whet.models.decoder import Decoder
+from whet.models.families import llama
+from whet.models.language_model import LanguageModel
+from whet.models.rope import inverse_frequencies
+from whet.models.spec import LinearRopeScaling, Llama3RopeScaling, ModelSpec, RopeSpec, YarnRopeScaling
+from whet.storage import clear_leftovers, new_file, write_chunks
+
+KINDS = {
+    "f32": (Kind.F32, LlamaFileType.ALL_F32),
+    "f16": (Kind.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (Kind.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (Kind.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+}
+_UINT32, _FLOAT32, _BOOL, _INT32 = 4, 6, 7, 5
+# the largest number each type can hold: blocks have an fp16 scale for steps of their largest number
+_LARGEST = {Kind.F16: 65504.0, Kind.Q8_0: 65504.0 * 127, Kind.Q4_0: 65504.0 * 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """One tensor to come: how it is stored, and how its values are made."""
+
+    shape: tuple[int, ...]
+    kind: Kind
+    values: Callable[[], NDArray[np.float32]]
+
+    @property
+    def size(self) -> int:
+        values_each, bytes_each = GGML_QUANT_SIZES[self.kind]
+        return int(np.prod(self.shape)) // values_each * bytes_each
+
+
+def write_gguf(
+    path: str | Path,
+    model: LanguageModel,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    *,
+    kind: str,
+    end_tokens: Collection[int] = (),
+) -> None:
+    """Write the model as one GGUF file, which appears when it is complete.
+
+    `end_tokens` are the ids that end an answer; norms and biases are always float32, and with q4_0 the
+    embedding and the head are q8_0, as they suffer most.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown GGUF type {kind!r}", hint=f"known: {', '.join(KINDS)}")
+    spec = llama_spec(model)
+    if tokenizer is None:
+        raise ModelError("a GGUF file holds its tokenizer, and this model has none")
+    chosen, file_type = KINDS[kind]
+    metadata = {
+        "general.architecture": "llama",
+        "general.name": Path(path).stem,
+        "general.file_type": int(file_type),
+        "general.quantization_version": 2,
+        **_model_metadata(spec),
+        **tokenizer_metadata(tokenizer, vocab_size=spec.vocab_size, end_tokens=end_tokens),
+    }
+    entries = dict(_entries(spec, model, chosen))
+    path = Path(path)
+    clear_leftovers(path.parent, of=path.name)
+    with new_file(path) as staging:
+        write_chunks(staging, _chunks(metadata, entries))
+
+
+def llama_values(model: LanguageModel) -> dict[str, Callable[[], NDArray[np.float32]]]:
+    """What each tensor of the file stands for, unrounded, under its GGUF name."""
+    return {name: entry.values for name, entry in _entries(llama_spec(model), model, Kind.F32)}
+
+
+def llama_spec(model: LanguageModel) -> ModelSpec:
+    """The model as a llama, or a ModelError that says why it is none."""
+    family = str(model.hf_config().get("model_type"))
+    if isinstance(model, Decoder):
+        spec = dataclasses.replace(model.spec, family=llama.MODEL_TYPE)
+        if _is_llama(spec):
+            return spec
+    raise ModelError(
+        f"this {family!r} model is no llama, which is what GGUF files can be written of",
+        hint="export it as a Hugging Face directory (--to hf), which llama.cpp's converter reads",
+    )
+
+
+def _is_llama(spec: ModelSpec) -> bool:
+    """Whether a llama's config.json can say all of it, whatever its family."""
+    try:
+        same = llama.from_config(llama.to_config(spec)) == spec
+    except (ModelError, KeyError):  # a layer without attention, say
+        return False
+    return same and spec.blocks[0].dense.activation == "silu"
+
+
+def _model_metadata(spec: ModelSpec) -> dict[str, object]:
+    attention, rope = spec.blocks[0].grouped, spec.blocks[0].grouped.rope
+    assert rope is not None
+    return {
+        "llama.block_count": len(spec.blocks),
+        "llama.context_length": spec.max_positions,
+        "llama.embedding_length": spec.d_model,
+        "llama.feed_forward_length": spec.blocks[0].dense.width,
+        "llama.attention.head_count": attention.heads,
+        "llama.attention.head_count_kv": attention.kv_heads,
+        "llama.attention.key_length": attention.head_dim,
+        "llama.attention.value_length": attention.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": spec.norm.eps,
+        "llama.rope.dimension_count": attention.head_dim,
+        "llama.rope.freq_base": rope.theta,
+        "llama.vocab_size": spec.vocab_size,
+        **_rope_metadata(rope),
+    }
+
+
+def _rope_metadata(rope: RopeSpec) -> dict[str, object]:
+    """Scaling by a rule; llama 3's is a tensor of its own."""
+    match rope.scaling:
+        case LinearRopeScaling(factor=factor):
+            found: dict[str, object] = {"type": "linear", "factor": factor}
+        case YarnRopeScaling() as scaling:
+            plain = YarnRopeScaling(scaling.factor, scaling.original_max_positions, scaling.attention_factor)
+            usual = 1.0 if scaling.factor <= 1 else 0.1 * float(np.log(scaling.factor)) + 1.0
+            if plain != scaling or abs(usual - scaling.attention_factor) > 1e-6:
+                raise ModelError("GGUF holds YaRN's factor and length only; this model's has other settings")
+            found = {
+                "type": "yarn",
+                "factor": scaling.factor,
+                "original_context_length": scaling.original_max_positions,
+            }
+        case _:
+            found = {}
+    return {f"llama.rope.scaling.{key}": value for key, value in found.items()}
+
+
+def _entries(spec: ModelSpec, model: LanguageModel, kind: Kind) -> Iterator[tuple[str, _Entry]]:
+    tensors = {llama.hf_name(name): tensor for name, tensor in model.state_dict().items()}
+    rope, head_dim = spec.blocks[0].grouped.rope, spec.blocks[0].grouped.head_dim
+    if rope is not None and isinstance(rope.scaling, Llama3RopeScaling):
+        plain = inverse_frequencies(RopeSpec(theta=rope.theta), head_dim)
+        divisors = (plain / inverse_frequencies(rope, head_dim)).numpy()
+        yield "rope_freqs.weight", _Entry(divisors.shape, Kind.F32, lambda: divisors)
+    for name, slot in slots_of(llama.to_config(spec)).items():
+        if slot.name not in tensors:
+            raise ModelError(f"the model has no {slot.name}", hint="fold its adapter in first: whet.merge")
+        tensor = tensors[slot.name]
+        stored = _kind_of(name, slot, kind)
+        largest = float(tensor.abs().max())
+        if not largest <= _LARGEST.get(stored, np.finfo(np.float32).max):
+            raise ModelError(
+                f"{slot.name} holds numbers that {stored.name} cannot: the largest is {largest:.3g}",
+                hint="choose bf16" if math.isfinite(largest) else "the model is broken",
+            )
+        yield name, _Entry(slot.shape, stored, partial(_values, tensor, slot))
+
+
+def _kind_of(name: str, slot: Slot, kind: Kind) -> Kind:
+    if len(slot.shape) == 1:
+        return Kind.F32
+    if kind == Kind.Q4_0 and name in ("token_embd.weight", "output.weight"):
+        kind = Kind.Q8_0
+    return kind if slot.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16  # no half blocks
+
+
+def _values(tensor: torch.Tensor, slot: Slot) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).numpy()
+    return join_rotary_pairs(values, slot.rotary_heads) if slot.rotary_heads else values
+
+
+def _chunks(metadata: Mapping[str, object], entries: Mapping[str, _Entry]) -> Iterator[bytes | memoryview]:
+    """The file, one tensor at a time."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(metadata))
+    header += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+    offset = 0
+    for name, entry in entries.items():
+        header += _text(name) + struct.pack("<I", len(entry.shape))
+        header += struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape))  # the fastest first
+        header += struct.pack("<IQ", int(entry.kind), offset)
+        offset += entry.size + _padding(entry.size)
+    yield header + bytes(_padding(len(header)))
+    for entry in entries.values():
+        stored = np.ascontiguousarray(quantize(entry.values(), entry.kind)).view(np.uint8)
+        assert stored.nbytes == entry.size
+        yield stored.reshape(-1).data
+        del stored
+        yield bytes(_padding(entry.size))
+
+
+def _padding(size: int) -> int:
+    return -size % ALIGNMENT
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(value: object) -> bytes:
+    """A value of the metadata, behind its type."""
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _text(value)
+    if isinstance(value, list):
+        if not value or isinstance(value[0], str):
+            return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
+        kind = _FLOAT32 if isinstance(value[0], float) else _INT32  # as llama.cpp's own converter has it
+        numbers = struct.pack(f"<{len(value)}{SCALARS[kind]}", *value)
+        return struct.pack("<IIQ", ARRAY, kind, len(value)) + numbers
+    kind = _BOOL if isinstance(value, bool) else _FLOAT32 if isinstance(value, float) else _UINT32
+    return struct.pack("<I", kind) + struct.pack(f"<{SCALARS[kind]}", value)

@@ -1,0 +1,158 @@
+"""Open a transformers model behind the bridge, and check that it behaves as the contract says."""
+
+import contextlib
+import logging
+import re
+import textwrap
+from collections.abc import Container
+from pathlib import Path
+from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
+
+import torch
+
+from whet.error_boundary import wrong_input
+from whet.errors import ModelError
+from whet.model_io.file_checks import check_weight, weight_problem
+from whet.model_io.safetensors import TensorFiles
+from whet.models.transformers_bridge import Bridge, field_of
+from whet.ops.attention import Layout
+
+log = logging.getLogger("whet")
+
+
+def load_bridge(
+    directory: Path, *, dtype: torch.dtype, device: torch.device, besides: Container[str] = ()
+) -> Bridge:
+    """Open a Hugging Face directory on transformers' class for it, and check what whet assumes of it."""
+    from transformers.utils import logging
+
+    # given the directory, transformers would also follow adapters, torch checkpoints and names in config.json
+    files = TensorFiles(directory)
+    with contextlib.ExitStack() as quiet:  # no progress bars, no report: whet says what is wrong itself
+        quiet.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        if logging.is_progress_bar_enabled():
+            quiet.callback(logging.enable_progress_bar)
+        logging.disable_progress_bar()
+        with wrong_input(f"transformers cannot open {directory}"):
+            tensors = dict(files.read({name for name in files if name not in besides}))
+            model = _open(directory, tensors, dtype=dtype)
+            _check_weights(model, tensors, files)
+            del tensors
+            bridge = Bridge(model.to(device))
+        with wrong_input(
+            f"transformers opens {directory}, and its {type(model).__name__} fails on a few tokens"
+        ):
+            _check_behaviour(bridge)
+    return bridge
+
+
+def _check_weights(model: Any, tensors: dict[str, torch.Tensor], files: TensorFiles) -> None:
+    """Refuse tensors that cannot be weights, all but those that are not parameters of the model."""
+    buffers = {name for name, _ in model.named_buffers()}
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    for name, tensor in tensors.items():
+        if weight_problem(tensor) is None or any(pattern.search(name) for pattern in ignored):
+            continue
+        if not any(
+            name == each or name.endswith(f".{each}") or each.endswith(f".{name}") for each in buffers
+        ):
+            check_weight(tensor, name, files.file_of(name))
+    for name, parameter in model.named_parameters():
+        if weight_problem(parameter) is not None:  # in the model's dtype, which may be narrower
+            raise ModelError(
+                f"{files.directory}: {name} overflows in {parameter.dtype}", hint="choose another precision"
+            )
+
+
+def _use_working_experts(bridge: Bridge, tokens: torch.Tensor) -> None:
+    """Let experts be computed one by one where torch's grouped kernel does not take their width."""
+    try:
+        bridge.hidden(tokens)
+    except RuntimeError as error:
+        if "multiple of 16 bytes" not in str(error) or not bridge.model._can_set_experts_implementation():
+            raise
+        log.info("model: torch's grouped_mm does not take experts of this width: computing each on its own")
+        bridge.model.set_experts_implementation("eager")
+
+
+def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ModelError(f"{directory}: {config.model_type!r} is not a causal language model in transformers")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{directory}: whet does not read quantised weights of {config.model_type!r} models")
+    text = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(tensors):
+        raise ModelError(
+            f"{directory}: config.json has {layers} layers, and there are {len(tensors)} tensors"
+        )
+    model, report = model_class.from_pretrained(
+        None,
+        config=text if model_class.config_class is type(text) else config,
+        state_dict=tensors,
+        dtype=dtype,
+        # None: SDPA where the class supports it, else eager; SDPA cannot cap the logits of attention
+        attn_implementation="eager" if field_of(config, "attn_logit_softcapping") else None,
+        ignore_mismatched_sizes=True,  # so that they are reported with their names
+        output_loading_info=True,
+    )
+    shapes = [f"{name} is {[*stored]}, not {[*wanted]}" for name, stored, wanted in report["mismatched_keys"]]
+    found = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "shapes": shapes}
+    problems = [
+        f"{label}: {', '.join(sorted(names)[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for label, names in found.items()
+        if names
+    ]
+    if problems:
+        raise ModelError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")
+    return model
+
+
+@torch.no_grad()
+def _check_behaviour(bridge: Bridge) -> None:
+    """Compare with the class itself, on a few tokens, everything that the bridge takes for granted."""
+    name = type(bridge.model).__name__
+    if bridge.model.get_output_embeddings() is None:
+        raise ModelError(f"{name} has no output embeddings: it is not a language model")
+    tokens = torch.randint(bridge.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens[1, :6] = tokens[0, :6]
+    tokens = tokens.to(bridge.device)
+    _use_working_experts(bridge, tokens)
+    hidden = bridge.hidden(tokens)
+    if not hidden.isfinite().all():
+        raise ModelError(f"{name} overflows in {hidden.dtype}", hint="choose another precision")
+    rounding = torch.finfo(hidden.dtype).eps
+    loose, tight = max(1e-3, 16 * rounding), max(1e-5, 4 * rounding)
+    if not _close(hidden[1, :6], hidden[0, :6], within=loose):
+        raise ModelError(f"{name} is not causal: positions see later tokens")
+    logits = bridge.model(input_ids=tokens, use_cache=False).logits
+    if not _close(bridge.logits(hidden), logits, within=tight):
+        raise ModelError(f"the head of {name} does something to the logits that whet does not know")
+    try:
+        same = _close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11], None], within=loose)
+        bridge.cache_problem = None if same else "left-padded rows decoded from its cache differ"
+    except Exception as error:  # some classes take only a cache of their own kind
+        bridge.cache_problem = textwrap.shorten(str(error), 200)
+
+
+def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
+    """The last hidden states of row 1 less its last 4 tokens and of row 0, decoded side by side."""
+    rows = torch.stack([tokens[0], tokens[1].roll(4), tokens[0]])
+    visible = torch.ones_like(rows, dtype=torch.bool)
+    visible[1, :4] = False
+    positions = (visible.cumsum(1) - 1).clamp(min=0)
+    cache = bridge.new_cache()
+    bridge.hidden(rows[:, :11], positions[:, :11], Layout(visible=visible[:, :11]), cache)
+    cache.keep(torch.tensor([1, 0], device=tokens.device))
+    return bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, *, within: float) -> bool:
+    """Whether two tensors have one shape and a relative L2 distance within the tolerance."""
+    norm, expected = torch.linalg.vector_norm, expected.float()
+    return found.shape == expected.shape and bool(norm(found.float() - expected) <= within * norm(expected))

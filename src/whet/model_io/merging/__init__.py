@@ -1,0 +1,1 @@
+"""Several models or adapters into one."""

@@ -1,0 +1,49 @@
+"""A model with fresh weights, from a preset."""
+
+import logging
+from typing import Any
+
+from whet.config.optim import MuP
+from whet.config.preset import Preset
+from whet.errors import ConfigError, ModelError
+from whet.models.costs import flops_per_token, parameter_counts
+from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.mup import width_ratio
+from whet.models.from_scratch.presets import preset_spec
+from whet.models.language_model import LanguageModel
+from whet.models.spec import ModelSpec
+
+log = logging.getLogger("whet")
+
+
+def new_spec(preset: Preset, *, tokens: int, mup: MuP | None = None) -> ModelSpec:
+    """What a preset describes, for a tokenizer with so many tokens."""
+    changes = {"vocab_size": tokens, **preset.changes()}
+    if changes["vocab_size"] < tokens:
+        raise ConfigError(
+            f"model.vocab_size={changes['vocab_size']} is smaller than the {tokens} of the tokenizer",
+            hint="leave model.vocab_size out to take as many as there are",
+        )
+    try:
+        return preset_spec(preset.preset, mup=mup, **changes)
+    except ModelError as error:
+        raise ConfigError(f"model: {error.message}", hint=error.hint) from error
+
+
+def new_model(
+    preset: Preset,
+    tokenizer: Any,  # Any: as above
+    *,
+    seed: int,
+    mup: MuP | None = None,
+) -> LanguageModel:
+    """The model of a preset, with fresh weights."""
+    spec = new_spec(preset, tokens=len(tokenizer), mup=mup)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ratio = 1.0 if mup is None else width_ratio(spec, mup)
+    model = from_scratch(spec, seed=seed, source_config=special, width_ratio=ratio)
+    model.name = f"{preset.preset} from scratch"
+    counts = ", ".join(f"{part} {count:,}" for part, count in parameter_counts(spec).items() if count)
+    log.info("model: %s, stored as %s: %s", model.name, spec.family, counts)
+    log.info("cost: %.3g FLOPs a token forward, in a window of 512", flops_per_token(spec, 512))
+    return model

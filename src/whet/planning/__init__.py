@@ -1,0 +1,1 @@
+"""Memory, FLOPs, traffic and time before allocation."""

@@ -1,0 +1,61 @@
+"""Steps and lengths of a run from its records, where that takes no more than a moment."""
+
+from pathlib import Path
+
+from whet.config.preset import Preset
+from whet.config.run_config import RunConfig
+from whet.data.inspect.step_facts import plan_steps
+from whet.data.run_data import RunData
+from whet.errors import WhetError
+from whet.model_io.hub import config_directory
+from whet.model_io.tokenizer import has_tokenizer, load_tokenizer, new_tokenizer
+from whet.planning.plan import Counted
+from whet.recipes.registry import needs_of
+
+_MOST_BYTES = 4_000_000
+_MOST_EXAMPLES = 5_000
+
+
+def count_cheaply(config: RunConfig) -> Counted | None:
+    """Tokenise the training records and plan the steps; None where they are many, elsewhere, or wrong."""
+    if config.parts() or config.objective.kind == "grpo" or not _is_cheap(config.data.train):
+        return None
+    curriculum = config.data.curriculum
+    if curriculum is not None and curriculum.hard is not None and not _is_cheap(curriculum.hard):
+        return None
+    try:
+        data = RunData(
+            config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})}),
+            needs_of(config.objective),
+        )
+        data.use(_tokenizer(config, data))
+        for name in data.sources:
+            data.prepare_source(name)
+        if config.data.valid is None:
+            data.hold_out()
+        facts = plan_steps(config, data)
+    except (WhetError, OSError):
+        return None
+    length = max(1, round(facts.tokens_a_step / max(facts.examples_a_step, 1)))
+    return Counted(facts.steps, facts.tokens_a_step, length)
+
+
+def _tokenizer(config: RunConfig, data: RunData) -> object:
+    if isinstance(config.language_model, Preset):
+        return new_tokenizer(config.language_model, data.texts())
+    directory = config_directory(config.language_model)
+    if not has_tokenizer(directory):
+        raise WhetError("it has no tokenizer")
+    return load_tokenizer(directory)
+
+
+def _is_cheap(source: object) -> bool:
+    """Few records that whet makes, or a small file; nothing that would have to be fetched."""
+    if not isinstance(source, str):
+        return False
+    kind, _, rest = source.partition(":")
+    if kind == "synth":
+        count = rest.rpartition(":")[2]
+        return not count.isdecimal() or int(count) <= _MOST_EXAMPLES
+    path = Path(source).expanduser()
+    return path.is_file() and path.stat().st_size <= _MOST_BYTES

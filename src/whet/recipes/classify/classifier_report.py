@@ -1,0 +1,224 @@
+"""The end of a run that classifies: its head calibrated and saved, and a report of what it can do."""
+
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.config.objectives.classify import ClassifyObjective
+from whet.config.run_config import RunConfig
+from whet.data.class_balance import label_values, to_marks
+from whet.data.run_data import RunData
+from whet.data.sources.splits import learned
+from whet.data.tokens.examples import StoredExamples
+from whet.errors import ConfigError, StorageError
+from whet.evaluation.classifier_metrics import Report, marked_report, sigmoid, single_report, softmax
+from whet.evaluation.linear_probe import LinearProbe
+from whet.hardware import Precision
+from whet.model_io.formats.classifier_head import (
+    ClassifierInfo,
+    StoredHead,
+    WeightedHead,
+    read_calibration,
+    read_head,
+)
+from whet.models.language_model import LanguageModel
+from whet.objectives.classify import Classify
+from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
+from whet.parallel.process_group import SOLO, World
+from whet.recipes.classify.calibration import fitted_temperature, rows_of
+from whet.run_directory import REPORT
+from whet.storage import read_json, replace_text
+from whet.training.callbacks import Injector, NumbersOnly
+from whet.training.state import RunResult
+from whet.training.trainer import Trainer
+
+log = logging.getLogger("whet")
+
+
+PROBE = "probe.json"
+
+
+PROBE_EXAMPLES = 2_000  # the most it is fitted on
+
+
+def info_of(config: RunConfig, *, max_length: int) -> ClassifierInfo:
+    """What is stored with the head of a run."""
+    section = config.objective
+    assert isinstance(section, ClassifyObjective)
+    return ClassifierInfo(
+        section.names,
+        multi_label=section.multi_label,
+        pooling=section.pooling,
+        bias=section.bias,
+        max_length=max_length,
+        precision=config.run.precision,
+    )
+
+
+def report_on(
+    logits: np.ndarray,
+    labels: np.ndarray,
+    info: ClassifierInfo,
+    examples: Any,  # Any: a sequence of examples
+    tokenizer: Any,  # Any: a transformers tokenizer
+    *,
+    seconds: float,
+) -> Report:
+    """The report on the logits of some examples, which took so long."""
+    tokens = int(sum(example.length for example in examples))
+    speed = {"seconds": seconds, "examples_per_s": len(examples) / seconds, "tokens_per_s": tokens / seconds}
+
+    def show(place: int) -> dict[str, str]:
+        example = examples[place]
+        return {"text": tokenizer.decode(example.tokens[:-1]), "origin": example.origin}
+
+    if info.multi_label:
+        return {**marked_report(sigmoid(logits), labels, info.classes), "throughput": speed}
+    classes = labels[:, 0].astype(np.int64)
+    return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": speed}
+
+
+class ClassificationEnd(NumbersOnly, Injector):
+    """Calibrates and keeps the head, and writes classification.json, after a run has finished."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: RunData,
+        objective: Classify,
+        *,
+        model: LanguageModel,
+        directory: Path,
+        precision: Precision,
+        world: World = SOLO,
+    ) -> None:
+        assert isinstance(config.objective, ClassifyObjective)
+        self.section = config.objective
+        self.data = data
+        self.objective = objective
+        self.model = model
+        self.directory = directory
+        self.precision = precision
+        self.world = world
+        self.info = info_of(config, max_length=config.data.max_length)
+        held = "test" if "test" in data.examples else "valid"
+        self.split = held if held in data.examples else None
+        self.probe = self._probe() if self.section.probe and self.split is not None else None
+
+    def _probe(self) -> dict[str, float] | None:
+        """What a line through the untrained model's features tells; measured once, before the first step."""
+        path = self.directory / PROBE
+        if self.world.from_main(path.is_file()):
+            return read_json(path)
+        try:
+            probe = LinearProbe()
+        except ConfigError as error:
+            log.warning("no linear probe: %s (%s)", error.message, error.hint)
+            return None
+        assert self.split is not None
+        train = [examples for examples in learned(self.data.examples) if isinstance(examples, StoredExamples)]
+        every = -(-sum(map(len, train)) // PROBE_EXAMPLES)
+        known = [examples.only(np.arange(len(examples))[::every]) for examples in train]
+        found = [
+            (self._rows(examples, self.objective.features), self._marks_or_classes(examples))
+            for examples in (*known, self._examples(self.split))
+        ]
+        x, y = (np.concatenate(parts) for parts in zip(*found[:-1], strict=True))
+        x_held, y_held = found[-1]
+        guessed = probe.fit(x, y).predict(x_held)
+        if self.section.multi_label:
+            scores = mark_metrics(y_held, guessed)
+        else:
+            matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
+            scores = {name: float(value) for name, value in confusion_metrics(matrix).items()}
+        log.info("linear probe of the untrained model: macro F1 %.3f", scores["f1_macro"])
+        return scores
+
+    def on_train_begin(self, run: Trainer) -> None:
+        """Keep what the probe found: a resumed run has other weights by then."""
+        path = self.directory / PROBE
+        if self.probe is not None and self.world.is_main and not path.is_file():
+            with contextlib.suppress(StorageError):  # then a resumed run measures it again
+                replace_text(path, json.dumps(self.probe, indent=2) + "\n")
+
+    def _examples(self, split: str) -> StoredExamples:
+        found = self.data.examples[split]
+        assert isinstance(found, StoredExamples)
+        return found
+
+    def _rows(self, examples: StoredExamples, compute: Any) -> np.ndarray:  # Any: the objective's own method
+        return rows_of(
+            compute, self.model, examples, self.data.steps, precision=self.precision, world=self.world
+        )
+
+    def _marks_or_classes(self, examples: StoredExamples) -> np.ndarray:
+        labels = self._labels(examples)
+        return to_marks(labels) if self.section.multi_label else labels
+
+    def _labels(self, examples: StoredExamples) -> np.ndarray:
+        if self.section.multi_label:
+            return label_values(examples, len(self.info.classes))
+        classes: np.ndarray = label_values(examples, 1)[:, 0].astype(np.int64)
+        return classes
+
+    def stored_head(self) -> StoredHead:
+        """The head as it is kept: calibrated, where the config asks for it."""
+        calibration = {"temperature": self._calibrate()} if self.section.calibrate else None
+        weights = self.objective.class_weights.tolist()
+        stored = WeightedHead(self.objective.head, self.info, weights, calibration)
+        if (reason := stored.unexportable(self.model)) is not None:
+            log.info("whet alone can use this head: %s", reason)
+        return stored
+
+    def _calibrate(self) -> float:
+        """Divide the head by the temperature that fits the validation records best, and return it."""
+        valid = self._examples("valid")
+        logits, labels = self._rows(valid, self.objective.logits), self._labels(valid)
+        temperature = fitted_temperature(logits, labels, multi_label=self.section.multi_label)
+        with torch.no_grad():
+            for parameter in self.objective.head.parameters():
+                parameter.div_(temperature)
+        log.info("calibrated: temperature %.3f, on %d validation records", temperature, len(valid))
+        return temperature
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Write the report of a finished run, on its test records or else its validation ones."""
+        if result.unfinished or self.split is None:
+            return
+        final = self.directory / "final"
+        kept = read_head(final).head.to(self.model.device)
+        self.objective.head.load_state_dict(kept.state_dict())  # a run killed after final/ has another one
+        examples = self._examples(self.split)
+        started = time.perf_counter()
+        logits = self._rows(examples, self.objective.logits)
+        seconds = time.perf_counter() - started
+        columns = len(self.info.classes) if self.section.multi_label else 1
+        try:
+            found = report_on(
+                logits,
+                label_values(examples, columns),
+                self.info,
+                examples,
+                self.data.tokenizer,
+                seconds=seconds,
+            )
+        except ConfigError as error:
+            log.warning("no classification report: %s (%s)", error.message, error.hint)
+            return
+        found |= {"split": self.split, "calibration": read_calibration(final)}
+        if self.probe is not None:
+            found["baselines"]["linear probe"] = self.probe
+        try:
+            if self.world.is_main:
+                replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
+        except StorageError as error:  # final/ is there; whet eval makes the report again
+            log.warning(error.message)
+            return
+        scores = ("accuracy", "balanced_accuracy", "f1_macro", "mcc", "ece")
+        result.summary["classification"] = {name: found[name] for name in scores if name in found}

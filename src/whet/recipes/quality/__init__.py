@@ -1,0 +1,1 @@
+"""The quality-decision task, all of it."""

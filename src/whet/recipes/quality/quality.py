@@ -1,0 +1,370 @@
+"""The recipe of the quality-decision task: its rows, metrics, final files and dry run."""
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from whet.config.load_config import load_config, to_yaml
+from whet.config.quality import Quality, RegressionObjective
+from whet.config.run_config import RunConfig
+from whet.data.batches import Batch
+from whet.data.packing import StepSettings
+from whet.data.run_data import SPLITS, EvaluationSplit
+from whet.data.sources.source import Source, open_source
+from whet.errors import ConfigError
+from whet.hardware import Precision, choose_device
+from whet.model_io.fingerprints import weights_digest
+from whet.recipes.quality.padic_router import EXPERTS, IN_DIM
+from whet.recipes.quality.regression import Regression
+from whet.recipes.quality.row_batches import Part, Rows, RowStream, read_rows, row_batches
+from whet.recipes.quality.tabular_model import (
+    OUT_DIM,
+    PAIRS,
+    QualitySpec,
+    TabularModel,
+    architecture,
+    load_quality,
+    new_quality_model,
+    save_quality,
+)
+from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
+from whet.recipes.recipe import Work
+from whet.run_directory import ARCH
+from whet.storage import append_text, new_directory, read_json, write_json, write_text
+from whet.training.callbacks import Callback, Injector, Metrics, NumbersOnly
+from whet.training.loss import evaluate_loss
+from whet.training.optim.lr_schedules import create_schedule
+from whet.training.state import RunResult
+from whet.training.trainer import Trainer
+
+log = logging.getLogger("whet")
+
+
+CHECKPOINT = "checkpoint.tkp1"
+
+
+_EVALUATED_ROWS = 4096  # at once
+
+
+METRICS = "metrics.jsonl"
+
+
+DRY = "dry_run"
+
+
+class RowData:
+    """The rows that a config's data section names, in the same form as the texts of other runs."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        data, run = config.data, config.run
+        self.steps = StepSettings(
+            run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
+        )
+        self.sources: dict[Part, Source] = {
+            split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record)
+            for split in SPLITS
+            if (spec := getattr(data, split)) is not None
+        }
+        self.rows: dict[Part, Rows] = {}
+        self.examples: dict[str, Any] = {}  # Any: none; an objective on texts has some
+
+    def prepare(self) -> None:
+        """Read every source; one that is named for several splits is divided between them."""
+        data = self.config.data
+        for split, source in self.sources.items():
+            rows = read_rows(source, inputs=IN_DIM, outputs=OUT_DIM)
+            sharing = [other for other in SPLITS if getattr(data, other) == getattr(data, split)]
+            if len(sharing) > 1:
+                rows = rows.only(split, among=sharing)
+            self.rows[split] = rows
+            log.info("%s: %s: %d rows", split, source.name, len(rows))
+            if source.skipped.count:
+                log.warning("%s: %s", split, source.skipped.summary())
+
+    def check(self, _: TabularModel) -> None:
+        """Widths are checked as rows are read."""
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each source's content."""
+        return {split: source.digest() for split, source in self.sources.items()}
+
+    def token_digests(self) -> dict[str, str]:
+        """Rows are no tokens."""
+        return {}
+
+    def describe_steps(self) -> str:
+        """How large a step is, for a person."""
+        return f"{self.steps.batch_size or self.steps.batch_tokens:,} rows"
+
+    def stream(self) -> RowStream:
+        """The training steps."""
+        return RowStream(self.rows["train"], self.steps, seed=self.config.run.seed)
+
+    def split(self, name: Part, _: TabularModel) -> EvaluationSplit | None:
+        """The batches of valid or test."""
+        if name not in self.rows:
+            return None
+        batches: list[Batch] = list(row_batches(self.rows[name], range(len(self.rows[name])), self.steps))
+        limit = self.config.eval.batches if name == "valid" else None
+        return EvaluationSplit(batches[:limit], [])
+
+
+class Gluing(Injector):
+    """For each pair of experts, how far they disagree on the rows they share; none is shared: not there."""
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """Of a training step."""
+        glue(metrics)
+
+    def on_eval_end(self, step: int, metrics: Metrics) -> None:
+        """Of an evaluation."""
+        glue(metrics, prefix="eval_")
+
+
+def glue(metrics: Metrics, *, prefix: str = "") -> None:
+    """Turn sums over all rows into means over the shared ones."""
+    apart = metrics.pop(f"{prefix}pair_disagreement", None)
+    if apart is not None:
+        shares = metrics[f"{prefix}pair_share"]
+        metrics[f"{prefix}gluing_residual"] = {
+            f"{a}-{b}": total / share
+            for (a, b), total, share in zip(PAIRS, apart, shares, strict=True)
+            if share
+        }
+
+
+class QualityRow(NumbersOnly, Injector):
+    """Adds to every training row what parsers of this task's metrics expect beside whet's own names."""
+
+    def __init__(self, spec: QualitySpec) -> None:
+        self.size = spec.size
+
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """Complete the row."""
+        metrics |= known_names(metrics["loss"], metrics["elapsed_s"], self.size)
+
+
+def known_names(loss: float, elapsed_s: float, size: str) -> Metrics:
+    """Return the loss as `final_loss`, the milliseconds since the run began, and the model's size."""
+    return {"final_loss": loss, "elapsed_ms": 1000 * elapsed_s, "model_size": size}
+
+
+class QualitySummary(Injector):
+    """What the last line of a run says of it."""
+
+    def __init__(self, spec: QualitySpec, directory: Path) -> None:
+        self.spec = spec
+        self.directory = directory
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Add it to the summary."""
+        if not result.unfinished:
+            entropy = result.metrics.get("router_entropy_mean", math.nan)
+            result.summary["quality"] = summary_fields(
+                self.spec,
+                self.directory,
+                loss=result.metrics["loss"],
+                steps=result.steps,
+                seconds=result.summary["seconds"],
+                entropy=entropy,
+            )
+
+
+def summary_fields(
+    spec: QualitySpec, directory: Path, *, loss: float, steps: int, seconds: float, entropy: float
+) -> dict[str, Any]:  # Any: numbers and texts
+    """Size, cost and result of a run, and where it is."""
+    return {
+        "model_size": spec.size,
+        "arm": spec.arm,
+        "total_params": spec.parameter_count(),
+        "final_loss": loss,
+        "steps_run": steps,
+        "time_elapsed_sec": seconds,
+        "throughput_steps_per_sec": steps / seconds if seconds else math.nan,
+        "last_router_entropy": entropy,
+        "checkpoint": str(directory / "final" / CHECKPOINT),
+        "arch": str(directory / ARCH),
+        "metrics_path": str(directory / METRICS),
+        "arch_path": str(directory / ARCH),
+        "fingerprint": spec.fingerprint(),
+    }
+
+
+_DECIMALS = {
+    "final_loss": 6,
+    "time_elapsed_sec": 3,
+    "throughput_steps_per_sec": 2,
+    "last_router_entropy": 4,
+}
+
+
+def summary_line(fields: Mapping[str, Any]) -> str:  # Any: as above
+    """SUMMARY: and what `summary_fields` gives, as key=value."""
+    shown = {
+        name: f"{value:.{_DECIMALS[name]}f}" if name in _DECIMALS else value for name, value in fields.items()
+    }
+    return "SUMMARY: " + " ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def write_final(trainer: Trainer, directory: Path) -> None:
+    """`final/`: the model to use, and the checkpoint that the task's other tools read."""
+    model, run = trainer.model, trainer.config.run
+    assert isinstance(model, TabularModel)
+    steps = trainer.total_steps
+    with new_directory(directory / "final") as staging:
+        save_quality(model, staging)
+        write_tkp1(
+            staging / CHECKPOINT,
+            step=steps,
+            config={"size": model.spec.size, "seed": run.seed, "steps": steps},
+            count=model.spec.tensor_count(),
+            records=tkp1_records(model, trainer.optimizer.state.__getitem__, step=trainer.state.step),
+        )
+
+
+def evaluate_quality(path: str | Path, data: str) -> Metrics:
+    """Return the loss of a finished run's model on every row of a source, and what its router does with them.
+
+    `eval_loss` has the weights of the run's own objective, so it compares with those of the run.
+    """
+    model = load_quality(path, device=choose_device())
+    rows = read_rows(open_source(data, split="test", form="tabular"), inputs=IN_DIM, outputs=OUT_DIM)
+    settings = StepSettings(None, _EVALUATED_ROWS, _EVALUATED_ROWS, pack=True, order="sequential")
+    dtype = next(model.parameters()).dtype
+    metrics = evaluate_loss(
+        model,
+        Regression(gluing=_gluing_of(Path(path))),
+        row_batches(rows, range(len(rows)), settings),
+        precision=Precision(dtype, dtype, dtype, "as loaded"),
+    )
+    glue(metrics, prefix="eval_")
+    return metrics
+
+
+def _gluing_of(path: Path) -> float:
+    """Return `objective.gluing` of the run that a model is from; 0 where its config is not there."""
+    files = [directory / "config.yaml" for directory in (path, path.absolute().parent)]
+    file = next((file for file in files if file.is_file()), None)
+    objective = None if file is None else load_config(file).objective
+    return objective.gluing if isinstance(objective, RegressionObjective) else 0.0
+
+
+def dry_run(
+    config: RunConfig,
+    describe_origins: Callable[..., dict[str, Any]],  # as runs describe them; Any: JSON values
+) -> dict[str, Any]:  # Any: the fields of the summary line
+    """Go through a run with no model: its rows are read and planned, and all its files are written.
+
+    It lands beside the run, in NAME-dry-run, and may replace an earlier dry run.
+    """
+    assert isinstance(config.model, Quality)
+    began = time.perf_counter()
+    spec = QualitySpec.from_config(config.model)
+    directory = config.directory.with_name(f"{config.run.name}-dry-run")
+    earlier = directory.is_dir() and _is_dry(directory)
+    if directory.exists() and not earlier:
+        raise ConfigError(f"{directory} exists already, and is no dry run", hint="choose another run.name")
+    data = RowData(config)
+    data.prepare()
+    stream = data.stream()
+    run, optim = config.run, config.optim
+    steps = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
+    rate = create_schedule(optim, steps)
+    rows = [_dry_row(step, rate(step), spec, began=began) for step in range(1, steps + 1)]
+    marked = {
+        "size": spec.size,
+        "seed": run.seed,
+        "steps": steps,
+        DRY: True,
+        "optimizer": optim.name,
+        "momentum": optim.momentum,
+    }
+    fields = summary_fields(
+        spec,
+        directory,
+        loss=1 / steps,
+        steps=steps,
+        seconds=time.perf_counter() - began,
+        entropy=math.nan,
+    )
+    with new_directory(directory.resolve(), replace=earlier) as staging:
+        write_text(staging / "config.yaml", to_yaml(config))
+        write_json(staging / ARCH, architecture(spec))
+        device = choose_device(config.run.device)
+        origins = describe_origins(
+            data.digests(), "none: a dry run", device=device, began=date.today(), tokens={}
+        )
+        write_json(staging / "provenance.json", {DRY: True, **origins})
+        summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
+        append_text(staging / METRICS, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+        write_text(staging / "log.txt", f"a dry run: {steps} steps, no model\n")
+        (staging / "final").mkdir()
+        write_json(staging / "final" / ARCH, architecture(spec))
+        write_tkp1(staging / "final" / CHECKPOINT, step=steps, config=marked, count=0, records=())
+    return fields
+
+
+def _is_dry(directory: Path) -> bool:
+    path = directory / "provenance.json"
+    return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY) is True)
+
+
+def _dry_row(step: int, lr: float, spec: QualitySpec, *, began: float) -> Metrics:
+    """Return a row of a run that did not happen: a loss of 1 / step, and rows spread evenly."""
+    elapsed_s = time.perf_counter() - began
+    routed = {"router_entropy_mean": math.log(EXPERTS), "per_expert_share": [1 / EXPERTS] * EXPERTS}
+    row: Metrics = {
+        "step": step,
+        "loss": 1 / step,
+        "grad_norm": 1 / step,
+        "lr": lr,
+        "elapsed_s": elapsed_s,
+        **known_names(1 / step, elapsed_s, spec.size),
+        DRY: True,
+    }
+    return row if spec.arm == "dense" else row | routed
+
+
+class RowWork(Work):
+    """The quality-decision models, on rows of numbers."""
+
+    data: RowData
+    model: TabularModel
+
+    def build(self, held: contextlib.ExitStack) -> None:
+        """Rows, then the model."""
+        section, objective = self.config.model, self.config.objective
+        assert isinstance(section, Quality)
+        assert objective.kind == "regression"
+        self.data = RowData(self.config)
+        with self.world.first_alone():
+            self.data.prepare()
+        self.stream = self.data.stream()
+        log.info("device: %s; precision %s", self.device, self.precision.reason)
+        self.model = new_quality_model(QualitySpec.from_config(section), seed=self.config.run.seed)
+        self.model.to(self.device, self.precision.trained).requires_grad_(True)
+        self.base_digest = weights_digest(self.model)
+        self.announce(self.model)
+        self.objective = Regression(gluing=objective.gluing)
+
+    def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
+        """How experts agree, the rows' other names, and the last line."""
+        return [Gluing(), QualityRow(self.model.spec), QualitySummary(self.model.spec, self.directory)]
+
+    def files(self) -> dict[str, str]:
+        """The architecture, as the task's other tools read it."""
+        return {"arch.json": json.dumps(architecture(self.model.spec), indent=2) + "\n"}
+
+    def write_final(self, trainer: Trainer) -> None:
+        """The model, and the checkpoint that the task's other tools read."""
+        with self.world.abreast():
+            if self.world.is_main:
+                write_final(trainer, self.directory)

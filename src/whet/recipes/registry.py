@@ -1,0 +1,68 @@
+"""Which recipe runs which objective kind, by name: running one kind imports no other."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.config.objectives.mix import MixObjective
+from whet.config.objectives.union import AnyObjective
+from whet.config.run_config import RunConfig
+from whet.data.run_data import Needs
+from whet.errors import ConfigError
+from whet.lazy_import import load_object
+from whet.objectives.objective import Objective
+from whet.parallel.process_group import SOLO, World
+from whet.recipes.objective_inputs import ObjectiveInputs
+
+if TYPE_CHECKING:
+    from whet.recipes.recipe import Work
+
+RECIPES = {
+    "sft": "whet.recipes.text_recipe:TextWork",
+    "dpo": "whet.recipes.text_recipe:TextWork",
+    "ipo": "whet.recipes.text_recipe:TextWork",
+    "orpo": "whet.recipes.text_recipe:TextWork",
+    "simpo": "whet.recipes.text_recipe:TextWork",
+    "distill": "whet.recipes.text_recipe:TextWork",
+    "mtp": "whet.recipes.text_recipe:TextWork",
+    "distrust": "whet.recipes.text_recipe:TextWork",
+    "mix": "whet.recipes.text_recipe:TextWork",
+    "classify": "whet.recipes.classify.classify:ClassWork",
+    "grpo": "whet.recipes.grpo:RewardWork",
+    "regression": "whet.recipes.quality.quality:RowWork",
+}
+# of a config's own objective, or of one part of a mix: modules with `needs` and `build_objective`
+OBJECTIVES = {
+    "sft": "whet.recipes.sft",
+    "dpo": "whet.recipes.preference",
+    "ipo": "whet.recipes.preference",
+    "orpo": "whet.recipes.preference",
+    "simpo": "whet.recipes.preference",
+    "distill": "whet.recipes.distill",
+    "mtp": "whet.recipes.mtp",
+    "distrust": "whet.recipes.distrust",
+    "classify": "whet.recipes.classify.classify",
+    "grpo": "whet.recipes.grpo",
+}
+_WITHOUT_TEXTS = ("regression", "mix")  # rows of numbers, and several objectives on texts
+
+
+def recipe_for(config: RunConfig, directory: Path, world: World = SOLO) -> "Work":
+    """Return the recipe that runs a config."""
+    recipe: Work = load_object(RECIPES[config.objective.kind])(config, directory, world)
+    return recipe
+
+
+def needs_of(section: AnyObjective | MixObjective) -> Needs:
+    """Return what an objective reads from records."""
+    if section.kind in _WITHOUT_TEXTS:
+        return Needs()
+    needs: Needs = load_object(f"{OBJECTIVES[section.kind]}:needs")(section)
+    return needs
+
+
+def build_objective(section: AnyObjective | MixObjective, inputs: ObjectiveInputs) -> Objective:
+    """Return the objective that a config, or one part of a mix, describes."""
+    if section.kind in _WITHOUT_TEXTS:
+        raise ConfigError(f"objective.kind {section.kind} is not an objective on texts of its own")
+    objective: Objective = load_object(f"{OBJECTIVES[section.kind]}:build_objective")(section, inputs)
+    return objective

@@ -1,0 +1,215 @@
+"""The curves of a run: one small plot a metric, as figures of a page."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from whet.data.inspect.token_text import visible
+from whet.reporting.html_page import html_text
+from whet.reporting.svg import BLUE, ORANGE, drawing, svg
+from whet.runs.metric_series import Metric, Series, smoothed, thinned
+
+MOST_CHARTS = 36
+# metrics that have a chart of their own, or that say how long something took or how much was read
+TRAINING = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens a second",
+    "mfu": "MFU, share of the device's peak",
+    "peak_gib": "peak memory, GiB",
+}
+NOT_DRAWN = {
+    *(
+        "loss",
+        "eval_loss",
+        "eval_perplexity",
+        "tokens",
+        "supervised_tokens",
+        "tokens_total",
+        "supervised_tokens_total",
+    ),
+    *("step_s", "elapsed_s", "elapsed_ms", "final_loss", "eval_s", "probe_s", "router_dropped_tokens"),
+    *("steps_per_s", "mean_tokens_per_s", "flops_total", "tflops_per_s"),  # what is drawn, counted otherwise
+}
+CHARTS_STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 1rem; }
+figure { margin: 1rem 0; break-inside: avoid; overflow-x: auto; }
+figure.large svg { min-width: 36rem; }
+.charts figure { margin: 0; }
+.charts + .charts { margin-top: 1rem; }
+.charts.wide { grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }
+figcaption { font-size: .9rem; margin-bottom: .2rem; }
+svg { display: block; width: 100%; height: auto; }
+svg * { stroke-linejoin: round; }
+svg text { font-family: system-ui, sans-serif !important; }
+.grid th, .grid td { border-top: 1px solid var(--line); padding: .3rem 1rem .3rem 0; vertical-align: top; }
+.grid { width: 100%; font-size: .9rem; margin-bottom: .9rem; }
+.grid td { white-space: pre-wrap; }
+@media print { body { max-width: none; padding: 0; font-size: 11pt; } h2, h3 { break-after: avoid; }
+  tr { break-inside: avoid; } .charts { grid-template-columns: repeat(3, 1fr); }
+  .charts.wide { grid-template-columns: repeat(2, 1fr); } figure.large svg { min-width: 0; } }
+"""
+_EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
+_SMALL = 3.2, 2.0  # inches
+_LARGE_FROM = 5 * 72  # points across: on a narrow screen it scrolls, else its letters would be too small
+
+
+def loss_charts(metrics: dict[str, Metric]) -> list[str]:
+    """The loss, with that of the evaluations."""
+    loss = Metric(metrics.get("loss", Metric()).train, metrics.get("eval_loss", Metric()).evaluation)
+    return [chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.drawable else []
+
+
+def training_charts(metrics: dict[str, Metric], *, planned_gib: float | None = None) -> list[str]:
+    """Learning rate, gradient norm, speed and memory, that against what was planned."""
+    return [
+        chart(name, title, metrics[name], planned=planned_gib if name == "peak_gib" else None)
+        for name, title in TRAINING.items()
+        if name in metrics and metrics[name].drawable
+    ]
+
+
+def other_charts(metrics: dict[str, Metric]) -> tuple[list[str], int]:
+    """What the objective itself reports, and how many there were no room for."""
+    both = _with_evaluations(
+        {
+            name: metric
+            for name, metric in metrics.items()
+            if metric.drawable and name not in {*TRAINING, *NOT_DRAWN} and not name.startswith("exp_")
+        }
+    )
+    shown = list(both)[:MOST_CHARTS]
+    return [chart(name, name.replace("_", " "), both[name]) for name in shown], len(both) - len(shown)
+
+
+def _with_evaluations(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """`eval_x` in the plot of `x`, where both are there and not yet together."""
+    found = dict(metrics)
+    for name, metric in metrics.items():
+        other = metrics.get(f"eval_{name}")
+        if other is not None and not metric.evaluation.values and not other.train.values:
+            found[name] = Metric(metric.train, other.evaluation)
+            del found[f"eval_{name}"]
+    return found
+
+
+def chart_grid(charts: Iterable[str]) -> str:
+    """Small plots side by side."""
+    return f"<div class='charts'>{''.join(charts)}</div>"
+
+
+def figure_element(name: str, picture: str, caption: str) -> str:
+    """A picture with what it shows above it; the caption is HTML."""
+    wide = re.search(r'viewBox="\S+ \S+ ([\d.]+)', picture)
+    large = " class='large'" if wide and float(wide[1]) > _LARGE_FROM else ""
+    return f"<figure id='chart-{escape(name)}'{large}><figcaption>{caption}</figcaption>{picture}</figure>"
+
+
+def element_id(name: str) -> str:
+    """A metric's name as part of an id; letters that an id or a link cannot have become their numbers."""
+    return re.sub(r"[^a-zA-Z0-9_]", lambda found: f"-{ord(found[0])}-", name)
+
+
+def chart(
+    name: str,
+    title: str,
+    metric: Metric,
+    *,
+    size: tuple[float, float] = _SMALL,
+    planned: float | None = None,
+) -> str:
+    """A metric over the steps, with a line at what was planned."""
+    key = element_id(name)
+    label = escape(visible(f"{title} over the steps of the run"), quote=True)
+    with drawing() as new_figure:
+        figure = new_figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        _draw(axes, metric, smooth=name not in _EXACT)
+        if planned is not None:
+            axes.axhline(planned, color=ORANGE, linestyle="--", linewidth=1.2, label="planned")
+            axes.legend(loc="best", fontsize=8)
+        picture = svg(figure, name=key, label=label)
+    return figure_element(key, picture, _caption(title, metric, planned))
+
+
+def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotlib has no types
+    both = bool(metric.train.values and metric.evaluation.values)
+    if metric.train.values:
+        average = smoothed(metric.train.values) if smooth else None
+        _draw_training(axes, metric.train, average, label="training" if both else None)
+    if metric.evaluation.values:
+        steps, values = thinned(metric.evaluation.steps, metric.evaluation.values)
+        label = "evaluation" if both else None
+        few = len(values) <= 40
+        axes.plot(
+            steps, values, color=ORANGE, linewidth=1.5, label=label, marker="o" if few else None, markersize=3
+        )
+    finish_axes(axes, [*metric.train.values, *metric.evaluation.values])
+    if both:
+        axes.legend(loc="best", fontsize=8)
+
+
+def finish_axes(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
+    """Grid, margins and ticks of a plot over steps that shows these values."""
+    axes.grid(visible=True)
+    axes.margins(x=0.02, y=0.08)
+    _widen(axes, values)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+
+
+def _widen(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
+    """A metric that never changes is a line in the middle, not a picture of rounding errors."""
+    low, high = min(values), max(values)
+    most = max(abs(low), abs(high))
+    if high - low <= 1e-6 * most:
+        axes.set_ylim(low - (0.1 * most or 1), high + (0.1 * most or 1))
+
+
+def _draw_training(
+    axes: Any,  # Any: matplotlib has no types
+    series: Series,
+    average: list[float] | None,
+    *,
+    label: str | None,
+) -> None:
+    faint = 0.35 if average else 1.0
+    alone = "o" if len(series.values) == 1 else None
+    axes.plot(
+        *thinned(series.steps, series.values),
+        color=BLUE,
+        alpha=faint,
+        linewidth=1.0 if average else 1.5,
+        marker=alone,
+        label=None if average else label,
+    )
+    if average:
+        axes.plot(*thinned(series.steps, average), color=BLUE, linewidth=1.5, label=label)
+
+
+def _caption(title: str, metric: Metric, planned: float | None) -> str:
+    shown = []
+    for series, kind in ((metric.train, "training"), (metric.evaluation, "evaluation")):
+        if series.values:
+            first, last = number_text(series.values[0]), number_text(series.values[-1])
+            change = last if len(series.values) == 1 else f"{first} → {last}"
+            both = metric.train.values and metric.evaluation.values
+            shown.append(f"{kind} {change}" if both else change)
+    if planned is not None:
+        shown.append(f"planned {number_text(planned)}")
+    if metric.left_out:
+        shown.append(f"{metric.left_out:,} not finite, not drawn")
+    return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(shown))}</span>"
+
+
+def number_text(value: float) -> str:
+    """A number in a few digits."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -1,0 +1,140 @@
+"""The view of a run's data as one HTML file: no script, nothing fetched, every text escaped."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from whet.data.inspect.data_facts import Bin, DataView, Sample, SplitFacts
+from whet.data.inspect.problems import Problem
+from whet.data.inspect.step_facts import DrawnRow
+from whet.data.inspect.token_text import Piece, visible
+from whet.reporting.data.data_wording import model_line, sample_title, split_rows, step_rows, tokenizer_rows
+from whet.reporting.html_page import html_lines, html_page, html_table, html_text
+
+_STYLE = """
+:root { --learned: #c9edcf; --learned-ink: #0b4a1a; --special: #7a2ea0; --context: #d7d9dc;
+  --padding: #f0c9c4; }
+@media screen and (prefers-color-scheme: dark) { :root { --learned: #1d4a2a; --learned-ink: #c5f2cf;
+  --special: #d59cf0; --context: #484d54; --padding: #5c2f2b; } }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .2rem .8rem; margin-top:
+  .8rem; align-items: center; font-variant-numeric: tabular-nums; font-size: .9rem; max-width: 44rem; }
+.bars b { font-weight: 400; text-align: right; }
+.bars i { display: block; height: .9rem; background: var(--bar); border-radius: 2px; min-width: 1px; }
+.tokens { font: 14px/1.75 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; margin: 0;
+  padding: .8rem 1rem; border: 1px solid var(--line); border-radius: 6px; color: var(--quiet); }
+.tokens span { box-shadow: inset -1px 0 var(--line); }
+.l { background: var(--learned); color: var(--learned-ink); }
+.s { color: var(--special); font-weight: 600; }
+.more { display: block; color: var(--quiet); font-style: italic; padding: .4rem 0; }
+.legend > span { display: inline-block; margin-right: 1.2rem; }
+.legend i { display: inline-block; width: 1.1em; height: 1.1em; vertical-align: -.2em; margin-right:
+  .4em; }
+.row { display: flex; height: 1.5rem; margin: .25rem 0; }
+.row > span { display: flex; margin-right: 2px; border-radius: 2px; overflow: hidden; min-width: 2px; }
+.row i { display: block; }
+.learned { background: var(--bar); }
+.context { background: var(--context); }
+.padding { background: var(--padding); }
+.fine { border-left: 4px solid var(--bar); padding: .4rem 1.1rem; margin: 1.2rem 0; }
+"""
+
+
+def data_page(view: DataView, problems: Sequence[Problem], *, title: str) -> str:
+    """The whole page."""
+    parts = [
+        f"<h1>What the model sees</h1><p class='quiet'>{html_text(title)}</p>",
+        _problems(problems),
+        html_table([("model", model_line(view)), *tokenizer_rows(view)]),
+        *_template(view),
+        *(_split(split, view) for split in view.splits),
+        f"<h2>Steps</h2>{html_table(step_rows(view))}",
+        *_micro_batch(view),
+    ]
+    return html_page(parts, title=f"{title}: what the model sees", style=_STYLE)
+
+
+def _problems(problems: Sequence[Problem]) -> str:
+    if not problems:
+        return "<p class='fine'>No problems found.</p>"
+    return f"<div class='problems'>{''.join(map(_problem, problems))}</div>"
+
+
+def _problem(problem: Problem) -> str:
+    hint = f" <span class='quiet'>{html_text(problem.hint)}</span>" if problem.hint else ""
+    listed = "".join(f"<li>{html_text(detail)}</li>" for detail in problem.details)
+    return (
+        f"<p><b>{'error' if problem.stops else 'warning'}</b> {html_text(problem.message)}.{hint}</p>"
+        f"{f'<ul>{listed}</ul>' if listed else ''}"
+    )
+
+
+def _template(view: DataView) -> Iterable[str]:
+    if view.tokenizer is not None and view.tokenizer.template is not None:
+        shown = html_lines(view.tokenizer.template)
+        yield f"<details><summary>the chat template</summary><pre class='tokens'>{shown}</pre></details>"
+
+
+def _split(split: SplitFacts, view: DataView) -> str:
+    legend = (
+        "<p class='legend'><span><i class='l'></i>learned</span><span><i class='context'></i>context</span>"
+        "<span class='s'>⟨special token⟩</span></p>"
+    )
+    samples = "".join(map(_sample, split.samples))
+    return (
+        f"<h2>{html_text(split.name)}: {html_text(split.source)}</h2>{html_table(split_rows(split, view))}"
+        f"<h3>Tokens a record</h3>{_bars(split.bins)}{legend if samples else ''}{samples}"
+    )
+
+
+def _bars(bins: Sequence[Bin]) -> str:
+    most = max(each.count for each in bins)
+    bars = (
+        f"<b>{each.label}</b><i style='width:{100 * each.count / most:.2f}%'></i><span>{each.count:,}</span>"
+        for each in bins
+    )
+    return f"<div class='bars'>{''.join(bars)}</div>"
+
+
+def _sample(sample: Sample) -> str:
+    more = f"<span class='more'>… {sample.left_out:,} more tokens …</span>" if sample.left_out else ""
+    pieces = f"{''.join(map(_piece, sample.head))}{more}{''.join(map(_piece, sample.tail))}"
+    return f"<h3>{html_text(sample_title(sample))}</h3><pre class='tokens'>{pieces}</pre>"
+
+
+def _piece(piece: Piece) -> str:
+    """A token's text was made visible where it was decoded: the line breaks in it are meant."""
+    kinds = " ".join(name for name, has in (("l", piece.supervised), ("s", piece.special)) if has)
+    ids = " ".join(map(str, piece.ids))
+    return f"<span class='{kinds}' title='{ids}'>{escape(piece.text)}</span>"
+
+
+def _micro_batch(view: DataView) -> Iterable[str]:
+    plan = view.steps
+    if plan is None:
+        return
+    yield (
+        "<h2>The first micro-batch</h2><p class='legend'><span><i class='learned'></i>learned</span>"
+        "<span><i class='context'></i>context</span><span><i class='padding'></i>padding</span></p>"
+    )
+    width = max(sum(d.length for d in row.documents) + row.padding for row in plan.drawn)
+    yield from (_row(row, width) for row in plan.drawn)
+    more = f"; {plan.rows - len(plan.drawn):,} more rows are not drawn" if plan.rows > len(plan.drawn) else ""
+    yield f"<p class='quiet'>{width:,} positions wide; one block an example{more}</p>"
+
+
+def _row(row: DrawnRow, width: int) -> str:
+    blocks = []
+    for document in row.documents:
+        stretches = "".join(
+            f"<i class='{'learned' if learned else 'context'}' style='flex:{length}'></i>"
+            for length, learned in document.stretches
+        )
+        title = escape(f"{visible(document.origin)}: {document.length:,} positions", quote=True)
+        size = _share(document.length, width)
+        blocks.append(f"<span style='width:{size}' title='{title}'>{stretches}</span>")
+    if row.padding:
+        blocks.append(f"<span class='padding' style='width:{_share(row.padding, width)}'></span>")
+    return f"<div class='row'>{''.join(blocks)}</div>"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3f}%"

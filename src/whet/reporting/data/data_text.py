@@ -1,0 +1,151 @@
+"""The view of a run's data in a terminal: coloured there, with brackets around what is learned elsewhere."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from whet.data.inspect.data_facts import Bin, DataView, Sample, SplitFacts
+from whet.data.inspect.problems import Problem
+from whet.data.inspect.step_facts import DrawnRow
+from whet.data.inspect.token_text import Piece, visible
+from whet.reporting.data.data_wording import model_line, sample_title, split_rows, step_rows, tokenizer_rows
+
+_LEARNED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "dim", "magenta", "dim red"
+_BAR, _ROW = 40, 72  # columns
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_DETAILS = 5  # of a problem, where it is only a warning
+
+
+class DataText:
+    """Prints views to a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._plain = not console.is_terminal or console.no_color or console.color_system is None
+
+    def show_part(self, name: str) -> None:
+        """Whose view comes next, where a mix has several."""
+        if name:
+            self._title(f"part {name}")
+
+    def show(self, view: DataView) -> None:
+        """Everything but the problems."""
+        self._rows([("model", model_line(view)), *tokenizer_rows(view)])
+        for split in view.splits:
+            self._title(f"{split.name}: {split.source}")
+            self._rows(split_rows(split, view))
+            for line in _bars(split.bins):
+                self._line(line)
+        self._title("steps")
+        self._rows(step_rows(view))
+        if any(split.samples for split in view.splits):
+            self._samples(view)
+        if view.steps is not None:
+            self._title("the first micro-batch")
+            self._micro_batch(view.steps.drawn, view.steps.rows)
+
+    def show_plan(self, view: DataView) -> None:
+        """What a run would do."""
+        self._rows([("model", model_line(view))])
+        for split in view.splits:
+            self._rows([(split.name, split.source), *split_rows(split, view)[:3]])
+        self._rows(step_rows(view))
+
+    def show_problems(self, problems: Sequence[Problem], *, every_record: bool) -> None:
+        """One entry a problem, with all the records that show it or the first few."""
+        self._title(f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "no problems")
+        for problem in problems:
+            self._line(f"  {'error' if problem.stops else 'warning'}: {problem.message}", style="bold red")
+            if problem.hint:
+                self._line(f"    hint: {problem.hint}")
+            shown = problem.details if every_record else problem.details[:_DETAILS]
+            for detail in shown:
+                self._line(f"    {detail}")
+            if len(shown) < len(problem.details):
+                self._line("    ... (whet data --check lists them)")
+
+    def _samples(self, view: DataView) -> None:
+        self._title("samples")
+        legend = Text("  ")
+        for piece in (Piece("learned", (), True), Piece("context", (), False)):
+            legend.append_text(self._pieces([piece])).append("  ")
+        self._console.print(legend.append(self._pieces([Piece("⟨special⟩", (), False, special=True)])))
+        for split in view.splits:
+            for sample in split.samples:
+                self._sample(split, sample)
+
+    def _sample(self, split: SplitFacts, sample: Sample) -> None:
+        self._line("")
+        self._line(f"  {split.name}, {sample_title(sample)}")
+        text = self._pieces(sample.head)
+        if sample.left_out:
+            text.append(f"\n… {sample.left_out:,} more tokens …\n", style="italic")
+            text.append_text(self._pieces(sample.tail))
+        for line in text.split("\n", allow_blank=False):
+            self._console.print(Text("    ").append_text(line))
+
+    def _pieces(self, pieces: Sequence[Piece]) -> Text:
+        text, inside = Text(), False
+        for piece in pieces:
+            if self._plain and piece.supervised != inside:
+                text = text.append("⟦") if piece.supervised else _closed(text)
+            inside = piece.supervised
+            text.append(piece.text, style=_style(piece))
+        return _closed(text) if self._plain and inside else text
+
+    def _micro_batch(self, rows: Sequence[DrawnRow], count: int) -> None:
+        width = max(sum(d.length for d in row.documents) + row.padding for row in rows)
+        scale = max(1.0, width / _ROW)
+        legend = Text("  ").append("█", style=_LEARNED).append(" learned  ").append("░", style=_CONTEXT)
+        legend.append(" context  ").append("·", style=_PADDING).append(" padding  ").append("│ next example")
+        self._console.print(legend.append(f"; {width:,} positions wide"))
+        for row in rows:
+            self._console.print(_drawn(row, scale))
+        if count > len(rows):
+            self._line(f"  and {count - len(rows):,} more rows")
+
+    def _title(self, text: str) -> None:
+        self._console.print()
+        self._line(text, style="bold")
+
+    def _rows(self, rows: Sequence[tuple[str, str]]) -> None:
+        for name, value in rows:
+            self._line(f"  {name:<13}  {value}")
+
+    def _line(self, text: str, *, style: str = "") -> None:
+        self._console.print(Text(visible(text), style=style))
+
+
+def _closed(text: Text) -> Text:
+    """With the bracket at the end of its line, not at the start of the next."""
+    if not text.plain.endswith("\n"):
+        return text.append("⟧")
+    text.right_crop(1)
+    return text.append("⟧\n")
+
+
+def _style(piece: Piece) -> str:
+    if piece.special:
+        return f"{_SPECIAL} underline" if piece.supervised else _SPECIAL
+    return _LEARNED if piece.supervised else _CONTEXT
+
+
+def _bars(bins: Sequence[Bin]) -> Iterator[str]:
+    most = max(each.count for each in bins)
+    labels = [each.label for each in bins]
+    for label, each in zip(labels, bins, strict=True):
+        eighths = -(-each.count * _BAR * 8 // most)
+        bar = "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
+        yield f"  {label:>{max(map(len, labels))}}  {bar} {each.count:,}"
+
+
+def _drawn(row: DrawnRow, scale: float) -> Text:
+    """The row to scale; what is shorter than a column still gets one, so that no example disappears."""
+    text = Text("  ")
+    for document in row.documents:
+        for length, learned in document.stretches:
+            columns = max(1, round(length / scale))
+            text.append(("█" if learned else "░") * columns, style=_LEARNED if learned else _CONTEXT)
+        text.append("│")
+    return text.append("·" * round(row.padding / scale), style=_PADDING)

@@ -1,0 +1,205 @@
+"""The report of a run: one HTML file that says what was trained on what, how it went and what came of it."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.config.load_config import load_config
+from whet.errors import WhetError
+from whet.hardware import chip_called
+from whet.planning.plan import plan_run
+from whet.reporting.charts import (
+    CHARTS_STYLE,
+    chart_grid,
+    figure_element,
+    loss_charts,
+    other_charts,
+    training_charts,
+)
+from whet.reporting.html_page import html_lines, html_page, html_table, html_text
+from whet.reporting.run.probe_charts import probe_section
+from whet.reporting.run.router_maps import router_section
+from whet.reporting.run.run_facts import facts, headline, planned_gib, reproduce_commands, use_commands
+from whet.reporting.run.sample_table import samples_section
+from whet.reporting.svg import drawing, svg
+from whet.reporting.text.classifier_text import ERRORS, SCORES, classification_figure
+from whet.reporting.text.plan_text import plan_json
+from whet.runs.metric_series import as_number, metrics_of
+from whet.runs.run_files import CONFIG, RunFiles, Values, read_run, section
+from whet.storage import replace_text
+
+_STYLE = (
+    CHARTS_STYLE
+    + """
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .7rem;
+  margin: .2rem 0 1.2rem; }
+.tiles div { border: 1px solid var(--line); border-radius: 8px; padding: .55rem .8rem; break-inside: avoid; }
+.tiles b { display: block; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tiles span { color: var(--quiet); font-size: .85rem; }
+nav { margin-top: 1.2rem; font-size: .9rem; }
+nav a { display: inline-block; margin: 0 1.1rem .2rem 0; color: var(--link); text-decoration: none; }
+nav a:hover { text-decoration: underline; }
+.samples td, .samples th { width: 33%; }
+@media print { nav { display: none; } }
+.status { display: inline-block; padding: .05rem .6rem; border: 1px solid var(--line); border-radius: 1rem;
+  font-size: .9rem; margin: .3rem 0 .8rem; }
+.status.finished { color: var(--bar); border-color: var(--bar); }
+pre { font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; margin: .4rem 0;
+  padding: .8rem 1rem; border: 1px solid var(--line); border-radius: 6px; }
+"""
+)
+
+
+def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run, into the run where `out` does not say otherwise; returns where it is."""
+    directory = Path(run)
+    found = read_run(directory)
+    found.plan = found.plan or plan_of(found)
+    page = report_page(found)
+    path = Path(out) if out is not None else directory / "report.html"
+    replace_text(path, page)
+    return path
+
+
+def report_page(run: RunFiles) -> str:
+    """The whole page; the same for the same files."""
+    found = dict(_sections(run))
+    sections = [f"<section id='{name}'>{html}</section>" for name, html in found.items()]
+    links = "".join(f"<a href='#{name}'>{name}</a>" for name in found)
+    done = " finished" if run.finished else ""
+    heading = (
+        f"<h1>{html_text(run.name)}</h1><p class='status{done}'>{html_text(run.status)}</p>"
+        f"{_tiles(run)}{html_table(facts(run))}<nav>{links}</nav>"
+    )
+    # known only when all sections are written
+    listed = "".join(f"<li>{html_text(problem)}</li>" for problem in run.problems)
+    problems = f"<div class='problems'><b>not all of it could be read</b><ul>{listed}</ul></div>"
+    return html_page(
+        [heading, *([problems] if listed else []), *sections], title=f"{run.name}: report", style=_STYLE
+    )
+
+
+def _sections(run: RunFiles) -> Iterator[tuple[str, str]]:
+    metrics = metrics_of(run.rows)
+    loss, training = loss_charts(metrics), training_charts(metrics, planned_gib=planned_gib(run))
+    if loss or training:
+        yield "curves", f"<h2>Curves</h2>{''.join(loss)}{chart_grid(training)}{_planned_memory(run)}"
+    own, more = other_charts(metrics)
+    if own:
+        said = f"<p class='quiet'>{more:,} more metrics are in metrics.jsonl</p>" if more else ""
+        yield "metrics", f"<h2>Metrics</h2>{chart_grid(own)}{said}"
+    if (probes := probe_section(run.rows, metrics)) is not None:
+        yield "probes", f"<h2>Probes</h2>{probes}"
+    if (routers := router_section(run.rows)) is not None:
+        yield "routers", f"<h2>Routers</h2>{routers}"
+    if (classified := _classification(run)) is not None:
+        yield "classification", f"<h2>Classification</h2>{classified}"
+    if run.samples:
+        yield "samples", f"<h2>Samples</h2>{samples_section(run.samples)}"
+    yield "commands", f"<h2>Commands</h2>{_commands(run)}"
+    if run.provenance:
+        yield "environment", f"<h2>Environment and origins</h2>{html_table(_origins(run.provenance))}"
+    if run.config_text:
+        yield "config", f"<h2>Config</h2><pre>{html_lines(run.config_text.rstrip())}</pre>"
+
+
+def _tiles(run: RunFiles) -> str:
+    tiles = (
+        f"<div><b>{html_text(value)}</b><span>{html_text(name)}</span></div>" for name, value in headline(run)
+    )
+    return f"<div class='tiles'>{''.join(tiles)}</div>"
+
+
+def _planned_memory(run: RunFiles) -> str:
+    """The parts that a plan names, each at its most."""
+    parts = section(run.plan, "bytes")
+    rows = [
+        (name.replace("_", " "), f"{number / 2**30:,.3g} GiB")
+        for name, value in parts.items()
+        if (number := as_number(value)) is not None and math.isfinite(number) and number > 0
+    ]
+    return f"<h3>Memory, as planned</h3>{html_table(rows)}" if rows else ""
+
+
+def _classification(run: RunFiles) -> str | None:
+    if run.classification is None:
+        return None
+    try:
+        with drawing():
+            figure = classification_figure(run.classification)
+            picture = svg(
+                figure, name="classification-plots", label="confusion, reliability, ROC and PR curves"
+            )
+        table = _scores(run.classification)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        # somebody else's file, or half of one: the rest of the page does not depend on it
+        run.problems.append(f"classification.json is not a whole report: {type(error).__name__}: {error}")
+        return None
+    return table + figure_element("classification-plots", picture, "")
+
+
+def _scores(report: Values) -> str:
+    """The classifier beside the baselines, and what else is known of it."""
+    baselines: dict[str, Values] = {"this model": report, **report["baselines"]}
+    known = [name for name in SCORES if any(name in scores for scores in report["baselines"].values())]
+    head = "".join(f"<th>{html_text(name.replace('_', ' '))}</th>" for name in known)
+    lines = "".join(
+        f"<tr><th>{html_text(name)}</th>"
+        + "".join(f"<td>{html_text(_score(scores.get(key)))}</td>" for key in known)
+        + "</tr>"
+        for name, scores in baselines.items()
+    )
+    rows = [("texts", f"{report['examples']:,} ({report.get('split') or 'given'})")]
+    for name, (low, high) in report.get("intervals", {}).items():
+        rows.append((f"{name.replace('_', ' ')}, 95%", f"{low:.3f} to {high:.3f}"))
+    rows += [
+        (name.replace("_", " "), _score(report[name]))
+        for name in (*SCORES, *ERRORS, "roc_auc_macro", "pr_auc_macro")
+        if report.get(name) is not None and name not in known
+    ]
+    table = f"<table class='grid'><tr><th></th>{head}</tr>{lines}</table>"
+    return f"<div class='scroll'>{table}</div>{html_table(rows)}"
+
+
+def _score(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "-"
+
+
+def _commands(run: RunFiles) -> str:
+    again = "\n".join(reproduce_commands(run))
+    use = "\n".join(use_commands(run))
+    heading = "To use it" if run.finished else "To go on"
+    return (
+        f"<h3>To repeat it</h3><pre>{html_lines(again)}</pre><h3>{heading}</h3><pre>{html_lines(use)}</pre>"
+    )
+
+
+def _origins(provenance: Values) -> Iterator[tuple[str, str]]:
+    for part in ("machine", "versions"):
+        yield from ((name, str(value)) for name, value in section(provenance, part).items())
+    titles = {"git_commit": "git commit", "base": "weights of the base, SHA-256"}
+    hashed = {"data_sha256": "data", "tokens_sha256": "tokens of data"}
+    for name, value in provenance.items():
+        if name in hashed:
+            for split, digest in section(provenance, name).items():
+                yield f"{hashed[name]}.{split}, SHA-256", str(digest)
+        elif name not in ("machine", "versions"):
+            text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+            yield titles.get(name, name), text
+
+
+def plan_of(run: RunFiles) -> Values:
+    """The plan of its config for the device it ran on; empty where there is none.
+
+    Nothing of it comes from what was measured: only the kind of device is read from the run.
+    """
+    kind, _, name = str(section(run.provenance, "machine").get("device", "")).partition(": ")
+    chip = chip_called(name) if kind == "cuda" else None
+    if chip is None and kind != "cpu":
+        return {}
+    device = "cpu" if chip is None else chip.name
+    try:
+        return plan_json(plan_run(load_config(run.directory / CONFIG), device=device, suggest=False))
+    except WhetError:  # a model that is not here any more, or one that has no plan
+        return {}

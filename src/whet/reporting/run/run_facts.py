@@ -1,0 +1,175 @@
+"""What a run is, in a few lines, and the commands that go with it."""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from statistics import median
+
+from whet.reporting.charts import number_text
+from whet.runs.metric_series import as_number
+from whet.runs.run_files import RunFiles, Values, section
+
+_LONGEST = 200  # characters of a fact: more is in the config
+
+
+def facts(run: RunFiles) -> list[tuple[str, str]]:
+    """Names and values, of what is known."""
+    return [(name, text) for name, text in _facts(run) if text]
+
+
+def headline(run: RunFiles) -> list[tuple[str, str]]:
+    """The few numbers that are asked for first, those that are known."""
+    return [(name, text) for name, text in _headline(run) if text]
+
+
+def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
+    summary = run.summary or {}
+    best = section(summary, "best")
+    if as_number(best.get("value")) is not None:
+        yield f"best {str(best.get('metric')).replace('_', ' ')}", number_or_text(best["value"])
+    else:
+        yield "last loss", number_or_text(_last(run, "loss"), missing="")
+    yield "steps", steps_text(run)
+    yield "tokens", number_or_text(summary.get("tokens", _last(run, "tokens_total")), missing="")
+    yield "time", duration(summary.get("seconds", _last(run, "elapsed_s")))
+    rates = [value for value in _numbers(run, "tokens_per_s") if math.isfinite(value)]
+    yield "tokens a second, median", number_text(median(rates)) if rates else ""
+    used = [value for value in _numbers(run, "mfu") if math.isfinite(value)]
+    yield "MFU, median", f"{median(used):.1%}" if used else ""
+    peaks = [value for value in _numbers(run, "peak_gib") if math.isfinite(value)]
+    planned = planned_gib(run)
+    against = f", {max(peaks) / planned:.0%} of the plan" if peaks and planned else ""
+    yield f"peak memory{against}", f"{max(peaks):.3g} GiB" if peaks else ""
+
+
+def planned_gib(run: RunFiles) -> float | None:
+    """The peak of memory that its plan names, in bytes there.
+
+    Not of a run on a CPU, where what is measured is the whole process with all that it has loaded.
+    """
+    if str(section(run.provenance, "machine").get("device", "")).startswith("cpu"):
+        return None
+    peak = as_number(section(run.plan, "bytes").get("peak"))
+    return peak / 2**30 if peak is not None and 0 < peak < math.inf else None
+
+
+def _numbers(run: RunFiles, name: str) -> list[float]:
+    return [number for row in run.rows if (number := as_number(row.get(name))) is not None]
+
+
+def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
+    config, summary = run.config, run.summary or {}
+    yield "model", _short(config.get("model"))
+    yield "method", _method(section(config, "method"))
+    yield "objective", _objective(section(config, "objective"))
+    for split in ("train", "valid", "test"):
+        yield f"data.{split}", _short(section(config, "data").get(split))
+    yield "best", best_text(summary)
+    yield (
+        "test",
+        ", ".join(
+            f"{name.replace('_', ' ')} {number_or_text(value)}"
+            for name, value in section(summary, "test").items()
+            if as_number(value) is not None and name != "s"
+        ),
+    )
+
+
+def best_text(summary: Values) -> str:
+    """The best evaluation that a summary names."""
+    best = section(summary, "best")
+    if as_number(best.get("value")) is None:
+        return ""
+    name = str(best.get("metric")).replace("_", " ")
+    return f"{name} {number_or_text(best['value'])} at step {number_or_text(best.get('step'))}"
+
+
+def number_or_text(value: object, missing: str = "-") -> str:
+    """A number in a few digits, also one that JSON does not have."""
+    number = as_number(value)
+    if number is None:
+        return missing
+    return number_text(number)
+
+
+def _method(method: Values) -> str:
+    kind = method.get("kind")
+    if not isinstance(kind, str) or kind == "full":
+        return kind if isinstance(kind, str) else ""
+    variant = method.get("variant")
+    named = f"{kind} ({variant})" if isinstance(variant, str) and variant != kind else kind
+    return f"{named}, rank {number_or_text(method.get('rank'))}, alpha {number_or_text(method.get('alpha'))}"
+
+
+def _objective(objective: Values) -> str:
+    kind = objective.get("kind")
+    parts = objective.get("parts")
+    if not isinstance(parts, list):
+        return kind if isinstance(kind, str) else ""
+    kinds = [_objective(section(part, "objective")) for part in parts if isinstance(part, dict)]
+    return f"{kind}: {' + '.join(kinds)}"
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):  # a preset: what was chosen, not what was left alone
+        text = ", ".join(f"{name} {_plain(each)}" for name, each in value.items() if each is not None)
+    else:
+        text = _plain(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _last(run: RunFiles, name: str) -> object:
+    return next((row[name] for row in reversed(run.rows) if name in row), None)
+
+
+def steps_text(run: RunFiles) -> str:
+    """How many were made, and of how many where that is another number."""
+    done = (run.summary or {}).get("steps", _last(run, "step"))
+    planned = section(run.config, "run").get("steps")
+    if as_number(done) is None:
+        return ""
+    unequal = as_number(planned) is not None and planned != done
+    return number_or_text(done) + (f" of {number_or_text(planned)}" if unequal else "")
+
+
+def duration(seconds: object) -> str:
+    """Seconds as people say them."""
+    number = as_number(seconds)
+    if number is None or not 0 <= number < 1e12:
+        return ""
+    if number < 100:
+        return f"{number:.3g} s"
+    minutes, left = divmod(round(number), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {left} s"
+
+
+def reproduce_commands(run: RunFiles) -> list[str]:
+    """A run is never overwritten, so the same again needs another name."""
+    config = shlex.quote(str(run.directory / "config.yaml"))
+    return [f"whet train {config} {shlex.quote(f'run.name={run.name}-again')}"]
+
+
+def use_commands(run: RunFiles) -> list[str]:
+    """What to do with what is there."""
+    place = shlex.quote(str(run.directory))
+    if not run.finished:
+        return [f"whet resume {place}"]
+    kind = section(run.config, "objective").get("kind")
+    if kind == "classify":
+        return [f"whet classify {place} 'a text'", f"whet classify {place} --data test.jsonl"]
+    if kind == "regression":  # a model of rows: there is nothing to talk to
+        return [f"ls {shlex.quote(str(run.directory / 'final'))}"]
+    return [
+        f"whet chat {place}",
+        f"whet generate {place} 'a prompt'",
+        f"whet eval {place} --data test.jsonl",
+        f"whet export {place} --to gguf --check",
+    ]

@@ -1,0 +1,73 @@
+"""What a model said: before and after where it was asked the same, else at first and at last."""
+
+from collections.abc import Sequence
+
+from whet.reporting.html_page import html_lines, html_text
+from whet.reporting.run.run_facts import number_or_text
+from whet.runs.run_files import Values, section
+
+_SHOWN = 6  # of the first step that has some, and of the last
+_LONGEST_TEXT = 2000
+
+
+def samples_section(samples: Sequence[Values]) -> str:
+    """A table or two, and how many there are."""
+    by_step: dict[str, list[Values]] = {}
+    for sample in samples:
+        by_step.setdefault(number_or_text(sample.get("step")), []).append(sample)
+    steps = list(by_step)
+    first, last = by_step[steps[0]], by_step[steps[-1]]
+    if len(steps) > 1 and _prompts(first) == _prompts(last):
+        shown = min(len(first), _SHOWN)
+        tables = _before_and_after(steps[0], first[:_SHOWN], steps[-1], last[:_SHOWN])
+        said = f"{shown} of {len(first):,} prompts, at {len(steps):,} steps"
+    else:
+        chosen = steps[:1] + steps[1:][-1:]
+        tables = "".join(_at_step(step, by_step[step][:_SHOWN]) for step in chosen)
+        said = f"{sum(min(len(by_step[step]), _SHOWN) for step in chosen)} of {len(samples):,}"
+    return f"{tables}<p class='quiet'>{said}; all are in samples.jsonl</p>"
+
+
+def _prompts(samples: Sequence[Values]) -> list[object]:
+    return [sample.get("prompt") for sample in samples]
+
+
+def _before_and_after(before: str, first: Sequence[Values], after: str, last: Sequence[Values]) -> str:
+    rows = [
+        (_cut(old.get("prompt")), _answer(old), _answer(new)) for old, new in zip(first, last, strict=True)
+    ]
+    return _table(("prompt", f"before (step {before})", f"after (step {after})"), rows)
+
+
+def _answer(sample: Values) -> str:
+    reward = _reward(sample)
+    return _cut(sample.get("completion")) + (f"\nreward {reward}" if reward else "")
+
+
+def _at_step(step: str, samples: Sequence[Values]) -> str:
+    rewarded = any(map(_reward, samples))
+    head = ("prompt", "completion", *(["reward"] if rewarded else []))
+    rows = [
+        (_cut(sample.get("prompt")), _cut(sample.get("completion")), *([_reward(sample)] if rewarded else []))
+        for sample in samples
+    ]
+    return f"<h3>step {html_text(step)}</h3>{_table(head, rows)}"
+
+
+def _reward(sample: Values) -> str:
+    total = number_or_text(sample.get("reward"), missing="")
+    parts = ", ".join(f"{name} {number_or_text(value)}" for name, value in section(sample, "rewards").items())
+    return f"{total or '-'} ({parts})" if parts else total
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heading = "".join(f"<th>{html_text(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{html_lines(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table class='grid samples'><tr>{heading}</tr>{lines}</table>"
+
+
+def _cut(text: object) -> str:
+    if not isinstance(text, str):
+        return "-"
+    more = len(text) - _LONGEST_TEXT
+    return f"{text[:_LONGEST_TEXT]}… {more:,} more characters" if more > 0 else text

@@ -1,0 +1,187 @@
+"""What the checks of muP found: tables, files for machines, and plots."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.storage import replace_bytes, replace_text
+from whet.studies.coordinate_check import FLAT, CoordinateCheck
+from whet.studies.lr_transfer import Sweep, SweepPoint
+from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation
+
+log = logging.getLogger("whet")
+
+TITLES: dict[Parametrisation, str] = {"mup": "muP", "standard": "standard"}
+
+
+def describe_check(check: CoordinateCheck) -> str:
+    """Sizes at each width, slopes, and a sentence for each parametrisation."""
+    lines = [f"root mean square after {check.steps} steps, {check.seeds} seed{'s' * (check.seeds > 1)}"]
+    for parametrisation in PARAMETRISATIONS:
+        slopes = check.slopes(parametrisation)
+        wide = "".join(f"{width:>10}" for width in check.widths)
+        lines += ["", f"{TITLES[parametrisation]:<14}{wide}{'slope':>10}"]
+        for name, sizes in check.sizes[parametrisation].items():
+            row = "".join(f"{size:>10.4g}" for size in sizes.last)
+            lines.append(f"{name:<14}{row}{slopes[name]:>+10.3f}")
+    return "\n".join([*lines, "", *(_verdict(check, each) for each in PARAMETRISATIONS)])
+
+
+def _verdict(check: CoordinateCheck, parametrisation: Parametrisation) -> str:
+    slopes = check.slopes(parametrisation)
+    steepest = max(slopes, key=lambda name: abs(slopes[name]))
+    flat = "flat" if check.is_flat(parametrisation) else "not flat"
+    return f"{TITLES[parametrisation]}: {flat}, the steepest is {steepest} with {slopes[steepest]:+.3f}"
+
+
+def write_check(check: CoordinateCheck, directory: Path) -> list[Path]:
+    """coord-check.json, and coord-check.png where matplotlib is installed."""
+    found: dict[str, Any] = {  # Any: JSON values
+        "what": "root mean square of activations on the first batch, before and after the steps",
+        "slope": f"of log size after the steps over log width, least squares; flat: all below {FLAT}",
+        "steps": check.steps,
+        "seeds": check.seeds,
+        "widths": check.widths,
+        **{
+            parametrisation: {
+                "flat": check.is_flat(parametrisation),
+                "activations": {
+                    name: {
+                        "slope": _plain(slope),
+                        "first": check.sizes[parametrisation][name].first,
+                        "last": [_plain(size) for size in check.sizes[parametrisation][name].last],
+                    }
+                    for name, slope in check.slopes(parametrisation).items()
+                },
+            }
+            for parametrisation in PARAMETRISATIONS
+        },
+    }
+    path = directory / "coord-check.json"
+    replace_text(path, json.dumps(found, indent=2) + "\n")
+    return [path, *_plot(directory / "coord-check.png", lambda axes: _draw_check(axes, check))]
+
+
+def describe_sweep(sweep: Sweep) -> str:
+    """Losses by rate and width, the best rate of each width, and how far it moves."""
+    lines: list[str] = []
+    for parametrisation in PARAMETRISATIONS:
+        best, widths = sweep.best(parametrisation), sweep.widths(parametrisation)
+        lrs = list(sweep.losses(parametrisation, widths[0]))
+        lines += [f"{TITLES[parametrisation]:<10}{''.join(f'{lr:>10.3g}' for lr in lrs)}      best"]
+        for width in widths:
+            losses = sweep.losses(parametrisation, width).values()
+            found = f"{best[width]:.3g}" if width in best else "-"
+            lines.append(f"{width:<10}{''.join(f'{loss:>10.4f}' for loss in losses)}{found:>10}")
+        lines.append("")
+    return "\n".join([*lines, *(_moves(sweep, each) for each in PARAMETRISATIONS)])
+
+
+def _moves(sweep: Sweep, parametrisation: Parametrisation) -> str:
+    title, best, shift = TITLES[parametrisation], sweep.best(parametrisation), sweep.shift(parametrisation)
+    if shift is None:
+        having = f"only width {min(best)} has" if best else "no width has"
+        return f"{title}: nothing can be said of how the best rate moves: {having} one"
+    return f"{title}: the best rate moves by a factor of {2**shift:g} from width {min(best)} to {max(best)}"
+
+
+def plot_sweep(sweep: Sweep, directory: Path) -> list[Path]:
+    """lr-sweep.png, where matplotlib is installed."""
+    return _plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))
+
+
+def keep_sweep(
+    sweep: Sweep,
+    directory: Path,
+    *,
+    settings: dict[str, Any],  # Any: JSON values
+    data: dict[str, str],  # digests
+) -> None:
+    """lr-sweep.json, from which a sweep goes on: its runs, and the settings and data that they share."""
+    found = {
+        "what": "mean training loss over the last tenth of the steps, by learning rate and width",
+        "settings": settings,
+        "data": data,
+        "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
+        "runs": [{**dataclasses.asdict(point), "loss": _plain(point.loss)} for point in sweep.points],
+    }
+    replace_text(directory / "lr-sweep.json", json.dumps(found, indent=2) + "\n")
+
+
+def kept_points(
+    directory: Path,
+    *,
+    settings: dict[str, Any],  # Any: JSON values
+    data: dict[str, str],  # digests
+) -> list[SweepPoint]:
+    """The runs of a sweep with the same settings on the same data that was begun before."""
+    path = directory / "lr-sweep.json"
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    if (found["settings"], found.get("data")) != (settings, data):
+        log.warning("%s has runs with other settings or data: they are run again", path)
+        return []
+    return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in found["runs"]]
+
+
+def _plain(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _plot(path: Path, draw: Callable[[Any], None]) -> list[Path]:  # Any: matplotlib has no types
+    """A picture with one panel for each parametrisation."""
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("no plot: matplotlib is not installed (pip install 'whet[report]')")
+        return []
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(PARAMETRISATIONS), sharey=True)
+    for axes, parametrisation in zip(panels, PARAMETRISATIONS, strict=True):
+        axes.set_title(TITLES[parametrisation])
+        axes.grid(visible=True, alpha=0.25)
+    draw(dict(zip(PARAMETRISATIONS, panels, strict=True)))
+    panels[0].legend(fontsize=8)
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=100)
+    replace_bytes(path, written.getvalue())
+    return [path]
+
+
+def _draw_check(panels: dict[Parametrisation, Any], check: CoordinateCheck) -> None:  # Any: matplotlib
+    for parametrisation, axes in panels.items():
+        for name, sizes in check.sizes[parametrisation].items():
+            axes.plot(check.widths, sizes.last, marker="o", markersize=3, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("width")
+    panels["mup"].set_ylabel(f"root mean square after {check.steps} steps")
+
+
+def _draw_sweep(panels: dict[Parametrisation, Any], sweep: Sweep) -> None:  # Any: matplotlib
+    for parametrisation, axes in panels.items():
+        best = sweep.best(parametrisation)
+        for number, width in enumerate(sweep.widths(parametrisation)):
+            curve, color = sweep.losses(parametrisation, width), f"C{number}"
+            axes.plot(
+                *zip(*curve.items(), strict=True),
+                marker="o",
+                markersize=3,
+                color=color,
+                label=f"width {width}",
+            )
+            if width in best:
+                axes.plot([best[width]], [curve[best[width]]], marker="*", markersize=12, color=color)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("learning rate")
+    panels["mup"].set_ylabel("training loss")

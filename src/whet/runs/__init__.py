@@ -1,0 +1,1 @@
+"""Build, train, resume, evaluate and read one run."""

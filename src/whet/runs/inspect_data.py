@@ -1,0 +1,251 @@
+"""What `whet data` shows of a config: its data opened and examined, and what a run would refuse."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from whet.config.objectives.distill import DistillObjective
+from whet.config.objectives.grpo import GRPOObjective
+from whet.config.preset import Preset
+from whet.config.run_config import RunConfig
+from whet.data.inspect.data_facts import (
+    DataView,
+    SplitFacts,
+    check_evaluation,
+    describe_split_classes,
+    find_overlaps,
+    split_facts,
+    tokenizer_facts,
+)
+from whet.data.inspect.duplicates import Scan, pair_hashes, scan
+from whet.data.inspect.problems import Problem
+from whet.data.inspect.step_facts import plan_steps
+from whet.data.inspect.token_text import TokenText
+from whet.data.run_data import SPLITS, RunData
+from whet.data.sources.source import open_source
+from whet.data.tokens.prompts import fitting
+from whet.errors import ConfigError, DataError, ModelError, WhetError
+from whet.hardware import choose_device, choose_precision
+from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
+from whet.models.costs import ModelFacts
+from whet.planning.model_facts import model_facts
+from whet.recipes.grpo import check_config
+from whet.recipes.mix import MixData
+from whet.recipes.registry import needs_of
+from whet.recipes.teachers import find_teachings
+from whet.runs.build_callbacks import check_watching
+from whet.runs.dry_run import try_assembly
+from whet.training.optim.lr_schedules import create_schedule
+
+
+def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
+    """The view of each part of a mix, by name; of anything else, its one view, without a name."""
+    parts = config.parts()
+    if not parts:
+        return {"": view_data(config, samples=samples)}
+    tokenizer = None
+    if isinstance(config.model, Preset):  # made from the records of all parts, if it is made
+        with contextlib.suppress(ConfigError, DataError):  # each part says what is wrong with it
+            tokenizer = new_tokenizer(config.model, MixData(config).texts())
+    return {name: view_data(part, samples=samples, tokenizer=tokenizer) for name, part in parts.items()}
+
+
+def view_data(
+    config: RunConfig,
+    *,
+    samples: int = 2,
+    tokenizer: Any = None,  # Any: a transformers tokenizer; None: the config's
+) -> DataView:
+    """Go through every source of a config. A bad record, file or split does not hide the others."""
+    _ = config.language_model  # others read no texts, and there is nothing to show
+    lenient, errors = _openable(config)
+    if lenient is None:
+        return DataView(config, None, None, (), (), None, tuple(errors))
+    try:
+        data = RunData(lenient, needs_of(lenient.objective))
+        tokenizer = tokenizer or _tokenizer(lenient, data)
+    except (ConfigError, DataError) as error:
+        return DataView(config, None, None, (), (), None, (*errors, error))
+    try:
+        model = model_facts(lenient.language_model, tokens=len(tokenizer))
+    except ConfigError as error:
+        model = None
+        errors.append(error)
+    if data.needs.prompts:
+        return _view_prompts(config, data, tokenizer=tokenizer, model=model, errors=errors)
+    return _view_examples(config, data, tokenizer=tokenizer, model=model, errors=errors, samples=samples)
+
+
+def _view_examples(
+    config: RunConfig,
+    data: RunData,
+    *,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    model: ModelFacts | None,
+    errors: list[WhetError],
+    samples: int,
+) -> DataView:
+    ends = _ends(tokenizer, model)
+    scans: dict[str, Scan] = {}
+    splits: list[SplitFacts] = []
+    data.use(tokenizer)
+    for name in data.sources:
+        try:
+            examples = data.prepare_source(name)
+            if name in ("valid", "test"):
+                check_evaluation(examples, data)
+        except DataError as error:
+            errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
+        if name in data.examples:
+            scanned = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
+            pairs = data.needs.pairs
+            scans[name] = replace(scanned, hashes=pair_hashes(scanned.hashes)) if pairs else scanned
+            splits.append(split_facts(name, data, scans[name], config, model, samples))
+    steps, held_out = None, 0
+    if "train" in data.examples and ("hard" in data.examples or "hard" not in data.sources):
+        try:
+            if config.data.valid is None:
+                before = len(data.examples["train"])
+                data.hold_out()
+                held_out = before - len(data.examples["train"])
+            steps = plan_steps(data.config, data)
+        except (ConfigError, DataError) as error:
+            errors.append(error)
+    text = TokenText(tokenizer)
+    return DataView(
+        config=config,
+        model=model,
+        missing=() if errors else tuple(_missing_teachings(config, data, model)),
+        tokenizer=tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
+        splits=tuple(splits),
+        overlaps=tuple(find_overlaps(data, scans)),
+        steps=steps,
+        errors=tuple(errors),
+        held_out=held_out,
+        classes_left=describe_split_classes(data, "train") if held_out else "",
+    )
+
+
+def _missing_teachings(config: RunConfig, data: RunData, model: ModelFacts | None) -> Iterator[WhetError]:
+    section, vocab_size = config.objective, model.vocab_size if model is not None else None
+    if isinstance(section, DistillObjective) and section.offline is not None and vocab_size is not None:
+        try:
+            student = str(config.language_model)
+            find_teachings(data.examples, section, student=student, vocab_size=vocab_size)
+        except WhetError as error:
+            yield error
+
+
+def _view_prompts(
+    config: RunConfig,
+    data: RunData,
+    *,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    model: ModelFacts | None,
+    errors: list[WhetError],
+) -> DataView:
+    """The prompts of a run that learns from what its model says: there are no examples to show yet."""
+    assert isinstance(config.objective, GRPOObjective)
+    data.use(tokenizer)
+    found, unread = [], list[tuple[str, str]]()
+    context = model.max_positions if model is not None and model.max_positions else config.data.max_length
+    try:
+        check_config(config)
+        for name, source in data.sources.items():
+            data.prepare_prompts(name)
+            left = fitting(
+                data.prompts[name],
+                context=context,
+                max_length=config.data.max_length,
+                max_new_tokens=config.objective.max_new_tokens,
+                drop=config.data.too_long == "drop",
+            )
+            dropped = len(data.prompts[name]) - len(left)
+            more = f", {dropped:,} too long and dropped" if dropped else ""
+            unread += (
+                (f"{name}: {message}", hint) for message, hint in data.unread(data.prompts[name].unread)
+            )
+            found.append((name, f"{source.name}: {data.prompts[name].summary()}{more}"))
+            if data.prompts[name].skipped.count and config.data.on_bad_record == "error":
+                raise DataError(f"data.{name}: {data.prompts[name].skipped.summary()}")
+    except (ConfigError, DataError) as error:
+        errors.append(error)
+    text = TokenText(tokenizer)
+    ends = tuple(text.name(token) for token in sorted(_ends(tokenizer, model)))
+    facts = tokenizer_facts(tokenizer, ends)
+    return DataView(
+        config,
+        model,
+        facts,
+        (),
+        (),
+        None,
+        tuple(errors),
+        unread_prompts=tuple(unread),
+        prompts=tuple(found),
+    )
+
+
+def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
+    """The config with nothing in it that would stop at the first mistake; None when nothing can be read."""
+    data, errors = config.data, list[WhetError]()
+    changes: dict[str, Any] = {"on_bad_record": "skip"}  # Any: values of several keys
+    if data.too_long == "error":
+        changes["too_long"] = "truncate"
+    for split in SPLITS:
+        if (spec := getattr(data, split)) is not None:
+            try:
+                open_source(spec, split=split, form=data.format)
+            except DataError as error:
+                errors.append(DataError(f"data.{split}: {error.message}", hint=error.hint))
+                changes[split] = None
+    if "train" in changes:
+        return None, errors
+    return config.model_copy(update={"data": data.model_copy(update=changes)}), errors
+
+
+def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
+    if isinstance(model := config.language_model, Preset):
+        return new_tokenizer(model, data.texts())
+    if (found := tokenizer_of(model)) is None:
+        raise ModelError(f"{model} has no tokenizer, so it cannot read records")
+    return found
+
+
+def _ends(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as above
+    """The tokens at which generation stops, as far as the tokenizer has them."""
+    found = {tokenizer.eos_token_id, *(model.stop_tokens if model is not None else ())}
+    return {token for token in found if token is not None and 0 <= token < len(tokenizer)}
+
+
+def find_refusals(
+    config: RunConfig, *, steps: int | None, tokens: int | None = None, processes: int = 1
+) -> list[Problem]:
+    """What `whet train` would refuse before its first step, the data aside; `tokens`: of its tokenizer."""
+    found = []
+    checks: list[Callable[[], object]] = [
+        lambda: config.parallel.check_processes(processes),
+        lambda: check_watching(config),
+        lambda: choose_precision(config.run.precision, choose_device(config.run.device)),
+        lambda: _refuse_no_directory(config.directory),
+        lambda: try_assembly(config, tokens=tokens),
+    ]
+    if steps is not None:
+        checks.append(lambda: create_schedule(config.optim, steps))
+    for check in checks:
+        try:
+            check()
+        except WhetError as error:
+            problem = Problem(error.message, error.hint, stops=True)
+            if problem not in found:  # try_assembly repeats some of the checks before it
+                found.append(problem)
+    return found
+
+
+def _refuse_no_directory(directory: Path) -> None:
+    there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"{directory} cannot be made: {there} is no directory that may be written to")

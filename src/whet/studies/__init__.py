@@ -1,0 +1,1 @@
+"""Many runs, or one question about a config."""

@@ -1,0 +1,63 @@
+"""Early stopping, and which of two metric values is better."""
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from whet.config.metric_direction import falls
+from whet.errors import ConfigError, check_positive
+
+if TYPE_CHECKING:
+    pass
+from whet.training.callbacks import Metrics, NumbersOnly, StopRun
+
+log = logging.getLogger("whet")
+
+
+class EarlyStopping(NumbersOnly):
+    """Stops when an evaluation metric has not improved for `patience` evaluations."""
+
+    state_key = "early-stopping"
+
+    def __init__(self, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0) -> None:
+        check_positive(patience=patience)
+        if not min_delta >= 0:
+            raise ConfigError(f"min_delta must not be negative, and is {min_delta:g}")
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best: float | None = None
+        self.without_improvement = 0
+
+    def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Compare with the best so far."""
+        if not isinstance(metrics.get(self.metric), int | float):
+            known = ", ".join(name for name, value in metrics.items() if isinstance(value, int | float))
+            raise ConfigError(f"early stopping watches {self.metric!r}, which no evaluation gives ({known})")
+        value = metrics[self.metric]
+        if is_better(self.metric, value, self.best, min_delta=self.min_delta):
+            self.best, self.without_improvement = value, 0
+            return None
+        self.without_improvement += 1
+        if self.without_improvement < self.patience:
+            return None
+        return StopRun(
+            f"{self.metric} has not improved on {self.best} for {self.patience} evaluations (step {step})"
+        )
+
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """What a resumed run needs to go on counting."""
+        return {"best": self.best, "without_improvement": self.without_improvement}
+
+    def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Go on from `state`."""
+        self.best, self.without_improvement = state["best"], state["without_improvement"]
+
+
+def is_better(metric: str, value: float, best: float | None, *, min_delta: float = 0.0) -> bool:
+    """Which way it goes says `falls`; NaN is never better."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value < best - min_delta if falls(metric) else value > best + min_delta

@@ -1,0 +1,82 @@
+"""Limits that stop a run with a checkpoint: memory, time and budgets."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from whet.errors import ConfigError
+from whet.hardware import used_gib
+
+if TYPE_CHECKING:
+    from whet.training.trainer import Trainer
+from whet.training.callbacks import Metrics, NumbersOnly, StopRun
+
+log = logging.getLogger("whet")
+
+
+class MemoryLimit(NumbersOnly):
+    """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
+
+    def __init__(self, limit_gib: float) -> None:
+        self.limit_gib = limit_gib
+
+    def on_train_begin(self, run: "Trainer") -> StopRun | None:
+        """Measure where the run computes."""
+        self.device = run.device
+        return self._check()
+
+    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Measure after each step."""
+        return self._check()
+
+    def _check(self) -> StopRun | None:
+        used = used_gib(self.device)
+        if used < self.limit_gib:
+            return None
+        return StopRun(
+            f"{used:.2f} GiB in use, and run.max_memory is {self.limit_gib:g} GiB", unfinished=True
+        )
+
+
+class TimeLimit(NumbersOnly):
+    """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = minutes
+
+    def on_train_begin(self, run: "Trainer") -> None:
+        """Start the clock."""
+        self.deadline = time.monotonic() + self.minutes * 60
+
+    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Look at the clock."""
+        if time.monotonic() < self.deadline:
+            return None
+        return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
+
+
+class Budget(NumbersOnly):
+    """Ends a run, as finished, when its steps together have cost enough; resumed ones go on counting."""
+
+    def __init__(
+        self,
+        *,
+        flops: float | None = None,
+        minutes: float | None = None,
+        flops_per_token: float | None = None,
+    ) -> None:
+        if flops is not None and flops_per_token is None:
+            raise ConfigError("a budget of FLOPs needs to know how many a token takes")
+        self.flops = flops
+        self.minutes = minutes
+        self.flops_per_token = flops_per_token
+
+    def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
+        """Add up."""
+        if self.flops is not None and self.flops_per_token is not None:
+            spent = self.flops_per_token * metrics["tokens_total"]
+            if spent >= self.flops:
+                return StopRun(f"the budget of {self.flops:.3g} FLOPs is spent")
+        if self.minutes is not None and metrics["elapsed_s"] >= self.minutes * 60:
+            return StopRun(f"the budget of {self.minutes:g} minutes is spent")
+        return None

@@ -1,0 +1,78 @@
+"""torch's AdamW, whose large tensors are updated by a kernel of our own on a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from whet.ops.dispatch import kernels_work
+
+_LARGE = 2**20  # a launch for each such tensor costs less than the time it saves
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class AdamW(torch.optim.AdamW):
+    """The same numbers and the same state; torch's kernel moves bf16 at six tenths of the memory's speed."""
+
+    grad_scale: torch.Tensor | None = None  # gradients are divided by it
+    found_inf: torch.Tensor | None = None  # at 1, a step changes nothing
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; the loss, where a closure computes it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        set_aside = []
+        for group in self.param_groups:
+            large = [p for p in group["params"] if self._is_large(p)]
+            if large:
+                self._update(large, group)
+            for p in large:
+                set_aside.append((p, p.grad))
+                p.grad = None
+        super().step()
+        for p, grad in set_aside:
+            p.grad = grad
+        return loss
+
+    def _is_large(self, p: torch.Tensor) -> bool:
+        return (
+            p.is_cuda
+            and p.grad is not None
+            and p.numel() >= _LARGE
+            and p.dtype in _DTYPES
+            and not isinstance(p, DTensor)
+            and p.is_contiguous()
+            and p.grad.is_contiguous()
+            and kernels_work()
+            and bool(self.state[p])  # else this is its first step, in which torch makes its state
+        )
+
+    @torch.no_grad()
+    def _update(self, large: list[torch.Tensor], group: dict[str, Any]) -> None:  # Any: torch's
+        from whet.ops.kernels.adamw_triton import adamw_on_gpu
+
+        steps = [self.state[p]["step"] for p in large]
+        torch._foreach_add_(steps, 1.0)
+        beta1, beta2 = group["betas"]
+        counts = torch.stack(steps).double()  # in float32, 1 - 0.999 would be off in the fifth digit
+        corrections = torch.stack((1 - beta1**counts, (1 - beta2**counts).sqrt()), dim=1).float()
+        for p, correction in zip(large, corrections, strict=True):
+            assert p.grad is not None
+            adamw_on_gpu(
+                p,
+                p.grad,
+                self.state[p]["exp_avg"],
+                self.state[p]["exp_avg_sq"],
+                correction,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                skip=self.found_inf,
+                divisor=self.grad_scale,
+            )
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))

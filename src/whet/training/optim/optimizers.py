@@ -1,0 +1,97 @@
+"""Optimizers whose update can be masked on the device: one switch, no host sync."""
+
+import logging
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+
+from whet.config.optim import Optim
+from whet.parallel.gradient_sync import by_mesh
+from whet.training.optim.adafactor import Adafactor
+from whet.training.optim.adamw import AdamW
+from whet.training.optim.adamw_8bit import AdamW8bit
+from whet.training.optim.lion import Lion
+from whet.training.optim.muon import Muon
+from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
+from whet.training.optim.sgd import SGD
+
+log = logging.getLogger("whet")
+
+Groups = list[dict[str, Any]]  # Any: torch's parameter groups
+
+
+def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -> torch.optim.Optimizer:
+    """The configured optimizer over the model's trainable parameters.
+
+    A group starts at its own rate, `lr` times its lr_scale, so that a plain `step()` and torch's schedulers
+    are right. Each optimizer obeys a `found_inf` flag: with it set, weights and state stay exactly as they
+    are. Torch's fused kernels read it themselves, the others get it from MaskedOptimizer.
+    """
+    section = section.with_router_group
+    found = parameter_groups(section, model)
+    optimizer = _create(section, _apart([group.for_torch(section.lr) for group in found]), model)
+    if not quiet:
+        without = "norms, biases" if section.decay_embeddings else "norms, biases, embeddings"
+        said = (group.describe(section.weight_decay, without=without) for group in found)
+        log.info("optimizer: %s", "; ".join([section.name, *said]))
+    return optimizer
+
+
+def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Optimizer:
+    # muP's gradients shrink as the width grows, and what is added to their size must, too
+    lr, betas, eps = section.lr, section.betas, section.eps / mup_ratio(section, model)
+    match section.name:
+        case "sgd":
+            return SGD(groups, lr, momentum=section.momentum, nesterov=section.nesterov)
+        case "lion":
+            return Lion(groups, lr, betas=betas)
+        case "adafactor":
+            return Adafactor(groups, lr)
+        case "adamw8bit":
+            return AdamW8bit(groups, lr, betas=betas, eps=eps)
+        case "muon":
+            hidden = hidden_matrices(model)
+            matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
+            return Muon(matrices, others, lr, betas=betas, eps=eps)
+        case "adam" | "adamw":
+            kind = torch.optim.Adam if section.name == "adam" else AdamW
+            return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    assert_never(section.name)
+
+
+def _apart(groups: Groups) -> Groups:
+    """Weights that ranks hold in parts in groups of their own: torch's kernels take no mixture."""
+    return [{**group, "params": alike} for group in groups for alike in by_mesh(group["params"])]
+
+
+def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:
+    """Each group's parameters that are (not) among some, where it has any."""
+    cut = [{**group, "params": [p for p in group["params"] if (id(p) in ids) == inside]} for group in groups]
+    return [group for group in cut if group["params"]]
+
+
+def divides_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can divide gradients as it reads them, which saves a pass over all of them."""
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    # the kernels for other devices read no divisor in all versions of torch
+    return isinstance(optimizer, torch.optim.Adam) and devices <= {"cpu", "cuda"}
+
+
+def masked_step(
+    optimizer: torch.optim.Optimizer, *, lr: float, skip: torch.Tensor, divisor: torch.Tensor | None = None
+) -> None:
+    """One update with learning rate `lr`, unless the device-side flag `skip` (0. or 1.) is set.
+
+    With a `divisor` for an optimizer that `divides_itself`, gradients are divided by it.
+    The flag is about what is known before the update. An update that itself overflows (a learning rate of
+    1e38) is not undone: the fused kernels write in place, so it would take a copy of all weights and moments.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+    # the attributes torch's own GradScaler sets: the fused kernels read the flag on the device
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.zero_grad(set_to_none=True)
