@@ -1,6 +1,7 @@
 """Imports point down only, and starting up stays cheap."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,39 @@ except SystemExit:
     modules, large = shown.stderr.split(maxsplit=1)
     assert large.strip() == "[]"
     assert int(modules) < 400
+
+
+def test_a_plain_run_loads_what_it_needs(tiny_directory, tmp_path):
+    """Fine-tuning with LoRA imports no other objective, optimizer, family, probe, or generation."""
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": str(tiny_directory),
+        "data": {"train": "train.jsonl", "max_length": 64},
+        "run": {"name": "plain", "steps": 1, "batch_size": 4, "device": "cpu"},
+    }
+    script = f"""
+import sys
+import whet
+whet.train({config!r})
+print(*(name for name, module in sys.modules.items()
+        if name.startswith("whet.") and not hasattr(module, "__path__")))
+"""
+    command = [sys.executable, "-c", script]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    loaded = shown.stdout.split()
+    others = ("recipes.grpo", "recipes.classify", "recipes.quality", "recipes.mix", "objectives.preference")
+    others += (
+        "rl.",
+        "studies.",
+        "planning.",
+        "reporting.",
+        "generation.",
+        "models.families.qwen",
+        "model_io.gguf",
+    )
+    assert [name for name in loaded if name.removeprefix("whet.").startswith(others)] == []
+    assert len(loaded) <= 160
 
 
 @pytest.mark.parametrize(

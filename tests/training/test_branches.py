@@ -76,8 +76,8 @@ def test_an_objective_without_a_recipe_is_not_taken_for_sft():
         meta_model.make_objective(unheard, None, [], None)
 
 
-def test_every_optimizer_of_a_config_has_a_branch(monkeypatch):
-    monkeypatch.setattr(optimizers, "AdamW8bit", lambda *_, **__: "adamw8bit")  # needs bitsandbytes
+def test_every_optimizer_of_a_config_has_a_branch():
+    assert optimizers.OPTIMIZERS.keys() == set(get_args(Optim.model_fields["name"].annotation))
     kinds = {}
     for name in get_args(Optim.model_fields["name"].annotation):
         section = Optim(name=name)
@@ -88,5 +88,5 @@ def test_every_optimizer_of_a_config_has_a_branch(monkeypatch):
 
 def test_an_optimizer_without_a_branch_is_not_taken_for_adamw():
     section = Optim().model_copy(update={"name": "unheard"})
-    with pytest.raises(AssertionError, match="unheard"):
+    with pytest.raises(KeyError, match="unheard"):
         optimizers._create(section, [], nn.Linear(2, 2))

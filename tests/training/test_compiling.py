@@ -21,8 +21,8 @@ from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
-from whet.recipes import text_recipe
 from whet.runs.run import assembled
+from whet.training import compile as compiling
 from whet.training.callbacks import Callback
 from whet.training.compile import compile_blocks
 from whet.training.loss import in_precision
@@ -87,7 +87,7 @@ def test_layers_are_tried_on_the_first_batch_and_the_run_begins_with_it(
 ):
     tried = []
     monkeypatch.setattr(
-        text_recipe, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on"
+        compiling, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on"
     )
     config = run_config(tiny_directory, tmp_path, data={"pack": pack}, run={"steps": 1, "compile": True})
     with assembled(make_config(config)) as found:

@@ -369,7 +369,7 @@ def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, m
             raise RuntimeError("no memory")
         return original(model, tokenizer, questions, **settings)
 
-    monkeypatch.setattr("whet.recipes.text_recipe.exact_match", failing)
+    monkeypatch.setattr("whet.evaluation.exact_match.exact_match", failing)
     with pytest.raises(RuntimeError):
         whet.train(run_config(tiny_directory, tmp_path, **sections))
     assert calls[-1] == 5

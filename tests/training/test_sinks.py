@@ -14,9 +14,8 @@ import pytest
 import whet
 from tiny import run_config
 from whet.errors import ConfigError, StorageError
-from whet.runs import build_callbacks
 from whet.training.callbacks import Callback, StopRun
-from whet.training.observe import metric_sinks
+from whet.training.observe import metric_sinks, sink_backends
 from whet.training.observe.metric_sinks import RunFacts, SinkCallback, flat_numbers
 from whet.training.observe.sink_backends import SINKS, check_sinks
 
@@ -185,7 +184,7 @@ class Fake:
 
 def use(monkeypatch, sink):
     """Have log.sinks: [wandb] mean this one."""
-    monkeypatch.setattr(build_callbacks, "check_sinks", lambda names: None)
+    monkeypatch.setattr(sink_backends, "check_sinks", lambda names: None)
     monkeypatch.setitem(SINKS, "wandb", lambda: sink)
 
 

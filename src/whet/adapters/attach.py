@@ -6,25 +6,24 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import Adapter, adapted, adapters_off, replace_module
-from whet.adapters.layers.dora import DoRALinear
 from whet.adapters.layers.lora_embedding import LoRAEmbedding
 from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_weights
 from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
-from whet.adapters.layers.pissa import PiSSALinear
 from whet.adapters.modules_to_save import retrain
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import ALL_LINEAR, chosen_layers, per_layer, saved_modules, tied_to_head
 from whet.config.method import Method
 from whet.errors import ConfigError
+from whet.lazy_import import load_object
 from whet.models.language_model import LanguageModel
 
 __all__ = ["adapted", "adapters_off", "attach_lora", "merge", "put_adapters"]
 
-VARIANTS: dict[str, type[LoRALinear]] = {
-    "lora": LoRALinear,
-    "rslora": LoRALinear,
-    "dora": DoRALinear,
-    "pissa": PiSSALinear,
+VARIANTS = {
+    "lora": "whet.adapters.layers.lora_linear:LoRALinear",
+    "rslora": "whet.adapters.layers.lora_linear:LoRALinear",
+    "dora": "whet.adapters.layers.dora:DoRALinear",
+    "pissa": "whet.adapters.layers.pissa:PiSSALinear",
 }
 
 
@@ -132,7 +131,8 @@ def _adapter(model: LanguageModel, name: str, settings: LoRASettings, *, is_tied
             hint="train both whole instead: method.modules_to_save",
         )
     if isinstance(base, nn.Linear | NF4Linear):
-        return VARIANTS[settings.variant](base, settings)
+        layer: LoRALinear = load_object(VARIANTS[settings.variant])(base, settings)
+        return layer
     assert isinstance(base, nn.Embedding)
     if settings.variant not in ("lora", "rslora"):
         raise ConfigError(f"{name}: {settings.variant} is for linear layers, not for embeddings")

@@ -58,7 +58,7 @@ def lr_sweep(
 
     from whet.cli.console import notes, say
     from whet.config.load_config import load_config, to_dict
-    from whet.recipes.mix import data_of
+    from whet.recipes.registry import data_of
     from whet.reporting.text.mup_text import describe_sweep, keep_sweep, kept_points, plot_sweep
     from whet.studies.lr_transfer import lr_sweep as sweep_rates
 

@@ -5,15 +5,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, evaluation_batches
-from whet.data.class_balance import hold_out, label_values, oversampled, record_hashes, without
 from whet.data.class_labels import Labels
-from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
 from whet.data.packing import StepSettings
 from whet.data.sources.source import Format, Skipped, Source, Spec, holds_split, open_source
 from whet.data.sources.splits import LEARNED, Split, learned
@@ -22,16 +20,19 @@ from whet.data.tokens.eos_check import ENDLESS_HINT, endless, endless_message
 from whet.data.tokens.examples import StoredExamples, StoredPairs, cut, cut_pairs, cut_warning
 from whet.data.tokens.field_audit import Unread, unread_fields
 from whet.data.tokens.prepare_dataset import Preparation
-from whet.data.tokens.prompts import Prompts, read_prompts
 from whet.data.tokens.tokenize import Question, token_bytes
 from whet.errors import ConfigError, DataError
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
 from whet.storage import tokens_dir
 
+if TYPE_CHECKING:
+    from whet.data.curriculum import EasyToHardStream, StagedStream
+    from whet.data.tokens.prompts import Prompts
+
 log = logging.getLogger("whet")
 
-Stream = BatchStream | StagedStream | EasyToHardStream
+Stream = Union[BatchStream, "StagedStream", "EasyToHardStream"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
@@ -153,6 +154,8 @@ class RunData:
         share, labels = self.needs.valid_share, self.needs.labels
         if "valid" in self.examples or labels is None or not share:
             return
+        from whet.data.class_balance import hold_out, record_hashes, without
+
         train = self.examples["train"]
         assert isinstance(train, StoredExamples)
         rest, valid, self.held_out = hold_out(train, labels, share=share, seed=self.config.run.seed)
@@ -200,6 +203,8 @@ class RunData:
 
     def prepare_prompts(self, name: str) -> None:
         """Read the prompts of one source, and say what is in it."""
+        from whet.data.tokens.prompts import read_prompts
+
         source = self.sources[name]
         self.prompts[name] = read_prompts(
             source,
@@ -253,6 +258,8 @@ class RunData:
             raise ConfigError(
                 "data.curriculum is counted in steps", hint="set run.steps instead of run.epochs"
             )
+        from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
+
         if curriculum.kind == "length":
             per_stage = curriculum.steps or max(1, self.config.run.steps // (2 * curriculum.stages))
             stages = stages_by_length(
@@ -285,6 +292,9 @@ class RunData:
         if not self.needs.oversample:
             return examples
         assert isinstance(examples, StoredExamples)
+        from whet.data.class_balance import label_values, oversampled
+        from whet.data.curriculum import Chosen
+
         classes = label_values(examples, 1)[:, 0].astype(np.int64)
         places = oversampled(classes, seed=self.config.run.seed)
         log.info("oversampled: %d examples for %d", len(places), len(examples))

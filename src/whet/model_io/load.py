@@ -3,12 +3,11 @@
 import logging
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from whet.adapters.attach import attach_configured, merge
-from whet.adapters.qlora import quantise_base
 from whet.config.load_config import load_config
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
@@ -22,7 +21,6 @@ from whet.model_io.file_checks import check_weight
 from whet.model_io.formats.adapter_files import NF4_BASE, QUANTISED, load_adapter
 from whet.model_io.formats.classifier_head import SCORE, is_classifier
 from whet.model_io.hub import resolve
-from whet.model_io.load_transformers import load_bridge
 from whet.model_io.resolve import (
     at_home,
     base_of,
@@ -35,12 +33,13 @@ from whet.model_io.safetensors import TensorFiles, load_parameters
 from whet.model_io.tokenizer import tokenizer_of
 from whet.models import families
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.new_model import new_model
 from whet.models.heads import HEADS, WithHeads
 from whet.models.language_model import LanguageModel
-from whet.models.mtp import PredictionHeads, block_of, new_heads
 from whet.run_directory import run_of
 from whet.storage import MANIFEST, check_manifest, read_json
+
+if TYPE_CHECKING:
+    from whet.models.mtp import PredictionHeads
 
 log = logging.getLogger("whet")
 
@@ -100,6 +99,8 @@ def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torc
     """Like `load_base`, in 4 bits: the model without its tokenizer."""
     # from float32, which holds what any file holds: the codes then do not depend on the run's precision
     model, _ = load_base(name_or_path, dtype=torch.float32, device="cpu")
+    from whet.adapters.qlora import quantise_base
+
     return quantise_base(model, device=device, dtype=dtype)
 
 
@@ -117,6 +118,8 @@ def _load_checkpointed(
     tokenizer, base = tokenizer_of(checkpoint), below_checkpoint(checkpoint)
     assert base is not None
     if isinstance(base, Preset):
+        from whet.models.from_scratch.new_model import new_model
+
         model = new_model(base, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         where = choose_device(str(device or "auto"))
         model.to(where, dtype or choose_precision("auto", where).frozen)
@@ -168,6 +171,8 @@ def load_model(
     if choice.family is None:
         log.info("model: through transformers (%s)", choice.reason)
         try:
+            from whet.model_io.load_transformers import load_bridge
+
             model: LanguageModel = load_bridge(directory, dtype=dtype, device=where, besides=besides)
         except ModelError as error:  # what whet does not know is often what transformers stumbles over
             raise ModelError(f"{error.message} ({choice.reason})", hint=error.hint) from error
@@ -233,7 +238,7 @@ def load_with_heads(
     checkpoint: str | Path,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-) -> tuple[LanguageModel, PredictionHeads, Any]:  # Any: a transformers tokenizer
+) -> tuple[LanguageModel, "PredictionHeads", Any]:  # Any: a transformers tokenizer
     """The model of a checkpoint, the heads that trained with it, and the tokenizer."""
     checkpoint = Path(checkpoint)
     config = run_of(checkpoint) / "config.yaml"
@@ -244,6 +249,8 @@ def load_with_heads(
             hint="name one such as runs/NAME/checkpoints/step-000100; final/ and saved models have none",
         )
     model, tokenizer = load(checkpoint, dtype=dtype, device=device)
+    from whet.models.mtp import block_of, new_heads
+
     heads = new_heads(model, objective.n_predict, block_of(model, objective))
     both = WithHeads(model, heads)
     put_trained(both, read_trained(both, checkpoint))

@@ -13,7 +13,6 @@ from whet.model_io.resolve import at_home, base_of, below_checkpoint, usable_dir
 from whet.model_io.safetensors import (
     TOKENIZER_FILES,
 )
-from whet.models.from_scratch.train_tokenizer import is_homemade, make_tokenizer
 from whet.run_directory import run_of
 
 log = logging.getLogger("whet")
@@ -25,6 +24,8 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None 
     One that was made for this run before is read from `kept_in`: a resumed run has its own ids.
     Any: a transformers tokenizer.
     """
+    from whet.models.from_scratch.train_tokenizer import is_homemade, make_tokenizer
+
     if kept_in is not None and kept_in.is_dir():
         return load_tokenizer(kept_in)
     if not is_homemade(preset.tokenizer):

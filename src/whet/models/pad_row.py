@@ -1,9 +1,9 @@
 """The embedding's row of the pad token, trained as transformers does."""
 
 from whet.errors import ConfigError
+from whet.lazy_import import is_instance_of
 from whet.models.decoder import Decoder
 from whet.models.language_model import Trainable
-from whet.models.transformers_bridge import Bridge
 
 _WITHOUT = ("gpt2",)  # families whose embedding has no padding_idx in transformers
 
@@ -14,7 +14,7 @@ def freeze_pad_row(model: Trainable) -> None:
     transformers gives `pad_token_id` to the embedding as its padding_idx: the row gets no gradient where the
     token is an input, and a tied head's gradient all the same. Models behind the bridge have that already.
     """
-    if isinstance(model, Bridge):
+    if is_instance_of(model, "whet.models.transformers_bridge:Bridge"):
         return
     pad = _pad_id(model) if isinstance(model, Decoder) else None
     if pad is None or not isinstance(model, Decoder):

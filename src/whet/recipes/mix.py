@@ -78,13 +78,6 @@ class MixData:
         )
 
 
-def data_of(config: RunConfig, *, today: date | None = None) -> RunData | MixData:
-    """What a config's data section names, or those of its parts."""
-    if config.parts():
-        return MixData(config, today=today)
-    return RunData(config, needs_of(config.objective), today=today)
-
-
 class MixStream:
     """Several endless streams, a step of each at a time; the parts' positions are its position."""
 

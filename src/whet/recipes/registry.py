@@ -1,12 +1,13 @@
 """Which recipe runs which objective kind, by name: running one kind imports no other."""
 
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.union import AnyObjective
 from whet.config.run_config import RunConfig
-from whet.data.run_data import Needs
+from whet.data.run_data import Needs, RunData
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
 from whet.objectives.objective import Objective
@@ -14,6 +15,7 @@ from whet.parallel.process_group import SOLO, World
 from whet.recipes.objective_inputs import ObjectiveInputs
 
 if TYPE_CHECKING:
+    from whet.recipes.mix import MixData
     from whet.recipes.recipe import Work
 
 RECIPES = {
@@ -50,6 +52,14 @@ def recipe_for(config: RunConfig, directory: Path, world: World = SOLO) -> "Work
     """Return the recipe that runs a config."""
     recipe: Work = load_object(RECIPES[config.objective.kind])(config, directory, world)
     return recipe
+
+
+def data_of(config: RunConfig, *, today: date | None = None) -> "RunData | MixData":
+    """Return what a config's data section names, or those of its parts."""
+    if config.parts():
+        data: MixData = load_object("whet.recipes.mix:MixData")(config, today=today)
+        return data
+    return RunData(config, needs_of(config.objective), today=today)
 
 
 def needs_of(section: AnyObjective | MixObjective) -> Needs:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,6 @@ from whet.data.run_data import EvaluationSplit, RunData
 from whet.data.tokens.examples import Example
 from whet.data.tokens.tokenize import Question
 from whet.errors import ConfigError, ModelError
-from whet.evaluation.exact_match import ExactMatch, exact_match
 from whet.model_io.fingerprints import weights_digest
 from whet.model_io.formats.adapter_files import save_adapter
 from whet.model_io.formats.classifier_head import StoredHead
@@ -23,24 +22,22 @@ from whet.model_io.load import load_base, load_quantised
 from whet.model_io.save import save, save_base
 from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.model_io.tokenizer_files import save_tokenizer
-from whet.models.from_scratch.mup import refuse_other_multipliers
-from whet.models.from_scratch.new_model import new_model
 from whet.models.language_model import LanguageModel
-from whet.objectives.mix import Mix
+from whet.models.moe import mixtures
 from whet.objectives.objective import Objective
 from whet.ops.attention import describe_backend
 from whet.ops.fp8 import MULTIPLE
 from whet.ops.linear import Linear
 from whet.parallel.fsdp import gathered, whole_on_main
-from whet.recipes.mix import MixData, data_of
 from whet.recipes.objective_inputs import ObjectiveInputs
 from whet.recipes.recipe import Evaluators, Work
-from whet.recipes.registry import build_objective
+from whet.recipes.registry import build_objective, data_of
 from whet.run_directory import BASE
 from whet.training.callbacks import Callback, Metrics
-from whet.training.compile import compile_blocks, first_batch
-from whet.training.router_balancing import with_routers
 from whet.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from whet.recipes.mix import MixData
 
 log = logging.getLogger("whet")
 
@@ -48,7 +45,7 @@ log = logging.getLogger("whet")
 class TextWork(Work):
     """A language model on texts."""
 
-    data: RunData | MixData
+    data: "RunData | MixData"
     model: LanguageModel
     tokenizer: Any  # Any: a transformers tokenizer
 
@@ -65,11 +62,20 @@ class TextWork(Work):
         self.model = self._build_model()
         self.data.check(self.model)
         if self.config.run.compile:
+            from whet.training.compile import compile_blocks
+
             log.info("compile: %s", compile_blocks(self.model, self._first_batch(), self.precision))
         self.task = self._build_objective()
-        self.objective, self.routers = with_routers(
-            self.task, self.model, self.config.experts, compute=self.precision.compute
-        )
+        self.objective, self.routers = self._with_routers()
+
+    def _with_routers(self) -> tuple[Objective, Sequence[Callback]]:
+        """Return the objective with the terms of the model's routers, and who reports them."""
+        section = self.config.experts
+        if not mixtures(self.model) and not any(section.model_dump().values()):
+            return self.task, []
+        from whet.training.router_balancing import with_routers
+
+        return with_routers(self.task, self.model, section, compute=self.precision.compute)
 
     def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
         """Those that report the routers."""
@@ -134,17 +140,23 @@ class TextWork(Work):
         """What a run begins with; a few tokens where that is not known yet, or the model is to be cut."""
         if not hasattr(self, "stream") or self.config.parallel.kind == "fsdp":
             return make_batch([[Example([0] * 9, [True] * 9, "a trial")]])
+        from whet.training.compile import first_batch
+
         return first_batch(self.stream)
 
     def _untrained(self, dtype: torch.dtype) -> LanguageModel:
         config, name = self.config, self.config.language_model
         if isinstance(name, Preset):
+            from whet.models.from_scratch.new_model import new_model
+
             model = new_model(name, self.tokenizer, seed=config.run.seed, mup=config.optim.mup)
             return model.to(self.device, dtype)
         if config.method.kind == "qlora":
             return load_quantised(name, dtype=dtype, device=self.device)
         model, _ = load_base(name, dtype=dtype, device=self.device)
         if config.optim.mup is not None:
+            from whet.models.from_scratch.mup import refuse_other_multipliers
+
             refuse_other_multipliers(getattr(model, "spec", None), config.optim.mup, name=name)
         return model
 
@@ -152,6 +164,8 @@ class TextWork(Work):
         if isinstance(self.data, RunData):
             return self._objective_on(self.data)
         parts = {name: self._objective_on(data) for name, data in self.data.parts.items()}
+        from whet.objectives.mix import Mix
+
         return Mix(parts, self.data.weights)
 
     def _objective_on(self, data: RunData) -> Objective:
@@ -170,6 +184,8 @@ class TextWork(Work):
         return objective
 
     def _exact_match_on(self, questions: list[Question], pause: Callable[[], None]) -> Callable[[], Metrics]:
+        from whet.evaluation.exact_match import ExactMatch, exact_match
+
         limit = self.config.eval.max_new_tokens
 
         def ask(mine: Sequence[Question]) -> list[bool]:

@@ -18,19 +18,6 @@ from whet.hardware import find_peak
 from whet.models.language_model import LanguageModel
 from whet.training.callbacks import Callback
 from whet.training.limits import Budget
-from whet.training.observe.metric_sinks import SinkCallback
-from whet.training.observe.probe_batches import probe_batches
-from whet.training.observe.probes import (
-    ActivationStats,
-    AttentionEntropy,
-    EffectiveRank,
-    GradientNoise,
-    GradientStats,
-    LossCurvature,
-    WeightStats,
-)
-from whet.training.observe.samples import SampleGenerations
-from whet.training.observe.sink_backends import SINKS, check_sinks
 from whet.training.observe.step_flops import training_flops_per_token
 from whet.training.observe.throughput import ThroughputMonitor
 
@@ -39,7 +26,10 @@ log = logging.getLogger("whet")
 
 def check_watching(config: RunConfig) -> None:
     """Refuse what cannot be watched, before anything is read."""
-    check_sinks(config.log.sinks)
+    if config.log.sinks:
+        from whet.training.observe.sink_backends import check_sinks
+
+        check_sinks(config.log.sinks)
     silent = isinstance(config.model, Quality) or isinstance(config.objective, ClassifyObjective)
     if config.log.samples is not None and silent:
         raise ConfigError("log.samples needs a model that answers in text, and this run trains none")
@@ -66,6 +56,8 @@ def watchers(
     if settings.probes is not None:
         found += _probes(config, settings.probes, work)
     if (samples := settings.samples) is not None:
+        from whet.training.observe.samples import SampleGenerations
+
         answers = SampleGenerations(
             work.tokenizer,
             samples.prompts,
@@ -75,8 +67,18 @@ def watchers(
         )
         answers.main_only = config.parallel.kind != "fsdp"  # weights in parts are put together by all ranks
         found.append(answers)
-    for name in settings.sinks:
-        sink = SinkCallback(name, SINKS[name](), every=settings.every)
+    if settings.sinks:
+        found += _sinks(config, held)
+    return found
+
+
+def _sinks(config: RunConfig, held: contextlib.ExitStack) -> list[Callback]:
+    from whet.training.observe.metric_sinks import SinkCallback
+    from whet.training.observe.sink_backends import SINKS
+
+    found: list[Callback] = []
+    for name in config.log.sinks:
+        sink = SinkCallback(name, SINKS[name](), every=config.log.every)
         held.callback(sink.close)
         found.append(sink)
     return found
@@ -109,6 +111,17 @@ def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any:
 
 
 def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
+    from whet.training.observe.probe_batches import probe_batches
+    from whet.training.observe.probes import (
+        ActivationStats,
+        AttentionEntropy,
+        EffectiveRank,
+        GradientNoise,
+        GradientStats,
+        LossCurvature,
+        WeightStats,
+    )
+
     found: list[Callback] = []
     if wanted.curvature:
         found.append(LossCurvature(wanted.curvature))

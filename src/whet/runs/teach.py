@@ -21,8 +21,7 @@ from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.models.language_model import LanguageModel, evaluating
 from whet.ops.kl_divergence import top_logprobs
 from whet.planning.model_facts import model_facts
-from whet.recipes.mix import data_of
-from whet.recipes.registry import needs_of
+from whet.recipes.registry import data_of, needs_of
 from whet.recipes.teachers import load_teacher, plain, teaching_path
 
 log = logging.getLogger("whet")

@@ -19,7 +19,8 @@ from whet.errors import ModelError
 from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.planning.model_facts import model_facts
 from whet.recipes.classify.classify import labels_of
-from whet.recipes.mix import MixData, data_of
+from whet.recipes.mix import MixData
+from whet.recipes.registry import data_of
 
 Severity = Literal["info", "warn", "error"]
 

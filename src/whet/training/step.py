@@ -16,7 +16,6 @@ from whet.errors import RunError, StorageError
 from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
 from whet.models.language_model import Trainable
-from whet.models.pad_row import freeze_pad_row
 from whet.objectives.objective import Objective
 from whet.parallel.gradient_sync import GradientSum, is_sharded
 from whet.parallel.process_group import World
@@ -59,6 +58,8 @@ class Stepper(abc.ABC):
         self.device = model.device
         self.precision = precision or choose_precision(config.run.precision, self.device)
         if config.optim.freeze_pad_row:
+            from whet.models.pad_row import freeze_pad_row
+
             freeze_pad_row(model)
         heads = getattr(objective, "heads", None)
         self.learner: nn.Module = model if heads is None else WithHeads(model, heads)

@@ -11,7 +11,6 @@ from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import not_found
 from whet.data.sources.readers import Content, Row, digest_text, files_content
 from whet.data.sources.record_formats import ShapeName, find_shape, shaped
-from whet.data.sources.source_mixing import check_pass, mix
 from whet.data.sources.splits import Split, directory_content, has_split
 from whet.data.synthetic.generators import generate, identity
 from whet.errors import DataError
@@ -160,6 +159,8 @@ class SeveralSources:
     def __iter__(self) -> Iterator[Record]:
         if self.weights is None:
             return (record for source in self.sources for record in source)
+        from whet.data.sources.source_mixing import check_pass, mix
+
         if not self._checked:
             check_pass(self.sources, self.weights, [source.name for source in self.sources])
             self._checked = True

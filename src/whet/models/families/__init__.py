@@ -1,40 +1,38 @@
 """One small file a family: config.json to and from ModelSpec, and the tensor names where they differ."""
 
+import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from whet.error_boundary import wrong_input
-from whet.models.families import (
-    gemma2,
-    gemma3,
-    gpt2,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-    whet,
-)
 from whet.models.families.moe import Parts
 from whet.models.spec import ModelSpec
 
-FAMILIES: dict[str, ModuleType] = {
-    module.MODEL_TYPE: module
-    for module in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, phi3, gpt2, granite),
-        *(mixtral, qwen3_moe, olmoe, whet),
-    )
-}
+_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "smollm3", "phi3", "gpt2"),
+    *("granite", "mixtral", "qwen3_moe", "olmoe", "whet"),
+)
 
+
+class _Families(Mapping[str, ModuleType]):
+    """The module of each family by `model_type`, imported when it is asked for."""
+
+    def __getitem__(self, model_type: str) -> ModuleType:
+        if model_type not in _TYPES:
+            raise KeyError(model_type)
+        return importlib.import_module(f"whet.models.families.{model_type.removesuffix('_text')}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_TYPES)
+
+    def __len__(self) -> int:
+        return len(_TYPES)
+
+
+FAMILIES = _Families()
 _NOTHING = re.compile(r"(?!)")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import nn
 
@@ -14,10 +14,9 @@ from whet.lazy_import import is_instance_of
 from whet.models.costs import score_flops
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
-from whet.models.mtp import PredictionHeads
-from whet.models.transformers_bridge import Bridge
 
 if TYPE_CHECKING:
+    from whet.models.transformers_bridge import Bridge
     from whet.objectives.distill import Distillation
     from whet.objectives.mix import Mix
     from whet.objectives.mtp import MultiTokenPrediction
@@ -127,7 +126,7 @@ def _head(model: LanguageModel, *, live: bool, again: bool) -> StepFlops:
 def _prediction_heads(
     model: LanguageModel, objective: "MultiTokenPrediction", *, length: int, supervised: float
 ) -> StepFlops:
-    heads: PredictionHeads = objective.heads
+    heads = objective.heads
     scores = [score_flops(block.attention, length) / length for block in heads.spec.blocks]
     chosen = max((each.top_k for each in heads.spec.mixtures), default=0)
     blocks, _ = _many_blocks(
@@ -152,8 +151,7 @@ def _all_blocks(
         scores = [score_flops(block.attention, length) / length for block in model.spec.blocks]
         chosen = max((each.top_k for each in model.spec.mixtures), default=0)
     else:
-        assert isinstance(model, Bridge)
-        config = model.model.config.get_text_config(decoder=True)
+        config = cast("Bridge", model).model.config.get_text_config(decoder=True)
         chosen = getattr(config, "num_experts_per_tok", 0)
         scores = [_bridge_scores(config, length)] * len(blocks)
     return _many_blocks(

@@ -1,22 +1,29 @@
 """Optimizers whose update can be masked on the device: one switch, no host sync."""
 
 import logging
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import torch
 from torch import nn
 
 from whet.config.optim import Optim
+from whet.lazy_import import load_object
 from whet.parallel.gradient_sync import by_mesh
-from whet.training.optim.adafactor import Adafactor
-from whet.training.optim.adamw import AdamW
-from whet.training.optim.adamw_8bit import AdamW8bit
-from whet.training.optim.lion import Lion
-from whet.training.optim.muon import Muon
 from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
-from whet.training.optim.sgd import SGD
 
 log = logging.getLogger("whet")
+
+# each is imported when a config asks for it
+OPTIMIZERS = {
+    "adamw": "whet.training.optim.adamw:AdamW",
+    "adam": "torch.optim:Adam",
+    "sgd": "whet.training.optim.sgd:SGD",
+    "lion": "whet.training.optim.lion:Lion",
+    "adafactor": "whet.training.optim.adafactor:Adafactor",
+    "muon": "whet.training.optim.muon:Muon",
+    "adamw8bit": "whet.training.optim.adamw_8bit:AdamW8bit",
+}
 
 Groups = list[dict[str, Any]]  # Any: torch's parameter groups
 
@@ -41,22 +48,22 @@ def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -
 def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Optimizer:
     # muP's gradients shrink as the width grows, and what is added to their size must, too
     lr, betas, eps = section.lr, section.betas, section.eps / mup_ratio(section, model)
+    create: Callable[..., torch.optim.Optimizer] = load_object(OPTIMIZERS[section.name])
     match section.name:
         case "sgd":
-            return SGD(groups, lr, momentum=section.momentum, nesterov=section.nesterov)
+            return create(groups, lr, momentum=section.momentum, nesterov=section.nesterov)
         case "lion":
-            return Lion(groups, lr, betas=betas)
+            return create(groups, lr, betas=betas)
         case "adafactor":
-            return Adafactor(groups, lr)
+            return create(groups, lr)
         case "adamw8bit":
-            return AdamW8bit(groups, lr, betas=betas, eps=eps)
+            return create(groups, lr, betas=betas, eps=eps)
         case "muon":
             hidden = hidden_matrices(model)
             matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
-            return Muon(matrices, others, lr, betas=betas, eps=eps)
+            return create(matrices, others, lr, betas=betas, eps=eps)
         case "adam" | "adamw":
-            kind = torch.optim.Adam if section.name == "adam" else AdamW
-            return kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
+            return create(groups, lr=lr, betas=betas, eps=eps, fused=True)
     assert_never(section.name)
 
 
