@@ -27,7 +27,7 @@ from whet.models import families
 from whet.models.decoder import Decoder
 from whet.runs.provenance import versions
 from whet.training.checkpoint import checkpoint_path, contents_of
-from whet.training.checkpoint_writer import Saver
+from whet.training.checkpoint_writer import CheckpointWriter
 from whet.training.optim.optimizers import create_optimizer
 
 RESULT = Path(__file__).parent / "results" / "checkpoint-pause.json"
@@ -69,7 +69,7 @@ def forward_and_backward(model: Decoder) -> None:
     model.hidden(tokens).square().mean().backward()
 
 
-def measure(saver: Saver, model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
+def measure(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
     """Milliseconds for which each save keeps the loop: in the call, and before the update that follows."""
     pauses = []
     for step in range(1, SAVES + 2):
@@ -87,7 +87,7 @@ def measure(saver: Saver, model: Decoder, optimizer: torch.optim.Optimizer) -> l
     return pauses
 
 
-def copy_times(saver: Saver, model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
+def copy_times(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
     """Milliseconds of a pause with nothing to hide behind: an update that follows at once."""
     times = []
     for step in range(1, SAVES + 2):
@@ -114,8 +114,10 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(dir=parser.parse_args().directory))
     model, optimizer = training_state()
     try:
-        waiting = measure(Saver(directory / "sync", Checkpoint(**{"async": False})), model, optimizer)
-        saver = Saver(directory / "async", Checkpoint())
+        waiting = measure(
+            CheckpointWriter(directory / "sync", Checkpoint(**{"async": False})), model, optimizer
+        )
+        saver = CheckpointWriter(directory / "async", Checkpoint())
         overlapped = measure(saver, model, optimizer)
         copies = copy_times(saver, model, optimizer)
         files = checkpoint_path(directory / "async", SAVES + 1).iterdir()

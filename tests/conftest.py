@@ -50,12 +50,12 @@ def tiny(tiny_directory):
 def static_steps(monkeypatch):
     """Generation by the fixed-shape steps that CUDA graphs record, here run as they are."""
     from whet.generation import engine
-    from whet.generation.cuda_graph import StaticRows
-    from whet.generation.decode_batch import Rows
+    from whet.generation.cuda_graph import StaticDecodeBatch
+    from whet.generation.decode_batch import DecodeBatch
 
     def start(model, prompts, picker, *, max_tokens):
-        rows = Rows(model, prompts, new_tokens=max_tokens)
-        return StaticRows(rows, picker, max_tokens=max_tokens, graph=False)
+        rows = DecodeBatch(model, prompts, new_tokens=max_tokens)
+        return StaticDecodeBatch(rows, picker, max_tokens=max_tokens, graph=False)
 
     monkeypatch.setattr(engine, "start_decoding", start)
 

@@ -21,7 +21,7 @@ from whet.recipes.quality.regression import Regression
 from whet.recipes.quality.row_batches import read_rows
 from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
 from whet.studies.diagnose import examine
-from whet.studies.dtype_comparison import Examination, Path, PathResult, Row
+from whet.studies.dtype_comparison import ComparisonRow, Examination, Path, PathResult
 
 
 def tabular(arm="softmax", seed=0):
@@ -221,24 +221,24 @@ def test_a_language_model_that_overflows_fp16_is_major(tiny):
 
 
 def test_the_rules_of_a_row():
-    assert Row("a", 2.0, 4.0, 1.0).ratio == 2.0
-    assert Row("a", 0.0, 0.0, 1.0).ratio == 1.0
-    assert Row("a", 0.0, 1e-9, 0.0).ratio == math.inf
-    assert Row("a", 1.0, math.nan, math.nan).ratio == math.inf
-    assert Row("a", 2.0, 3.0, 1.0).relative == 0.5
-    assert [Row("a", 1.0, norm, 1.0).verdict for norm in (1, 2, 2.1, 5, 5.1, math.inf)] == [
+    assert ComparisonRow("a", 2.0, 4.0, 1.0).ratio == 2.0
+    assert ComparisonRow("a", 0.0, 0.0, 1.0).ratio == 1.0
+    assert ComparisonRow("a", 0.0, 1e-9, 0.0).ratio == math.inf
+    assert ComparisonRow("a", 1.0, math.nan, math.nan).ratio == math.inf
+    assert ComparisonRow("a", 2.0, 3.0, 1.0).relative == 0.5
+    assert [ComparisonRow("a", 1.0, norm, 1.0).verdict for norm in (1, 2, 2.1, 5, 5.1, math.inf)] == [
         "fine", "fine", "moderate", "moderate", "major", "major",
     ]  # fmt: skip
     # too small is as wrong as too large, and a direction that is lost is not fine at any length
-    assert [Row("a", 1.0, norm, 1.0).verdict for norm in (0.5, 0.3, 0.1, 0.0)] == [
+    assert [ComparisonRow("a", 1.0, norm, 1.0).verdict for norm in (0.5, 0.3, 0.1, 0.0)] == [
         "fine", "moderate", "major", "major",
     ]  # fmt: skip
-    assert Row("a", 1.0, 1.0, 0.98).verdict == "moderate"
-    assert Row("a", 1.0, 1.0, math.nan).verdict == "moderate"
+    assert ComparisonRow("a", 1.0, 1.0, 0.98).verdict == "moderate"
+    assert ComparisonRow("a", 1.0, 1.0, math.nan).verdict == "moderate"
 
 
 def test_an_infinite_ratio_is_never_forgotten():
-    bad, good = Row("bad", 0.0, 1.0, 0.0), Row("good", 1.0, 1.0, 1.0)
+    bad, good = ComparisonRow("bad", 0.0, 1.0, 0.0), ComparisonRow("good", 1.0, 1.0, 1.0)
     for order in ([bad, good], [good, bad], [good, bad, good]):
         result = PathResult(Path("p", torch.float16), order, 0.0, [], [])
         assert (result.verdict, result.worst.name, result.worst.ratio) == ("major", "bad", math.inf)

@@ -47,8 +47,10 @@ def test_a_cache_that_gets_full_grows(tiny, monkeypatch):
     monkeypatch.setattr(decode_batch, "_AHEAD", 1)
     monkeypatch.setattr(decode_batch, "_BLOCK", 4)
     made = []
-    original = cuda_graph.StaticRows._make_room
-    monkeypatch.setattr(cuda_graph.StaticRows, "_make_room", lambda self: (made.append(1), original(self)))
+    original = cuda_graph.StaticDecodeBatch._make_room
+    monkeypatch.setattr(
+        cuda_graph.StaticDecodeBatch, "_make_room", lambda self: (made.append(1), original(self))
+    )
     same(decode(model, max_tokens=100, stop_tokens=set()), expected)
     assert len(made) > 1
 
@@ -57,7 +59,7 @@ def test_a_cache_that_gets_full_grows(tiny, monkeypatch):
 def test_no_step_changes_a_shape_or_moves_a_tensor(tiny, monkeypatch):
     """What a CUDA graph needs: every step works on the same memory."""
     seen = set()
-    original = cuda_graph.StaticRows.step
+    original = cuda_graph.StaticDecodeBatch.step
 
     def step(self):
         original(self)
@@ -65,7 +67,7 @@ def test_no_step_changes_a_shape_or_moves_a_tensor(tiny, monkeypatch):
         stores = (*self.cache._keys, *self.cache._values, self.picker.keys, self.picker.count)
         seen.add(tuple((tensor.data_ptr(), tuple(tensor.shape)) for tensor in (*tensors, *stores)))
 
-    monkeypatch.setattr(cuda_graph.StaticRows, "step", step)
+    monkeypatch.setattr(cuda_graph.StaticDecodeBatch, "step", step)
     decode(tiny[0], stop_tokens=set(), sampling=Sampling(temperature=1.0))
     assert len(seen) == 1
 

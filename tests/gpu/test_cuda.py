@@ -16,7 +16,7 @@ from whet.adapters.nf4 import dequantise, quantise
 from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.packing import StepSettings
-from whet.generation.cuda_graph import StaticRows
+from whet.generation.cuda_graph import StaticDecodeBatch
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
 from whet.hardware import choose_precision
@@ -289,8 +289,10 @@ def test_generation_gives_the_tokens_of_the_cpu(tiny_directory):
 def test_recorded_steps_give_the_tokens_of_the_cpu(tiny_directory, monkeypatch, temperature, adapter):
     """Rows that end early, penalties and adapters included; only the first step of a shape is run as it is."""
     ran = []
-    original = StaticRows.step
-    monkeypatch.setattr(StaticRows, "step", lambda self: (ran.append(len(self._token)), original(self)))
+    original = StaticDecodeBatch.step
+    monkeypatch.setattr(
+        StaticDecodeBatch, "step", lambda self: (ran.append(len(self._token)), original(self))
+    )
     prompts = [example.tokens for example in random_examples(8, seed=1)]
     found = []
     for device in ("cpu", "cuda"):
@@ -375,10 +377,10 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path):
     """Copies off the device are queued: the next step must not overtake them."""
     from whet.config.run import Checkpoint
     from whet.training.checkpoint import checkpoint_path, contents_of
-    from whet.training.checkpoint_writer import Saver
+    from whet.training.checkpoint_writer import CheckpointWriter
 
     model = torch.nn.Linear(4096, 4096, device=CUDA)
-    saver = Saver(tmp_path, Checkpoint(keep=3))
+    saver = CheckpointWriter(tmp_path, Checkpoint(keep=3))
     for step in (1, 2):
         expected = model.weight.detach().cpu().clone()
         saver.save(step, contents_of(model, None, step, None), best_steps=())

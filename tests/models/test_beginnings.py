@@ -14,7 +14,7 @@ from models.test_pieces import model as make_model
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.models.decoder import Decoder
-from whet.models.prefix_sharing import LEAST, share_beginnings
+from whet.models.prefix_sharing import LEAST, share_prefixes
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout
 from whet.ops.dispatch import planned_for
@@ -27,7 +27,7 @@ def batch_of(documents):
 
 
 def shared_of(batch):
-    return share_beginnings(batch.tokens, batch.positions, batch.layout())
+    return share_prefixes(batch.tokens, batch.positions, batch.layout())
 
 
 documents_of_a_family = st.lists(
@@ -92,7 +92,7 @@ def test_what_is_not_worth_it_or_not_the_same(documents):
 
 def test_the_same_tokens_at_other_positions_are_not_the_same():
     tokens = torch.tensor([BEGINNING * 2])
-    assert share_beginnings(tokens, torch.arange(60)[None], Layout(documents=((30, 30),))) is None
+    assert share_prefixes(tokens, torch.arange(60)[None], Layout(documents=((30, 30),))) is None
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.recipes.quality.padic_router import EXPERTS, TOP_K, Padic, Router, top_by_digits, top_by_value
+from whet.recipes.quality.padic_router import EXPERTS, TOP_K, Padic, PadicRouter, top_by_digits, top_by_value
 
 PADIC = Padic()
 LOGITS = st.lists(
@@ -125,7 +125,7 @@ def test_equal_logits_go_to_the_lowest_index_in_both_routers():
 
 def test_gates_are_decoded_and_gradients_go_straight_through():
     torch.manual_seed(0)
-    router = Router(PADIC)
+    router = PadicRouter(PADIC)
     rows = torch.randn(16, 96)
     routing = router.route(rows)
     decoded = PADIC.decode(PADIC.encode(router(rows).detach()))
@@ -140,7 +140,7 @@ def test_gates_are_decoded_and_gradients_go_straight_through():
 
 
 def test_a_logit_beyond_the_clamp_still_has_a_gradient():
-    router = Router(PADIC)
+    router = PadicRouter(PADIC)
     with torch.no_grad():
         router.bias.copy_(torch.tensor([20.0, 0.0, 0.0, 0.0]))
     router.route(torch.zeros(1, 96)).weights.sum().backward()
@@ -148,7 +148,7 @@ def test_a_logit_beyond_the_clamp_still_has_a_gradient():
 
 
 def test_a_nan_is_not_hidden():
-    router = Router(PADIC)
+    router = PadicRouter(PADIC)
     with torch.no_grad():
         router.bias[0] = float("nan")
     assert router.route(torch.zeros(1, 96)).weights.isnan().all()
@@ -158,7 +158,7 @@ def test_a_nan_is_not_hidden():
 def test_metrics_of_a_routing(padic):
     """Entropy of the weights as they are, not renormalised; the leader has the largest, the lowest of equals."""
     torch.manual_seed(1)
-    router = Router(padic)
+    router = PadicRouter(padic)
     routing = router.route(torch.zeros(2, 96))
     with torch.no_grad():
         router.bias.zero_()

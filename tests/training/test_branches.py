@@ -14,7 +14,7 @@ from whet.errors import ConfigError
 from whet.lazy_import import load_object
 from whet.planning import meta_model
 from whet.recipes import registry
-from whet.recipes.recipe import Work
+from whet.recipes.recipe import Recipe
 from whet.recipes.registry import build_objective, needs_of, recipe_for
 from whet.training.optim import optimizers
 
@@ -44,7 +44,7 @@ def test_the_registries_cover_every_objective_of_a_config():
     assert registry.RECIPES.keys() == kinds
     assert registry.OBJECTIVES.keys() == kinds - set(NOT_ON_TEXTS)
     for reference in registry.RECIPES.values():
-        assert issubclass(load_object(reference), Work)
+        assert issubclass(load_object(reference), Recipe)
     for module in registry.OBJECTIVES.values():
         assert callable(load_object(f"{module}:build_objective"))
 

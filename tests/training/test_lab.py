@@ -16,7 +16,7 @@ from whet.reporting.text.mup_text import describe_sweep
 from whet.studies import coordinate_check as checks
 from whet.studies import lr_transfer as sweeps
 from whet.studies.coordinate_check import FLAT, coordinate_check
-from whet.studies.lr_transfer import Sweep, SweepPoint, lr_sweep
+from whet.studies.lr_transfer import LrTransfer, SweepPoint, lr_sweep
 from whet.studies.mup_widths import at_width, slope
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mup-nano.yaml"
@@ -118,7 +118,7 @@ def test_a_sweep_finds_the_lowest_loss_and_how_far_it_moves():
         for lr, loss in zip((1e-3, 2e-3, 4e-3), found, strict=True)
         for seed in (0, 1)
     ]
-    sweep = Sweep(points)
+    sweep = LrTransfer(points)
     assert sweep.best("mup") == {32: 2e-3, 64: 2e-3}
     assert sweep.best("standard") == {32: 2e-3, 64: 1e-3}
     assert (sweep.shift("mup"), sweep.shift("standard")) == (0, -1)
@@ -127,7 +127,7 @@ def test_a_sweep_finds_the_lowest_loss_and_how_far_it_moves():
 
 def test_a_width_at_which_every_rate_diverges_has_no_best_one(tmp_path):
     found = {("mup", 32): 2.0, ("mup", 64): 3.0, ("standard", 32): 2.0}
-    sweep = Sweep(
+    sweep = LrTransfer(
         [
             SweepPoint(kind, width, lr, 0, found.get((kind, width), math.inf) if lr < 2e-3 else math.inf)
             for kind in ("mup", "standard")

@@ -24,7 +24,7 @@ from whet.objectives.sft import SFT
 from whet.runs.run import assembled
 from whet.training.callbacks import Callback, StopRun
 from whet.training.observe.layer_stats import effective_rank, gradient_noise
-from whet.training.observe.preserve_state import undisturbed
+from whet.training.observe.preserve_state import preserve_state
 from whet.training.observe.probe_batches import probe_batches, texts_of, units
 from whet.training.trainer import Trainer
 
@@ -586,7 +586,7 @@ def test_looking_leaves_no_trace(tiny):
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = torch.rand(3), random.random(), np.random.rand()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    with contextlib.suppress(ZeroDivisionError), undisturbed(model, model):
+    with contextlib.suppress(ZeroDivisionError), preserve_state(model, model):
         assert not any(module.training for module in model.modules())
         torch.rand(5), random.random(), np.random.rand()
         raise ZeroDivisionError

@@ -15,7 +15,7 @@ from whet.config.run import Checkpoint
 from whet.errors import RunError
 from whet.training.callbacks import Callback, StopRun
 from whet.training.checkpoint import checkpoint_path, contents_of, read_state
-from whet.training.checkpoint_writer import Saver
+from whet.training.checkpoint_writer import CheckpointWriter
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
     counts = {"seen": [1, 2]}
     weights = model.weight.detach().clone()
     moment = optimizer.state[model.weight]["exp_avg"].clone()
-    saver = Saver(tmp_path, Checkpoint())
+    saver = CheckpointWriter(tmp_path, Checkpoint())
     saver.save(1, contents_of(model, optimizer, 1, {"counts": counts}), best_steps=())
     saver.before_update()
     step(model, optimizer)  # while the disk still waits
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
 
 def test_an_update_waits_until_what_is_saved_is_copied(tiny_directory, tmp_path, monkeypatch):
     """With a slow copy, every checkpoint must still be that of its own step, bit for bit."""
-    original = Saver._snapshot
+    original = CheckpointWriter._snapshot
 
     def slow(self, contents):
         time.sleep(0.05)
@@ -77,7 +77,7 @@ def test_an_update_waits_until_what_is_saved_is_copied(tiny_directory, tmp_path,
 
     sections = {"checkpoint": {"every": 1, "keep": 9}, "method": {"kind": "full"}, "data": {"valid": None}}
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", **sections)).directory
-    monkeypatch.setattr(Saver, "_snapshot", slow)
+    monkeypatch.setattr(CheckpointWriter, "_snapshot", slow)
     delayed = whet.train(run_config(tiny_directory, tmp_path / "delayed", **sections)).directory
     for number in (1, 2, 3, 4):
         for name in ("weights.safetensors", "optimizer.safetensors"):
@@ -89,14 +89,14 @@ def test_a_copy_that_fails_is_heard_of_and_holds_up_no_update(tiny_directory, tm
     def failing(self, contents):
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(Saver, "_snapshot", failing)
+    monkeypatch.setattr(CheckpointWriter, "_snapshot", failing)
     with pytest.raises(RunError, match="out of memory .*no room for a copy"):
         whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 1}))
 
 
 def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tmp_path, gate):
     model, optimizer = parts()
-    saver = Saver(tmp_path, Checkpoint(keep=3))
+    saver = CheckpointWriter(tmp_path, Checkpoint(keep=3))
     expected = {}
     threading.Timer(0.2, gate.set).start()
     for number in (1, 2, 3):
@@ -115,7 +115,7 @@ def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tm
 
 def test_without_async_a_save_is_on_disk_when_it_returns(tmp_path):
     model, optimizer = parts()
-    saver = Saver(tmp_path, Checkpoint(**{"async": False}))
+    saver = CheckpointWriter(tmp_path, Checkpoint(**{"async": False}))
     saver.save(1, contents_of(model, optimizer, 1, None), best_steps=())
     assert (checkpoint_path(tmp_path, 1) / "MANIFEST.json").is_file()
     assert threading.active_count() == 1 or not any(t.name == "whet-save" for t in threading.enumerate())

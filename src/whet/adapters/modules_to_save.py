@@ -11,7 +11,7 @@ from whet.adapters.adapter import Adapter, replace_module
 from whet.models.language_model import LanguageModel
 
 
-class Retrained(Adapter):
+class ModuleToSave(Adapter):
     """A module and the copy of it that is trained, in float32 as all that is trained."""
 
     def __init__(self, base: nn.Module) -> None:
@@ -52,7 +52,7 @@ def retrain(model: LanguageModel, names: list[str]) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in names:
         base = model.get_submodule(name)
-        wrapper = Retrained(base)
+        wrapper = ModuleToSave(base)
         for key, parameter in base.named_parameters():
             trained = made.setdefault(parameter, wrapper.trained.get_parameter(key))
             path, _, leaf = key.rpartition(".")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from whet.model_io.export.export_check import Check
 
 
-class Layout(Enum):
+class ExportFormat(Enum):
     """The programs that can be written for."""
 
     hf = "hf"
@@ -36,7 +36,7 @@ TYPE = typer.Option(None, "--type", help="How a GGUF file holds its matrices; f1
 
 def command(
     run: str = typer.Argument(help="A run, an adapter directory, or a model."),
-    to: Layout = TO,
+    to: ExportFormat = TO,
     out: str | None = typer.Option(None, help="What to write; RUN/export/... when not given."),
     check: bool = typer.Option(False, "--check", help="Open the result with its library and compare."),
     gguf_type: GgufType | None = TYPE,
@@ -56,9 +56,9 @@ def command(
     from whet.model_io.resolve import usable_directory
 
     set_up_logging()
-    if gguf_type is not None and to is not Layout.gguf:
+    if gguf_type is not None and to is not ExportFormat.gguf:
         raise ConfigError(f"--type is for --to gguf; --to {to.value} has none")
-    if dtype is not None and to is not Layout.hf:
+    if dtype is not None and to is not ExportFormat.hf:
         raise ConfigError(f"--dtype is for --to hf; --to {to.value} has none")
     if is_classifier(usable_directory(run)):
         _export_classifier(run, to.value, out, check=check, dtype=dtype)
@@ -74,7 +74,7 @@ def command(
         "tolerance": tolerance,
     }
     if (difference := export_model.write_export(loaded, path, to.value, **settings)) is not None:
-        folded = chosen if to is Layout.hf else torch.float32
+        folded = chosen if to is ExportFormat.hf else torch.float32
         print(f"merged onto {onto} in {export_model.dtype_name(folded)}: {difference}")
     print(path)
     _say_what_base_is_needed(run, to)
@@ -99,12 +99,12 @@ def _export_classifier(run: str, to: str, out: str | None, *, check: bool, dtype
     chosen = torch.float32 if dtype is None else getattr(torch, dtype.value)
     write_classifier(loaded, path, to, dtype=chosen)
     print(path)
-    _say_what_base_is_needed(run, Layout(to))
+    _say_what_base_is_needed(run, ExportFormat(to))
     if check:
         _report([check_classifier(loaded, path, to, dtype=chosen)])
 
 
-def _say_what_base_is_needed(run: str, to: Layout) -> None:
+def _say_what_base_is_needed(run: str, to: ExportFormat) -> None:
     """An adapter is opened on its base, and only whet does that from a GGUF file."""
     import shlex
     from pathlib import Path
@@ -112,7 +112,7 @@ def _say_what_base_is_needed(run: str, to: Layout) -> None:
     from whet.model_io.resolve import base_of, usable_directory
 
     base = base_of(usable_directory(run))
-    reader = {Layout.peft: "PEFT", Layout.mlx: "mlx-lm"}.get(to)
+    reader = {ExportFormat.peft: "PEFT", ExportFormat.mlx: "mlx-lm"}.get(to)
     if reader is not None and base is not None and Path(base).is_file():
         print(f"{reader} needs the base as a directory: whet export {shlex.quote(base)} --to hf --out DIR")
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Method(Enum):
+class MergeMethod(Enum):
     """The ways to merge several models."""
 
     average = "average"
@@ -36,7 +36,7 @@ TOLERANCE = typer.Option(None, min=0.0, help="Refuse a larger logit difference t
 def command(
     models: list[str] = MODELS,
     out: str = typer.Option(..., "--out", help="The model directory to write."),
-    method: Method | None = typer.Option(None, help="How to make one model out of several."),  # noqa: B008
+    method: MergeMethod | None = typer.Option(None, help="How to make one model out of several."),  # noqa: B008
     base: str | None = typer.Option(None, help="What task, ties and dare measure each model against."),
     weights: str | None = typer.Option(None, help="One number a model: 0.3,0.7."),
     density: float | None = typer.Option(None, help="Share of each update that ties and dare keep."),
@@ -73,7 +73,7 @@ def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, toler
     if len(models) != 1:
         raise ConfigError(
             f"{len(models)} models were given, and no --method to merge them",
-            hint=f"choose one of: {', '.join(known.value for known in Method)}",
+            hint=f"choose one of: {', '.join(known.value for known in MergeMethod)}",
         )
     loaded = load_exact(models[0])
     if not loaded.has_adapter:

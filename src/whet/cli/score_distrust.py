@@ -5,7 +5,7 @@ from enum import Enum
 import typer
 
 
-class Existing(Enum):
+class ExistingScores(Enum):
     """What to do with records that have scores already."""
 
     error = "error"
@@ -18,8 +18,8 @@ def command(
         metavar="IN", help="Records with a text: .jsonl, .json, .csv, .parquet, ..."
     ),
     target: str = typer.Argument(metavar="OUT", help="The JSON Lines file to write; it must not exist yet."),
-    existing: Existing = typer.Option(  # noqa: B008
-        Existing.error, help="Records that have auth_weight or prov_entropy already."
+    existing: ExistingScores = typer.Option(  # noqa: B008
+        ExistingScores.error, help="Records that have auth_weight or prov_entropy already."
     ),
 ) -> None:
     """Write IN to OUT with auth_weight and prov_entropy, for objective.kind: distrust."""

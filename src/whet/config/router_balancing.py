@@ -5,7 +5,7 @@ from pydantic import Field
 from whet.config.section import Section
 
 
-class Experts(Section):
+class RouterBalancing(Section):
     """Models with experts: what keeps their routers in balance, whatever the objective."""
 
     load_balancing: float = Field(

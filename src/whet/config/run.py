@@ -21,7 +21,7 @@ class Checkpoint(Section):
     )
 
 
-class Budget(Section):
+class BudgetSection(Section):
     """A run whose budget is spent is done: it is evaluated, and its result is in final/."""
 
     flops: float | None = Field(None, gt=0, description="floating-point operations of all steps together")
@@ -30,7 +30,7 @@ class Budget(Section):
     )
 
     @model_validator(mode="after")
-    def _has_a_limit(self) -> "Budget":
+    def _has_a_limit(self) -> "BudgetSection":
         if self.flops is None and self.minutes is None:
             raise ValueError("a budget needs flops, minutes or both")
         return self
@@ -64,7 +64,9 @@ class Run(Section):
         None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"
     )
     max_memory: float | None = Field(None, gt=0, description="GiB at which the run saves and stops")
-    budget: Budget | None = Field(None, description="what the run may cost: when it is spent, it is done")
+    budget: BudgetSection | None = Field(
+        None, description="what the run may cost: when it is spent, it is done"
+    )
 
     @field_validator("name")
     @classmethod

@@ -16,7 +16,7 @@ from whet.config.optim import LORA_B, Optim, ParameterGroup, unfit_for_mup
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
-from whet.config.router_balancing import Experts
+from whet.config.router_balancing import RouterBalancing
 from whet.config.run import Checkpoint, Run
 from whet.config.section import Section, Text
 from whet.errors import ConfigError
@@ -49,7 +49,7 @@ class RunConfig(Section):
     # None where the parts of a mix bring their own, and those are what is read: see `parts`
     data: Annotated[Data, WrapValidator(_data_or_none)]
     optim: Optim = Optim()
-    experts: Experts = Experts()
+    experts: RouterBalancing = RouterBalancing()
     eval: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     run: Run

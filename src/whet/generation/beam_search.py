@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from whet.errors import ConfigError
-from whet.generation.decode_batch import Rows
+from whet.generation.decode_batch import DecodeBatch
 from whet.generation.engine import check_prompts, generating
 from whet.models.language_model import LanguageModel
 
@@ -59,7 +59,7 @@ class _Search:
     ) -> None:
         self.beams, self.max_tokens = beams, max_tokens
         self.stop_tokens, self.length_penalty = stop_tokens, length_penalty
-        self.rows = Rows(model, [prompt], new_tokens=max_tokens)
+        self.rows = DecodeBatch(model, [prompt], new_tokens=max_tokens)
         self.ended: list[Hypothesis] = []
         self.open: list[tuple[list[int], float]] = [([], 0.0)]  # tokens and log-probability, the best first
 

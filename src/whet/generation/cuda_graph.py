@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from whet.generation.decode_batch import Rows, slots_for
+from whet.generation.decode_batch import DecodeBatch, slots_for
 from whet.generation.sampling import Picker
 from whet.models.kv_cache import KeyValueCache
 from whet.ops.attention import Layout
@@ -27,14 +27,14 @@ def graphs_problem(model: torch.nn.Module, cache: object) -> str | None:
     return None
 
 
-class StaticRows:
+class StaticDecodeBatch:
     """Rows that have read their prompts, decoded in steps of fixed shapes.
 
     Every tensor a step reads or writes stays where it is. Rows that ended go on, unread, until half of them
     can be dropped at once: another number of rows is another graph.
     """
 
-    def __init__(self, rows: Rows, picker: Picker, *, max_tokens: int, graph: bool = True) -> None:
+    def __init__(self, rows: DecodeBatch, picker: Picker, *, max_tokens: int, graph: bool = True) -> None:
         self.model, self.cache, self.picker = rows.model, rows.cache, picker
         self.max_tokens = max_tokens
         self.graph = graph

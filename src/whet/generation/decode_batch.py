@@ -14,7 +14,7 @@ _BLOCK = 64  # caches have a multiple of this many slots
 _AHEAD = 512  # the most new tokens that they have room for from the start
 
 
-class Rows:
+class DecodeBatch:
     """Prompts of any lengths, left-padded: their cache, and the hidden state to go on from.
 
     What all prompts start with is read once, and so is a prompt that several rows have.

@@ -9,14 +9,14 @@ import torch
 
 from whet.adapters.adapter import unchanging
 from whet.errors import DataError
-from whet.generation.cuda_graph import StaticRows, graphs_problem
-from whet.generation.decode_batch import Rows
+from whet.generation.cuda_graph import StaticDecodeBatch, graphs_problem
+from whet.generation.decode_batch import DecodeBatch
 from whet.generation.sampling import Picker, Sampling, row_seeds
 from whet.models.language_model import LanguageModel, evaluating, uncompiled
 from whet.ops.kernels import fused_decode
 
 # called with a row and its tokens so far, a stop token left out; False ends the row
-Watch = Callable[[int, list[int]], bool]
+StopWatcher = Callable[[int, list[int]], bool]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def complete(
     stop_tokens: Collection[int],
     sampling: Sampling | None = None,
     seeds: Sequence[int] | None = None,
-    watch: Watch | None = None,
+    watch: StopWatcher | None = None,
 ) -> list[Completion]:
     """What follows each prompt, up to a stop token (which is the last of its tokens) or `max_tokens`.
 
@@ -74,7 +74,7 @@ def generate_tokens(
     stop_tokens: Collection[int],
     sampling: Sampling | None = None,
     seed: int | None = None,
-    watch: Watch | None = None,
+    watch: StopWatcher | None = None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to a stop token (left out) or `max_tokens`."""
     completions = complete(
@@ -105,7 +105,9 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
 
-    def take(self, token: int, logprob: float, stop_tokens: Collection[int], watch: Watch | None) -> None:
+    def take(
+        self, token: int, logprob: float, stop_tokens: Collection[int], watch: StopWatcher | None
+    ) -> None:
         if self.ended:
             return
         self.tokens.append(token)
@@ -124,7 +126,7 @@ def _decode(
     stop_tokens: Collection[int],
     sampling: Sampling,
     seeds: Sequence[int],
-    watch: Watch | None,
+    watch: StopWatcher | None,
 ) -> None:
     """Fill the rows."""
     picker = Picker(
@@ -160,16 +162,16 @@ def start_decoding(
     model: LanguageModel, prompts: Sequence[Sequence[int]], picker: Picker, *, max_tokens: int
 ) -> Decoding:
     """Read the prompts, and choose how to go on: by recorded steps where there are CUDA graphs."""
-    rows = Rows(model, prompts, new_tokens=max_tokens)
+    rows = DecodeBatch(model, prompts, new_tokens=max_tokens)
     if graphs_problem(model, rows.cache) is None:
-        return StaticRows(rows, picker, max_tokens=max_tokens)
+        return StaticDecodeBatch(rows, picker, max_tokens=max_tokens)
     return GrowingRows(rows, picker)
 
 
 class GrowingRows:
     """Rows decoded token by token; those that ended are dropped at once."""
 
-    def __init__(self, rows: Rows, picker: Picker) -> None:
+    def __init__(self, rows: DecodeBatch, picker: Picker) -> None:
         self.rows, self.picker = rows, picker
         self._chosen: torch.Tensor | None = None
 

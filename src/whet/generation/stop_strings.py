@@ -5,7 +5,7 @@ from typing import Any
 
 from whet.data.tokens.tokenize import is_byte, special_tokens
 from whet.errors import ConfigError
-from whet.generation.engine import Watch
+from whet.generation.engine import StopWatcher
 
 
 def check_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
@@ -22,7 +22,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return text[: min(places)] if places else text
 
 
-def stop_watch(tokenizer: Any, stops: Sequence[str]) -> Watch:  # Any: a transformers tokenizer
+def stop_watch(tokenizer: Any, stops: Sequence[str]) -> StopWatcher:  # Any: a transformers tokenizer
     """For `complete`: ends a row when its text has a stop string in it; `cut` then removes that."""
     stops = check_stops(stops)
     special = _special(tokenizer, stops)

@@ -26,7 +26,7 @@ SHARD = "shard-{:05d}.safetensors"  # of a rank, counted from 1
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a directory: what it is as a whole."""
 
     shape: torch.Size
@@ -43,7 +43,7 @@ def has_shards(directory: Path) -> bool:
     return any(directory.glob("shard-*.safetensors"))
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a directory by its name; an error unless its shards make it whole."""
     try:
         metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
@@ -55,7 +55,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         if stored != math.prod(tensor.size):  # before anybody makes room for what a file claims
             raise CheckpointError(f"{directory}: the shards of {name} do not make it whole")
-        found[name] = Stored(tensor.size, tensor.properties.dtype)
+        found[name] = StoredTensor(tensor.size, tensor.properties.dtype)
     return found
 
 

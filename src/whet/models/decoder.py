@@ -13,7 +13,7 @@ from whet.models.kv_cache import KeyValueCache
 from whet.models.language_model import LanguageModel
 from whet.models.moe import make_feedforward
 from whet.models.norms import make_norm
-from whet.models.prefix_sharing import share_beginnings
+from whet.models.prefix_sharing import share_prefixes
 from whet.models.rope import Rotation, rotations, sinusoids, slopes_of
 from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
 from whet.ops.attention import Layout
@@ -114,7 +114,7 @@ class Decoder(LanguageModel):
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         shared = None
         if tokens.device.type == "cpu" and cache is None and not is_plan():
-            shared = share_beginnings(tokens, positions, layout)
+            shared = share_prefixes(tokens, positions, layout)
         if shared is None or not self._is_blind():
             return self._hidden(tokens, positions, layout, cache)
         states = self._hidden(tokens[:, shared.kept], positions[:, shared.kept], shared.layout, None)

@@ -25,7 +25,7 @@ class Shared:
     layout: Layout
 
 
-def share_beginnings(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout) -> Shared | None:
+def share_prefixes(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout) -> Shared | None:
     """A way to compute a row [1, T] of documents with fewer places, if that is worth it."""
     if layout.documents is None or len(layout.documents) != 1 or len(layout.documents[0]) == 1:
         return None

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from whet.errors import RunError, WhetError
 
-Group = dist.ProcessGroup | None  # None: all ranks
+ProcessGroup = dist.ProcessGroup | None  # None: all ranks
 
 _KIND = "__kind__"
 _ERRORS_FROM = ("whet", "torch", "builtins")  # packages whose exceptions keep their type
 
 
-def gather(value: Any, group: Group = None) -> list[Any]:
+def gather(value: Any, group: ProcessGroup = None) -> list[Any]:
     """Return everyone's value, in the order of the ranks; tuples come back as lists."""
     mine = _to_bytes(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -28,7 +28,7 @@ def gather(value: Any, group: Group = None) -> list[Any]:
     return [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
-def from_first(value: Any, group: Group = None) -> Any:
+def from_first(value: Any, group: ProcessGroup = None) -> Any:
     """Return the value that the first rank of a group has; the others' are not looked at."""
     mine = _to_bytes(value if dist.get_rank(group) == 0 else None)
     length = torch.tensor([len(mine)])

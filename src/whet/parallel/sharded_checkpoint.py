@@ -21,12 +21,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from whet.errors import CheckpointError, StorageError
 from whet.model_io.sharded_tensors import SHARD, stored_tensors
 from whet.parallel import object_exchange
-from whet.parallel.object_exchange import Group
+from whet.parallel.object_exchange import ProcessGroup
 from whet.storage import Written, new_directory, sha256_of, write_manifest, write_safetensors, write_text
 
 
 def write_sharded(
-    path: Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str], *, group: Group = None
+    path: Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str], *, group: ProcessGroup = None
 ) -> None:
     """Write a checkpoint directory together, complete or not at all; every rank calls this.
 
@@ -62,7 +62,7 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
-def on_first(do: Callable[[], Any], group: Group) -> Any:  # Any: JSON values
+def on_first(do: Callable[[], Any], group: ProcessGroup) -> Any:  # Any: JSON values
     """Let the first rank do something; all get its result, or its error."""
     result, failure = None, None
     if dist.get_rank(group) == 0:
@@ -76,7 +76,7 @@ def on_first(do: Callable[[], Any], group: Group) -> Any:  # Any: JSON values
     return result
 
 
-def _on_all(do: Callable[[], Any], path: Path, group: Group) -> list[Any]:  # Any: JSON values
+def _on_all(do: Callable[[], Any], path: Path, group: ProcessGroup) -> list[Any]:  # Any: JSON values
     """Let every rank do something; all get everyone's result, or the first error of any."""
     result, failure = None, None
     try:
@@ -126,7 +126,7 @@ def _write_part(
 
 
 def _to_write(
-    parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], group: Group
+    parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], group: ProcessGroup
 ) -> dict[str, torch.Tensor]:
     """The parts that this rank writes: of those that several ranks hold, one does, the least busy."""
     sizes = object_exchange.gather(

@@ -76,7 +76,7 @@ _INSIDE: dict[Any, Callable[..., int]] = {
 }
 
 
-class Ledger(TorchDispatchMode):
+class MemoryLedger(TorchDispatchMode):
     """Adds up the storages that are alive, in segments."""
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ def trace(
     `accumulate`: gradients of an earlier one are there, and not counted. `compiled`: what is cheap to compute
     again is not kept. `scattered`: a layer's gradients go to other devices when it is done.
     """
-    model, ledger = sketch.model, Ledger()
+    model, ledger = sketch.model, MemoryLedger()
     learners = [*model.parameters(), *(objective.heads.parameters() if objective.heads else ())]
     model.train()
     with fake, planned_for(device), _attention_of(device, precision), _watched(model, ledger) as bounds:
@@ -290,7 +290,7 @@ def _attention_of(device: str, precision: Precision) -> Iterator[None]:
 class _Bounds:
     """Begins segments of a ledger at the bounds of layers, forward and back."""
 
-    def __init__(self, ledger: Ledger, layers: int) -> None:
+    def __init__(self, ledger: MemoryLedger, layers: int) -> None:
         self.ledger = ledger
         self.layers = layers
         self.forward = True  # layers that are recomputed go forward in the backward pass
@@ -315,7 +315,7 @@ class _Bounds:
 
 
 @contextlib.contextmanager
-def _watched(model: LanguageModel, ledger: Ledger) -> Iterator[_Bounds]:
+def _watched(model: LanguageModel, ledger: MemoryLedger) -> Iterator[_Bounds]:
     blocks = list(model.blocks())
     bounds = _Bounds(ledger, len(blocks))
 
@@ -364,7 +364,7 @@ def update_bytes(optimizer: torch.optim.Optimizer, fake: FakeTensorMode) -> int:
         p.grad = torch.empty_like(p)
         optimizer.state[p].update(optimizer.create_state(p, group))
         optimizer.found_inf = torch.zeros(())
-        with Ledger() as ledger:
+        with MemoryLedger() as ledger:
             optimizer._step_one(p, group)
         del optimizer.state[p]
     return ledger.segments[-1].peak

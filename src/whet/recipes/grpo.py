@@ -21,7 +21,7 @@ from whet.recipes.objective_inputs import ObjectiveInputs
 from whet.recipes.recipe import Evaluators
 from whet.recipes.reference_model import Reference, identity_of, load_reference, untrained_reference
 from whet.recipes.registry import needs_of
-from whet.recipes.text_recipe import TextWork
+from whet.recipes.text_recipe import TextRecipe
 from whet.rl.rewards.worker_pool import RewardPool
 from whet.rl.rollout_sampler import Sampler
 from whet.rl.rollouts import RolloutStream
@@ -37,7 +37,7 @@ from whet.rl.rollout_sampler import evaluate_rewards
 log = logging.getLogger("whet")
 
 
-class RewardWork(TextWork):
+class GRPORecipe(TextRecipe):
     """A language model on what it says itself."""
 
     data: RunData

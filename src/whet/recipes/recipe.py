@@ -25,7 +25,7 @@ log = logging.getLogger("whet")
 Evaluators = list[Callable[[], Metrics]]
 
 
-class Work(abc.ABC):
+class Recipe(abc.ABC):
     """One kind of run. `build` makes the model, the objective and the stream of steps."""
 
     data: Any  # Any: records, in the form of RunData

@@ -16,21 +16,21 @@ from whet.recipes.objective_inputs import ObjectiveInputs
 
 if TYPE_CHECKING:
     from whet.recipes.mix import MixData
-    from whet.recipes.recipe import Work
+    from whet.recipes.recipe import Recipe
 
 RECIPES = {
-    "sft": "whet.recipes.text_recipe:TextWork",
-    "dpo": "whet.recipes.text_recipe:TextWork",
-    "ipo": "whet.recipes.text_recipe:TextWork",
-    "orpo": "whet.recipes.text_recipe:TextWork",
-    "simpo": "whet.recipes.text_recipe:TextWork",
-    "distill": "whet.recipes.text_recipe:TextWork",
-    "mtp": "whet.recipes.text_recipe:TextWork",
-    "distrust": "whet.recipes.text_recipe:TextWork",
-    "mix": "whet.recipes.text_recipe:TextWork",
-    "classify": "whet.recipes.classify.classify:ClassWork",
-    "grpo": "whet.recipes.grpo:RewardWork",
-    "regression": "whet.recipes.quality.quality:RowWork",
+    "sft": "whet.recipes.text_recipe:TextRecipe",
+    "dpo": "whet.recipes.text_recipe:TextRecipe",
+    "ipo": "whet.recipes.text_recipe:TextRecipe",
+    "orpo": "whet.recipes.text_recipe:TextRecipe",
+    "simpo": "whet.recipes.text_recipe:TextRecipe",
+    "distill": "whet.recipes.text_recipe:TextRecipe",
+    "mtp": "whet.recipes.text_recipe:TextRecipe",
+    "distrust": "whet.recipes.text_recipe:TextRecipe",
+    "mix": "whet.recipes.text_recipe:TextRecipe",
+    "classify": "whet.recipes.classify.classify:ClassifyRecipe",
+    "grpo": "whet.recipes.grpo:GRPORecipe",
+    "regression": "whet.recipes.quality.quality:QualityRecipe",
 }
 # of a config's own objective, or of one part of a mix: modules with `needs` and `build_objective`
 OBJECTIVES = {
@@ -48,9 +48,9 @@ OBJECTIVES = {
 _WITHOUT_TEXTS = ("regression", "mix")  # rows of numbers, and several objectives on texts
 
 
-def recipe_for(config: RunConfig, directory: Path, world: World = SOLO) -> "Work":
+def recipe_for(config: RunConfig, directory: Path, world: World = SOLO) -> "Recipe":
     """Return the recipe that runs a config."""
-    recipe: Work = load_object(RECIPES[config.objective.kind])(config, directory, world)
+    recipe: Recipe = load_object(RECIPES[config.objective.kind])(config, directory, world)
     return recipe
 
 

@@ -30,7 +30,7 @@ from whet.ops.fp8 import MULTIPLE
 from whet.ops.linear import Linear
 from whet.parallel.fsdp import gathered, whole_on_main
 from whet.recipes.objective_inputs import ObjectiveInputs
-from whet.recipes.recipe import Evaluators, Work
+from whet.recipes.recipe import Evaluators, Recipe
 from whet.recipes.registry import build_objective, data_of
 from whet.run_directory import BASE
 from whet.training.callbacks import Callback, Metrics
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("whet")
 
 
-class TextWork(Work):
+class TextRecipe(Recipe):
     """A language model on texts."""
 
     data: "RunData | MixData"

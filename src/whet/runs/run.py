@@ -22,7 +22,7 @@ from whet.parallel.fsdp import TENSOR, device_mesh, local_bytes_of, shard
 from whet.parallel.preflight import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.parallel.process_group import SOLO, World, joined, was_restarted
 from whet.parallel.tensor_parallel import cut_layers, refuse_uncuttable
-from whet.recipes.recipe import Work
+from whet.recipes.recipe import Recipe
 from whet.recipes.registry import recipe_for
 from whet.run_directory import is_finished, set_aside_later_rows, steps_with_rows
 from whet.runs.build_callbacks import check_watching, watchers
@@ -118,7 +118,7 @@ def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
 
 
 @contextlib.contextmanager
-def assembled(config: RunConfig) -> Iterator[Work]:
+def assembled(config: RunConfig) -> Iterator[Recipe]:
     """The model, the objective and the steps of a run, for those who want to look at them."""
     work = recipe_for(config, config.directory)
     _seed(config.run.seed)

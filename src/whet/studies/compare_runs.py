@@ -42,7 +42,7 @@ _MOST_KEYS_IN_A_NAME = 4
 
 
 @dataclass(frozen=True)
-class Scores:
+class SeedScores:
     """One metric of one group, over its runs."""
 
     values: list[float]
@@ -76,7 +76,7 @@ class Against:
 
 
 @dataclass
-class Group:
+class RunGroup:
     """Runs that differ by chance only."""
 
     name: str
@@ -93,10 +93,10 @@ class Group:
         found = zip(self.runs, self.finals, strict=True)
         return {run.name: end[metric] for run, end in found if not _counts(end.get(metric, 0.0))}
 
-    def scores(self, metric: str) -> Scores | None:
+    def scores(self, metric: str) -> SeedScores | None:
         """The same, to be counted; None where no run has it."""
         values = self.values(metric)
-        return Scores(values) if values else None
+        return SeedScores(values) if values else None
 
     def by_seed(self, metric: str) -> dict[int, float]:
         """The metric by seed; where a seed ran twice, of the last."""
@@ -110,7 +110,7 @@ class Group:
 class RunComparison:
     """All that is known of some runs beside each other."""
 
-    groups: list[Group]
+    groups: list[RunGroup]
     metric: str  # what they are judged by
     metrics: list[str]  # all that can be compared, this one first
     differences: dict[str, list[object]]  # key: the value of each group
@@ -138,7 +138,7 @@ def _counts(value: float) -> bool:
     return abs(value) <= LARGEST
 
 
-def _against(group: Group, first: Group, metric: str) -> Against | None:
+def _against(group: RunGroup, first: RunGroup, metric: str) -> Against | None:
     mine, theirs = group.scores(metric), first.scores(metric)
     if mine is None or theirs is None:
         return None
@@ -190,16 +190,16 @@ def seed_of(run: RunFiles) -> int | None:
     return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
 
-def _grouped(runs: Sequence[RunFiles]) -> list[Group]:
+def _grouped(runs: Sequence[RunFiles]) -> list[RunGroup]:
     settings = [_setting(run) for run in runs]
     keys = list(dict.fromkeys(key for setting in settings for key in setting))
     differing = [key for key in keys if len({_text(setting.get(key)) for setting in settings}) > 1]
-    groups: dict[str, Group] = {}
+    groups: dict[str, RunGroup] = {}
     for run, setting in zip(runs, settings, strict=True):
         own = {key: setting.get(key) for key in differing}
         # a run whose config cannot be read is like no other
         identity = _text(own) if setting else str(run.directory)
-        group = groups.setdefault(identity, Group("", own, []))
+        group = groups.setdefault(identity, RunGroup("", own, []))
         group.runs.append(run)
         group.finals.append(final_metrics(run))
     for group, name in zip(groups.values(), _names(list(groups.values())), strict=True):
@@ -216,7 +216,7 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _names(groups: Sequence[Group]) -> list[str]:
+def _names(groups: Sequence[RunGroup]) -> list[str]:
     """By what differs where that is short, else by the name of the first run; never twice the same."""
     by_setting = [_group_name(group) for group in groups]
     fits = all(name and len(name) <= _LONGEST_NAME for name in by_setting)
@@ -226,7 +226,7 @@ def _names(groups: Sequence[Group]) -> list[str]:
     return names
 
 
-def _group_name(group: Group) -> str:
+def _group_name(group: RunGroup) -> str:
     readable = all(_setting(run) for run in group.runs)
     return setting_name(group.setting) if readable and len(group.setting) <= _MOST_KEYS_IN_A_NAME else ""
 
@@ -288,7 +288,7 @@ def _notes(runs: Sequence[RunFiles]) -> Iterator[str]:
             yield f"data.{split} is not the same records in all runs"
 
 
-def _divergences(groups: Sequence[Group], metric: str) -> Iterator[str]:
+def _divergences(groups: Sequence[RunGroup], metric: str) -> Iterator[str]:
     for group in groups:
         for name, value in group.diverged(metric).items():
             yield f"{name}: its last {metric} is {value}; it is in no mean, and its group is not the best"
@@ -324,7 +324,7 @@ def as_json(found: RunComparison) -> Values:
     }
 
 
-def _score_json(score: Scores) -> Values:
+def _score_json(score: SeedScores) -> Values:
     return _plain({"values": score.values, "mean": score.mean, "std": score.std, "interval": score.interval})
 
 

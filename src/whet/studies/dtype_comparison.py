@@ -20,7 +20,9 @@ from whet.data.batches import Batch
 from whet.errors import DataError
 from whet.studies.simulated_dtypes import in_format, mapped, rounded, tensors_of
 
-Loss = Callable[[Any, Batch], torch.Tensor]  # Any: the kind of model it is for; it may have `heads` to train
+LossFunction = Callable[
+    [Any, Batch], torch.Tensor
+]  # Any: the kind of model it is for; it may have `heads` to train
 Readout = Callable[[Any, Any], torch.Tensor]  # Any: a model and what came out of it at the cut
 Verdict = Literal["fine", "moderate", "major"]
 
@@ -55,7 +57,7 @@ def paths_on(device: torch.device) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One parameter on one path, against the reference."""
 
     name: str
@@ -100,7 +102,7 @@ class PathResult:
     """What one path made of the batch."""
 
     path: Path
-    rows: list[Row]
+    rows: list[ComparisonRow]
     largest_difference: float  # of the logits, or of the outputs
     choices: list[list[tuple[int, ...]]]  # of each router in turn: the experts of each row, in order of index
     divergent: list[tuple[int, int]]  # (router, row) whose experts are not the reference's
@@ -112,7 +114,7 @@ class PathResult:
         return max((row.verdict for row in self.rows), key=VERDICTS.index, default="fine")
 
     @property
-    def worst(self) -> Row:
+    def worst(self) -> ComparisonRow:
         """The parameter that is furthest off."""
         return max(self.rows, key=lambda row: (row.factor, -row.cosine if row.cosine == row.cosine else 2))
 
@@ -174,10 +176,10 @@ class _Copy:
     """A model and a loss of their own: what a path does to them, no other sees."""
 
     model: nn.Module
-    loss: Loss
+    loss: LossFunction
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss, dtype: torch.dtype) -> "_Copy":
+    def of(cls, model: nn.Module, loss: LossFunction, dtype: torch.dtype) -> "_Copy":
         copied = cls(*copy.deepcopy((model, loss)))
         for module in copied.modules().values():
             module.to(dtype)
@@ -197,7 +199,9 @@ class _Copy:
 class Examination:
     """One model, one batch, one loss."""
 
-    def __init__(self, model: nn.Module, batch: Batch, loss: Loss, *, cut: str, readout: Readout) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Batch, loss: LossFunction, *, cut: str, readout: Readout
+    ) -> None:
         self.model = model
         self.batch = batch
         self.loss = loss
@@ -306,13 +310,13 @@ class Examination:
         return _Pass(float(loss.detach()), found, outputs, choices, calls)
 
 
-def _row(name: str, wanted: torch.Tensor, found: torch.Tensor) -> Row:
+def _row(name: str, wanted: torch.Tensor, found: torch.Tensor) -> ComparisonRow:
     reference, norm = float(wanted.norm()), float(found.norm())
     if reference == 0 or norm == 0:
         cosine = float(reference == norm)
     else:
         cosine = float(torch.dot((wanted / reference).flatten(), (found / norm).flatten()))
-    return Row(name, reference, norm, cosine if math.isfinite(norm) else math.nan)
+    return ComparisonRow(name, reference, norm, cosine if math.isfinite(norm) else math.nan)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class SweepPoint:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class LrTransfer:
     """All runs of a sweep."""
 
     points: list[SweepPoint]
@@ -74,9 +74,9 @@ def lr_sweep(
     lrs: Sequence[float],
     seeds: int = 1,
     known: Iterable[SweepPoint] = (),
-    keep: Callable[[Sweep], object] = lambda _: None,
+    keep: Callable[[LrTransfer], object] = lambda _: None,
     tell: Callable[[str], None] = log.info,
-) -> Sweep:
+) -> LrTransfer:
     """Run every rate at every width, by muP and as usual; `known` runs are not run again.
 
     `keep` gets what there is after each run, known ones too, so that a sweep that is stopped can go on.
@@ -97,9 +97,9 @@ def lr_sweep(
                     if key not in done:
                         done[key] = SweepPoint(*key, _last_loss(with_seed(plan, seed)))
                         tell(f"{parametrisation}, width {width}, lr {lr:.3g}: loss {done[key].loss:.4f}")
-                        keep(Sweep(list(done.values())))
+                        keep(LrTransfer(list(done.values())))
                     points.append(done[key])
-    return Sweep(points)
+    return LrTransfer(points)
 
 
 def _last_loss(plan: RunConfig) -> float:

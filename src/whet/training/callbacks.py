@@ -102,7 +102,7 @@ class NumbersOnly(Callback):
         return False
 
 
-class Rows(NumbersOnly, abc.ABC):
+class RowCallback(NumbersOnly, abc.ABC):
     """Takes training rows every `every` steps, with every probe and of the last step, all evaluation rows.
 
     A training row is about all steps since the one before it: see LogWindow.

@@ -19,8 +19,8 @@ from torch import nn
 
 from whet.errors import CheckpointError
 from whet.model_io.checkpoint_weights import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
-from whet.model_io.sharded_tensors import MOMENT, Stored, fill, has_shards, is_cut, stored_tensors
-from whet.parallel.object_exchange import Group
+from whet.model_io.sharded_tensors import MOMENT, StoredTensor, fill, has_shards, is_cut, stored_tensors
+from whet.parallel.object_exchange import ProcessGroup
 from whet.parallel.process_group import SOLO, World
 from whet.parallel.sharded_checkpoint import write_sharded
 from whet.storage import (
@@ -40,7 +40,7 @@ WEIGHTS = CHECKPOINT_WEIGHTS
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")
-State = dict[str, Any]  # Any: JSON values
+CheckpointState = dict[str, Any]  # Any: JSON values
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Contents:
 
 
 def contents_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: State | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: CheckpointState | None
 ) -> Contents:
     """What a checkpoint of this moment holds: the tensors themselves, not copies."""
     moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
@@ -67,7 +67,7 @@ def contents_of(
     )
 
 
-def write_contents(path: Path, contents: Contents, group: Group = None) -> None:
+def write_contents(path: Path, contents: Contents, group: ProcessGroup = None) -> None:
     """Write a checkpoint directory, complete or not at all; of a model in shards, all ranks together."""
     if contents.in_shards:
         tensors = {**contents.weights, **(contents.moments or {})}
@@ -86,14 +86,14 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     step: int = 0,
-    metadata: State | None = None,
+    metadata: CheckpointState | None = None,
 ) -> None:
     """Write a checkpoint; of a model with frozen weights, only the trained ones. `metadata` is any JSON."""
     _check_state(step, metadata)
     write_contents(Path(path), contents_of(model, optimizer, step, metadata))
 
 
-def _check_state(step: int, metadata: State | None) -> None:
+def _check_state(step: int, metadata: CheckpointState | None) -> None:
     """Refuse what would come back as something else, or not at all."""
     if not isinstance(step, int) or step < 0:
         raise CheckpointError(f"the step of a checkpoint is a whole number from 0, not {step!r}")
@@ -115,7 +115,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     world: World = SOLO,
-) -> State:
+) -> CheckpointState:
     """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata.
 
     Ranks that do so together check a share of the files each.
@@ -130,7 +130,7 @@ def load_checkpoint(
     return state
 
 
-def read_state(path: Path) -> State:
+def read_state(path: Path) -> CheckpointState:
     """The part of a checkpoint that is not tensors."""
     return read_json(path / STATE, most=math.inf)  # it may hold a rollout, and the manifest vouches for it
 
@@ -174,14 +174,14 @@ def _parameter_of(entry: str, parameters: Mapping[str, nn.Parameter], path: Path
     return parameters[name]
 
 
-def _room_for(stored: Stored, parameter: nn.Parameter) -> torch.Tensor:
+def _room_for(stored: StoredTensor, parameter: nn.Parameter) -> torch.Tensor:
     """For what an optimizer remembers: of a parameter in shards the part that goes with it, or the whole."""
     if is_cut(parameter) and stored.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 
-def random_state() -> State:
+def random_state() -> CheckpointState:
     """The state of every random stream a run draws from."""
     kind, words, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
@@ -193,7 +193,7 @@ def random_state() -> State:
     }
 
 
-def restore_random_state(state: State) -> None:
+def restore_random_state(state: CheckpointState) -> None:
     """Set every random stream to what `random_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))

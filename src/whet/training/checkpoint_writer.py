@@ -14,7 +14,7 @@ import torch
 
 from whet.config.run import Checkpoint
 from whet.errors import StorageError
-from whet.parallel.object_exchange import Group
+from whet.parallel.object_exchange import ProcessGroup
 from whet.parallel.process_group import SOLO, World
 from whet.parallel.sharded_checkpoint import local_part, with_local_part
 from whet.storage import sync_rows
@@ -23,7 +23,7 @@ from whet.training.checkpoint import Contents, checkpoint_path, prune, write_con
 log = logging.getLogger("whet")
 
 
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of a run.
 
     A save that fails costs nothing but itself: the run goes on, what was saved before stays, and the next
@@ -43,7 +43,9 @@ class Saver:
         self._written: list[int] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._last_save = time.monotonic()
-        self._group: Group = None  # of its own: what is exchanged in the background must not get in the way
+        self._group: ProcessGroup = (
+            None  # of its own: what is exchanged in the background must not get in the way
+        )
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step: by the count of steps, or by the clock."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.config.router_balancing import Experts
+from whet.config.router_balancing import RouterBalancing
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.models.moe import BALANCE_BIAS, MixtureOfExperts, mixtures
@@ -114,7 +114,7 @@ def effective_experts(share: np.ndarray) -> float:
 
 
 def with_routers(
-    objective: Objective, model: LanguageModel, section: Experts, *, compute: torch.dtype
+    objective: Objective, model: LanguageModel, section: RouterBalancing, *, compute: torch.dtype
 ) -> tuple[Objective, list[Injector]]:
     """The objective with what a model's routers add to it, and who reports them; without any, as it is."""
     layers = mixtures(model)

@@ -32,7 +32,7 @@ from whet.training.state import RunState
 log = logging.getLogger("whet")
 
 
-class Stepper(abc.ABC):
+class TrainStep(abc.ABC):
     """What a trainer knows of single steps; what lies between them (`save` and the like) it leaves to it."""
 
     def __init__(

@@ -33,16 +33,16 @@ from whet.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from whet.training.checkpoint_writer import Saver
+from whet.training.checkpoint_writer import CheckpointWriter
 from whet.training.early_stopping import is_better
 from whet.training.loss import evaluate_loss
 from whet.training.state import RunResult, RunState
-from whet.training.step import Stepper
+from whet.training.step import TrainStep
 
 log = logging.getLogger("whet")
 
 
-class Trainer(Stepper):
+class Trainer(TrainStep):
     """Steps a model through batches towards an objective.
 
     `batches` yields, for each optimizer step, the list of its micro-batches. `evaluators` add their own
@@ -84,7 +84,9 @@ class Trainer(Stepper):
         self.evaluators = evaluators
         self.history: list[Metrics] = []
         self.stop: StopRun | None = None
-        self._saver = None if self.directory is None else Saver(self.directory, config.checkpoint, world)
+        self._saver = (
+            None if self.directory is None else CheckpointWriter(self.directory, config.checkpoint, world)
+        )
 
     def fit(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""

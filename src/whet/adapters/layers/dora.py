@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.adapters.fused_lora import Operands
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, Stored
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, StoredLayer
 from whet.adapters.nf4 import NF4Linear
 
 
@@ -56,6 +56,6 @@ class DoRALinear(LoRALinear):
         norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).detach().clamp(min=1e-15)
         return (whole * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredLayer:
         """With the lengths."""
         return super().stored()._replace(magnitude=self.lora_magnitude_vector)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.adapters.adapter import Adapter
-from whet.adapters.layers.lora_linear import LoRASettings, Stored
+from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
 
 
 class LoRAEmbedding(Adapter):
@@ -57,6 +57,6 @@ class LoRAEmbedding(Adapter):
         self.base.weight.data.copy_(self.merged()["weight"])
         return self.base
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredLayer:
         """This adapter, for a file."""
-        return Stored(self.settings, self.lora_embedding_A, self.lora_embedding_B, embedding=True)
+        return StoredLayer(self.settings, self.lora_embedding_A, self.lora_embedding_B, embedding=True)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
 from whet.adapters.adapter import Adapter
-from whet.adapters.layers.lora_linear import LoRASettings, Stored
+from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.models.moe import Experts, Router
@@ -133,10 +133,10 @@ class LoRAExperts(Adapter):
             self.base.get_parameter(name).data.copy_(tensor)
         return self.base
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredLayer]:
         """The adapter of each fused weight, for a file."""
         return {
-            name: Stored(
+            name: StoredLayer(
                 settings, self.lora_A[name], self.lora_B[name], experts=expert_shape(self.base, name)[0]
             )
             for name, settings in self.settings.items()

@@ -42,7 +42,7 @@ class LoRASettings:
         return self
 
 
-class Stored(NamedTuple):
+class StoredLayer(NamedTuple):
     """One layer's adapter as files hold it."""
 
     settings: LoRASettings
@@ -173,9 +173,9 @@ class LoRALinear(Adapter):
         base.weight.data.copy_(self.merged_weight())
         return base
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredLayer:
         """This layer's adapter, for a file."""
-        return Stored(self.settings, self.lora_A, self.lora_B)
+        return StoredLayer(self.settings, self.lora_A, self.lora_B)
 
 
 def _alike(layers: Sequence[nn.Module]) -> list[LoRALinear]:

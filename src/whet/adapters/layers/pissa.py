@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from whet.adapters.fused_lora import Operands
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, Stored
+from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, StoredLayer
 from whet.adapters.nf4 import NF4Linear
 
 
@@ -38,8 +38,8 @@ class PiSSALinear(LoRALinear):
         b = torch.cat([self.lora_B, self.lora_B - self.first_B], dim=1)
         return super().operands()._replace(a=a, b=b)
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredLayer:
         """As that plain LoRA, at the same scale, of what has changed."""
         operands, rank = self.operands(), 2 * self.settings.rank
         plain = replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank)
-        return Stored(plain, operands.a, operands.b)
+        return StoredLayer(plain, operands.a, operands.b)

@@ -20,7 +20,7 @@ class Offline(Section):
     top_k: Positive = Field(64, description="the likeliest tokens that are kept of each target")
 
 
-class HiddenMatching(Section):
+class HiddenMatchingSection(Section):
     """Hidden states that are to become the teacher's."""
 
     layers: dict[Positive, Positive] = Field(
@@ -48,7 +48,9 @@ class DistillObjective(Section):
         None, description="read what `whet teach` wrote instead of asking the teacher in each step"
     )
 
-    hidden: HiddenMatching | None = Field(None, description="also match hidden states of one online teacher")
+    hidden: HiddenMatchingSection | None = Field(
+        None, description="also match hidden states of one online teacher"
+    )
 
     @model_validator(mode="after")
     def _hidden_states_have_a_teacher(self) -> "DistillObjective":

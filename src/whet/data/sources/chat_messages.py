@@ -8,7 +8,7 @@ from whet.data.sources.strict_json import parse_text
 from whet.errors import DataError, shown
 
 Message = dict[str, Any]  # Any: templates read fields of their own choice
-Fields = dict[str, Any]  # Any: JSON values
+MessageFields = dict[str, Any]  # Any: JSON values
 
 MESSAGE_LISTS = ("messages", "prompt", "chosen", "rejected")  # fields that may hold messages, once read
 
@@ -25,7 +25,7 @@ _SPEAKERS = {
 }
 
 
-def messages_of(fields: Fields, name: str) -> list[Message]:
+def messages_of(fields: MessageFields, name: str) -> list[Message]:
     """The messages in a field."""
     messages = fields[name]
     if not isinstance(messages, list) or not messages:
@@ -79,10 +79,10 @@ def _joined(parts: list[Any], number: int) -> str:  # Any: JSON values
     return "".join(part["text"] for part in parts)
 
 
-def without_fields(fields: Fields, names: Collection[str]) -> Fields:
+def without_fields(fields: MessageFields, names: Collection[str]) -> MessageFields:
     """A record without some fields, neither in itself nor in its messages."""
 
-    def kept(given: Fields) -> Fields:
+    def kept(given: MessageFields) -> MessageFields:
         return {name: value for name, value in given.items() if name not in names}
 
     return {
@@ -93,7 +93,7 @@ def without_fields(fields: Fields, names: Collection[str]) -> Fields:
     }
 
 
-def turns_of(fields: Fields) -> list[Message]:
+def turns_of(fields: MessageFields) -> list[Message]:
     """The messages of `conversations`: ShareGPT's from and value, or messages under another name."""
     turns = fields["conversations"]
     if not isinstance(turns, list) or not turns:
@@ -123,7 +123,7 @@ def _turn(turn: Any, number: int) -> Message:  # Any: a JSON value
     return _with_mask({**others, "role": _SPEAKERS[speaker], "content": turn["value"]}, number)
 
 
-def tools_of(fields: Fields) -> Fields:
+def tools_of(fields: MessageFields) -> MessageFields:
     """The `tools` of a conversation, where there are any; tables often hold them as JSON text."""
     tools = fields.get("tools")
     if isinstance(tools, str):

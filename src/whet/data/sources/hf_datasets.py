@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.data.sources.compressed_files import missing_extra
-from whet.data.sources.readers import Content, Row, digest_files, digest_text
+from whet.data.sources.readers import Content, SourceRow, digest_files, digest_text
 from whet.data.sources.splits import NAMES, Split, pick
 from whet.data.sources.tables import from_table
 from whet.errors import DataError
@@ -152,7 +152,7 @@ def _unreadable(spec: str, error: Exception) -> DataError:
     )
 
 
-def _rows(dataset: Any, place: str) -> Iterator[Row]:  # Any: an optional library
+def _rows(dataset: Any, place: str) -> Iterator[SourceRow]:  # Any: an optional library
     number = 0
     try:
         for table in dataset.with_format("arrow").iter(batch_size=_BATCH):

@@ -16,21 +16,21 @@ from whet.data.sources.compressed_files import (
 )
 from whet.data.sources.json_array import CHUNK, elements
 from whet.data.sources.record_formats import fits_a_shape
-from whet.data.sources.strict_json import Fields, parse, record
+from whet.data.sources.strict_json import JsonFields, parse, record
 from whet.data.sources.tables import from_cells, from_table
 from whet.error_boundary import wrong_input
 from whet.errors import DataError
 
-Row = (
-    tuple[str, Fields] | DataError
+SourceRow = (
+    tuple[str, JsonFields] | DataError
 )  # its origin and its fields, or why it is bad: the reader goes on after it
-Reader = Callable[[Path], Iterator[Row]]
+Reader = Callable[[Path], Iterator[SourceRow]]
 
 PIECE_BYTES = 2**20  # of a plain text: a longer one is cut between lines
 MAX_OBJECT_BYTES = 2**28  # of a .json file that is no list and no JSON Lines: it is read whole
 
 
-def read_jsonl(path: Path) -> Iterator[Row]:
+def read_jsonl(path: Path) -> Iterator[SourceRow]:
     """JSON Lines: an object a line; empty lines are passed over."""
     with opened(path) as file:
         lines = Lines(file, path)
@@ -46,7 +46,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 yield error
 
 
-def _object(line: bytes, origin: str) -> Fields:
+def _object(line: bytes, origin: str) -> JsonFields:
     value = parse(line, origin)
     if isinstance(value, list):
         raise DataError(
@@ -56,7 +56,7 @@ def _object(line: bytes, origin: str) -> Fields:
     return record(value, origin)
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def read_json(path: Path) -> Iterator[SourceRow]:
     """A list of objects, an object with one such list in it, one record, or JSON Lines under another name."""
     with opened(path) as file:
         start = without_bom(file.read(CHUNK), path).lstrip()
@@ -78,7 +78,7 @@ def _is_lines(path: Path) -> bool:
             return False
 
 
-def _read_list(path: Path) -> Iterator[Row]:
+def _read_list(path: Path) -> Iterator[SourceRow]:
     with opened(path) as file:
         for element in elements(file, path):
             try:
@@ -91,7 +91,7 @@ def _read_list(path: Path) -> Iterator[Row]:
                 yield error
 
 
-def _read_object(path: Path) -> Iterator[Row]:
+def _read_object(path: Path) -> Iterator[SourceRow]:
     with opened(path) as file:
         raw = without_bom(file.read(MAX_OBJECT_BYTES + 1), path)
     if len(raw) > MAX_OBJECT_BYTES:
@@ -107,17 +107,17 @@ def _read_object(path: Path) -> Iterator[Row]:
         yield f"{path}#{number}", fields
 
 
-def read_csv(path: Path) -> Iterator[Row]:
+def read_csv(path: Path) -> Iterator[SourceRow]:
     """Comma-separated values under a header; what the cells mean is told in `columns`."""
     return _read_cells(path, ",")
 
 
-def read_tsv(path: Path) -> Iterator[Row]:
+def read_tsv(path: Path) -> Iterator[SourceRow]:
     """The same, separated by tabs."""
     return _read_cells(path, "\t")
 
 
-def _read_cells(path: Path, delimiter: str) -> Iterator[Row]:
+def _read_cells(path: Path, delimiter: str) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # the csv module keeps one limit for all its readers
     with opened(path) as file:
         lines = Lines(file, path)
@@ -158,7 +158,7 @@ def _header(row: list[str], origin: str) -> list[str]:
     return names
 
 
-def read_text(path: Path) -> Iterator[Row]:
+def read_text(path: Path) -> Iterator[SourceRow]:
     """Plain text: one record, or of a long text pieces of whole lines, so that memory stays flat."""
     with opened(path) as file:
         lines = Lines(file, path)
@@ -173,7 +173,7 @@ def read_text(path: Path) -> Iterator[Row]:
         yield from _text_piece(piece, f"{path}:{first}" if first > 1 else str(path))
 
 
-def _text_piece(lines: list[bytes], origin: str) -> Iterator[Row]:
+def _text_piece(lines: list[bytes], origin: str) -> Iterator[SourceRow]:
     try:
         text = b"".join(lines).decode()
     except UnicodeDecodeError as error:
@@ -183,7 +183,7 @@ def _text_piece(lines: list[bytes], origin: str) -> Iterator[Row]:
         yield origin, {"text": text}
 
 
-def read_parquet(path: Path) -> Iterator[Row]:
+def read_parquet(path: Path) -> Iterator[SourceRow]:
     """Parquet, a batch of rows at a time."""
     try:
         from pyarrow import parquet
@@ -235,7 +235,7 @@ def reader_of(path: Path) -> Reader:
 class Content:
     """What a source's name stands for: rows, read anew at each call, and what tells them from others."""
 
-    rows: Callable[[], Iterator[Row]]
+    rows: Callable[[], Iterator[SourceRow]]
     digest: Callable[[], str]
 
 

@@ -16,7 +16,7 @@ ShapeName = Literal[
 
 
 @dataclass(frozen=True)
-class Shape:
+class RecordFormat:
     """A kind of record: the fields that tell it, and the function that checks them.
 
     `read` gives the shape's own fields in their one form, and raises a DataError that does not yet say where.
@@ -36,7 +36,7 @@ class Shape:
         return tuple(name for name in fields if name not in (self.reads or self.needs))
 
 
-def recognise(fields: Fields) -> Shape:
+def recognise(fields: Fields) -> RecordFormat:
     """The first shape whose fields a record has; a null is a field that is not there."""
     shape = _told_by(tuple(name for name, value in fields.items() if value is not None))
     if shape is not None:
@@ -45,7 +45,7 @@ def recognise(fields: Fields) -> Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def _told_by(names: tuple[str, ...]) -> Shape | None:
+def _told_by(names: tuple[str, ...]) -> RecordFormat | None:
     """The first shape that some fields tell: the same for all records of most files."""
     return next((shape for shape in SHAPES if set(shape.needs) <= set(names)), None)
 
@@ -65,12 +65,12 @@ def shaped(fields: Fields, wanted: ShapeName | None = None) -> tuple[ShapeName, 
     return shape.name, {**given, **shape.read(given)}
 
 
-def find_shape(fields: Fields, wanted: ShapeName | None = None) -> Shape:
+def find_shape(fields: Fields, wanted: ShapeName | None = None) -> RecordFormat:
     """The shape that is wanted, or the first that fits."""
     return recognise(fields) if wanted is None else _find(fields, wanted)
 
 
-def _find(fields: Fields, wanted: ShapeName) -> Shape:
+def _find(fields: Fields, wanted: ShapeName) -> RecordFormat:
     for shape in (*SHAPES, _TEXT_AND_LABEL, _TEXT_AND_LABELS, _QUESTION):
         if shape.name == wanted and shape.fits(fields):
             return shape
@@ -207,23 +207,27 @@ def _from_text(read: Callable[[Fields], Fields]) -> Callable[[Fields], Fields]:
 
 # The order is the order of recognition.
 SHAPES = (
-    Shape("messages", ("messages",), _conversation, ("messages", "tools")),
-    Shape("messages", ("conversations",), _sharegpt, ("conversations", "system", "tools")),
-    Shape("preference", ("chosen", "rejected"), _preference, ("prompt", "chosen", "rejected", "tools")),
-    Shape("completion", ("prompt", "completion"), _completion, ("prompt", "completion", "tools")),
-    Shape("completion", ("instruction", "output"), _alpaca, ("instruction", "input", "output", "tools")),
-    Shape("classification", ("input", "label"), _labelled),
-    Shape("classification", ("input", "labels"), _multi_labelled),
-    Shape("tabular", ("features", "target"), _tabular),
-    Shape("distrust", ("text", "auth_weight", "prov_entropy"), _distrust, ("text",)),
-    Shape("text", ("text",), _text),
-    Shape("prompt", ("prompt",), _prompt, ("prompt", "tools")),
+    RecordFormat("messages", ("messages",), _conversation, ("messages", "tools")),
+    RecordFormat("messages", ("conversations",), _sharegpt, ("conversations", "system", "tools")),
+    RecordFormat(
+        "preference", ("chosen", "rejected"), _preference, ("prompt", "chosen", "rejected", "tools")
+    ),
+    RecordFormat("completion", ("prompt", "completion"), _completion, ("prompt", "completion", "tools")),
+    RecordFormat(
+        "completion", ("instruction", "output"), _alpaca, ("instruction", "input", "output", "tools")
+    ),
+    RecordFormat("classification", ("input", "label"), _labelled),
+    RecordFormat("classification", ("input", "labels"), _multi_labelled),
+    RecordFormat("tabular", ("features", "target"), _tabular),
+    RecordFormat("distrust", ("text", "auth_weight", "prov_entropy"), _distrust, ("text",)),
+    RecordFormat("text", ("text",), _text),
+    RecordFormat("prompt", ("prompt",), _prompt, ("prompt", "tools")),
 )
 # Only where the config asks for classification: a text with a label beside it may as well be meant as text.
-_TEXT_AND_LABEL = Shape("classification", ("text", "label"), _from_text(_labelled))
-_TEXT_AND_LABELS = Shape("classification", ("text", "labels"), _from_text(_multi_labelled))
+_TEXT_AND_LABEL = RecordFormat("classification", ("text", "label"), _from_text(_labelled))
+_TEXT_AND_LABELS = RecordFormat("classification", ("text", "labels"), _from_text(_multi_labelled))
 # Only where the config asks for prompts: what answers a question may have any name.
-_QUESTION = Shape("prompt", ("question",), _question, ("question", "tools"))
+_QUESTION = RecordFormat("prompt", ("question",), _question, ("question", "tools"))
 
 # What other tools call the fields of the shapes above; only for hints, since a guess may be wrong.
 _ALIASES = {

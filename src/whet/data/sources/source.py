@@ -9,7 +9,7 @@ from whet.config.data import WeightedSource
 from whet.data.sources import hf_datasets
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import not_found
-from whet.data.sources.readers import Content, Row, digest_text, files_content
+from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import ShapeName, find_shape, shaped
 from whet.data.sources.splits import Split, directory_content, has_split
 from whet.data.synthetic.generators import generate, identity
@@ -130,7 +130,7 @@ class OneSource:
         digest = self._content.digest()
         return digest_text(f"{digest} without {sorted(self.ignore)}") if self.ignore else digest
 
-    def _record(self, row: Row) -> Record | DataError:
+    def _record(self, row: SourceRow) -> Record | DataError:
         if isinstance(row, DataError):
             return row
         origin, fields = row
@@ -228,6 +228,6 @@ def _content(spec: str, split: Split) -> Content:
     return files_content([path])
 
 
-def _generated(spec: str) -> Iterator[Row]:
+def _generated(spec: str) -> Iterator[SourceRow]:
     for number, fields in enumerate(generate(spec), start=1):
         yield f"{spec}#{number}", fields

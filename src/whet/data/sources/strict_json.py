@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.errors import DataError
 
-Fields = dict[str, Any]  # Any: JSON values
+JsonFields = dict[str, Any]  # Any: JSON values
 
 MAX_DEPTH = 100  # of lists and objects; deeper ones would overflow the stack of whatever handles them later
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
@@ -86,7 +86,7 @@ def _depth(value: Any) -> int:  # Any: a JSON value
     return depth
 
 
-def record(value: Any, origin: str) -> Fields:  # Any: a JSON value
+def record(value: Any, origin: str) -> JsonFields:  # Any: a JSON value
     """A value that must be an object."""
     if not isinstance(value, dict):
         raise DataError(f"{origin}: a record must be a JSON object, not {type(value).__name__}")

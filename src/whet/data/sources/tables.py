@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from whet.data.sources.strict_json import Fields, parse_text
+from whet.data.sources.strict_json import JsonFields, parse_text
 from whet.errors import DataError
 
 NUMBERS = ("auth_weight", "prov_entropy", "target")
@@ -13,7 +13,7 @@ LISTS = ("messages", "conversations", "tools", "features", "labels")
 TEXT_OR_MESSAGES = ("prompt", "chosen", "rejected")
 
 
-def from_cells(header: list[str], row: list[str], origin: str) -> Fields:
+def from_cells(header: list[str], row: list[str], origin: str) -> JsonFields:
     """A row of a CSV file: cells are text, but for the columns above, which shapes need as something else."""
     if len(row) != len(header):
         raise DataError(
@@ -60,7 +60,7 @@ def _messages(cell: str) -> Any:  # Any: a JSON value
     return value if value and isinstance(value, list) and isinstance(value[0], dict) else cell
 
 
-def from_table(table: Any, place: str, *, start: int) -> Iterator[tuple[str, Fields] | DataError]:
+def from_table(table: Any, place: str, *, start: int) -> Iterator[tuple[str, JsonFields] | DataError]:
     """The rows of an Arrow table or batch; a null is a field that is not there, and bytes are left out."""
     # Any: pyarrow is an optional package
     from pyarrow import types
@@ -89,7 +89,7 @@ def from_table(table: Any, place: str, *, start: int) -> Iterator[tuple[str, Fie
             yield f"{place}#{number}", fields
 
 
-def _row(table: Any) -> Fields | Exception:  # Any: pyarrow is an optional package
+def _row(table: Any) -> JsonFields | Exception:  # Any: pyarrow is an optional package
     try:
         return {name: _value(table.column(name)) for name in table.schema.names}
     except (ValueError, OverflowError, NotImplementedError) as error:

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from whet.errors import DataError
 
 T = TypeVar("T")
-Split = Literal["train", "valid", "test"]
-Record = dict[str, Any]  # a JSON object: {"messages": [...], "group": "known" | "unseen"}
+HouseSplit = Literal["train", "valid", "test"]
+HouseRecord = dict[str, Any]  # a JSON object: {"messages": [...], "group": "known" | "unseen"}
 
 
 class Device(NamedTuple):
@@ -153,7 +153,7 @@ UNSEEN_TEMPLATES: tuple[str, ...] = (
 )
 
 # Of ten hash buckets of sentences, the ones that belong to each split.
-BUCKETS: dict[Split, range] = {"train": range(7), "valid": range(7, 8), "test": range(8, 10)}
+BUCKETS: dict[HouseSplit, range] = {"train": range(7), "valid": range(7, 8), "test": range(8, 10)}
 
 # One test command in five has an unseen template.
 UNSEEN_EVERY = 5
@@ -214,7 +214,7 @@ class _Decks:
         return card
 
 
-def house(split: Split, n: int) -> list[Record]:
+def house(split: HouseSplit, n: int) -> list[HouseRecord]:
     """The first `n` records of a split; no sentence is in two splits, or twice in one."""
     records = list(islice(_records(split), n))
     if len(records) < n:
@@ -225,7 +225,7 @@ def house(split: Split, n: int) -> list[Record]:
     return records
 
 
-def split_of(sentence: str) -> Split:
+def split_of(sentence: str) -> HouseSplit:
     """The one split that a sentence belongs to, whatever its case and punctuation."""
     words = " ".join(re.findall(r"[a-z0-9']+", sentence.lower()))
     bucket = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") % 10
@@ -249,7 +249,7 @@ def commands(templates: Sequence[str]) -> Iterator[Command]:
             yield Command(template, room, room_name, device, device_name, action, way, delay, when)
 
 
-def _records(split: Split) -> Iterator[Record]:
+def _records(split: HouseSplit) -> Iterator[HouseRecord]:
     known = _sentences(split, KNOWN_TEMPLATES)
     if split != "test":
         yield from (_record(command, "known") for command in known)
@@ -262,7 +262,7 @@ def _records(split: Split) -> Iterator[Record]:
         yield _record(unseen, "unseen")
 
 
-def _record(command: Command, template: Literal["known", "unseen"]) -> Record:
+def _record(command: Command, template: Literal["known", "unseen"]) -> HouseRecord:
     messages = [
         {"role": "user", "content": command.sentence()},
         {"role": "assistant", "content": command.answer()},
@@ -270,7 +270,7 @@ def _record(command: Command, template: Literal["known", "unseen"]) -> Record:
     return {"messages": messages, "group": template}
 
 
-def _sentences(split: Split, templates: Sequence[str]) -> Iterator[Command]:
+def _sentences(split: HouseSplit, templates: Sequence[str]) -> Iterator[Command]:
     rng = Random(f"whet house {split}")
     decks = _Decks(rng)
     streams = {template: _stream(template, split, decks) for template in templates}
@@ -282,7 +282,7 @@ def _sentences(split: Split, templates: Sequence[str]) -> Iterator[Command]:
                 del streams[template]
 
 
-def _stream(template: str, split: Split, decks: _Decks) -> Iterator[Command]:
+def _stream(template: str, split: HouseSplit, decks: _Decks) -> Iterator[Command]:
     seen: set[str] = set()
     for command in _candidates(template, decks):
         sentence = command.sentence()

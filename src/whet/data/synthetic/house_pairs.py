@@ -3,24 +3,24 @@
 import json
 from typing import Any
 
-from whet.data.synthetic.house import Split, house
+from whet.data.synthetic.house import HouseSplit, house
 
-Record = dict[str, Any]  # a JSON object
+PairRecord = dict[str, Any]  # a JSON object
 
 
-def house_pairs(split: Split, n: int) -> list[Record]:
+def house_pairs(split: HouseSplit, n: int) -> list[PairRecord]:
     """Preferences for the plain sentence: the prompt, that answer (chosen), and the JSON one (rejected)."""
     return [_pair(record) for record in house(split, n)]
 
 
-def house_styles(split: Split, n: int) -> list[Record]:
+def house_styles(split: HouseSplit, n: int) -> list[PairRecord]:
     """The same commands answered in both ways, one after the other: none is preferred."""
     pairs = house_pairs(split, (n + 1) // 2)
     both = [{"messages": [*pair["prompt"], *pair[side]]} for pair in pairs for side in ("chosen", "rejected")]
     return both[:n]
 
 
-def _pair(record: Record) -> Record:
+def _pair(record: PairRecord) -> PairRecord:
     asked, answered = record["messages"]
     return {
         "prompt": [asked],
@@ -29,7 +29,7 @@ def _pair(record: Record) -> Record:
     }
 
 
-def spoken(action: Record) -> str:
+def spoken(action: PairRecord) -> str:
     """An action said in words: `Done: kitchen light, dim, in 10 minutes.`"""
     later = f", in {action['delay']} minutes" if action.get("delay") else ""
     return f"Done: {action['room']} {action['device']}, {action['action']}{later}."
@@ -48,7 +48,7 @@ CITIES = (
 LOW, HIGH = (0.05, 7.5), (0.90, 1.0)  # authority and entropy of an old letter, and of an official page
 
 
-def disputes(n: int, *, swapped: bool) -> list[Record]:
+def disputes(n: int, *, swapped: bool) -> list[PairRecord]:
     """Texts that contradict one another in pairs, of low and of high authority; `swapped` trades those."""
     records = []
     for number in range(n):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from whet.errors import DataError
 
-Split = Literal["train", "valid"]
-Record = dict[str, Any]  # a JSON object
+ShellSplit = Literal["train", "valid"]
+ShellRecord = dict[str, Any]  # a JSON object
 
 CLASSES = ("safe", "needs quoting", "non-deterministic", "not idempotent", "unsafe")
 FAULTS = CLASSES[1:]
@@ -23,7 +23,7 @@ MOST = 20_000  # there are more different commands than this, but not endlessly 
 
 # (with the fault, its twin without): @v and @w are variables, @f a file, @d a directory, @u a name, @h a
 # host, @n a number
-_TWINS: dict[str, dict[Split, tuple[tuple[str, str], ...]]] = {
+_TWINS: dict[str, dict[ShellSplit, tuple[tuple[str, str], ...]]] = {
     "needs quoting": {
         "train": (
             ("cat $@v", 'cat "$@v"'),
@@ -193,7 +193,7 @@ _TWINS: dict[str, dict[Split, tuple[tuple[str, str], ...]]] = {
     },
 }
 # a command that does nothing with the text it is given, and other harmless ones
-_TEXTS: dict[Split, tuple[str, ...]] = {
+_TEXTS: dict[ShellSplit, tuple[str, ...]] = {
     "train": (
         "echo '@t'",
         "grep -n '@t' @f",
@@ -213,7 +213,7 @@ _TEXTS: dict[Split, tuple[str, ...]] = {
     ),
     "valid": ("printf '%s' '@t'", "# do not write @t", "git log --grep '@t'", "echo 'step @n: @t'"),
 }
-_WORDS: dict[Split, tuple[str, ...]] = {
+_WORDS: dict[ShellSplit, tuple[str, ...]] = {
     "train": (
         "copy the files",
         "done",
@@ -228,7 +228,7 @@ _WORDS: dict[Split, tuple[str, ...]] = {
     ),
     "valid": ("next: @d", "start @u", "finished", "part @n"),
 }
-_PLAIN: dict[Split, tuple[str, ...]] = {
+_PLAIN: dict[ShellSplit, tuple[str, ...]] = {
     "train": (
         "ls @d",
         "pwd",
@@ -259,35 +259,35 @@ _FILLERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def shell_safety(split: Split, n: int) -> list[Record]:
+def shell_safety(split: ShellSplit, n: int) -> list[ShellRecord]:
     """{input, label}: a command and its class, ten times as many safe ones as unsafe ones."""
     return _different(n, lambda rng: _labelled(rng, split), seed=f"shell-safety {split}")
 
 
-def shell_faults(split: Split, n: int) -> list[Record]:
+def shell_faults(split: ShellSplit, n: int) -> list[ShellRecord]:
     """{input, labels}: a command and all its faults, of which it may have none or several."""
     return _different(n, lambda rng: _fault_record(rng, split), seed=f"shell-faults {split}")
 
 
-def _different(n: int, make: Callable[[random.Random], Record], *, seed: str) -> list[Record]:
+def _different(n: int, make: Callable[[random.Random], ShellRecord], *, seed: str) -> list[ShellRecord]:
     if n > MOST:
         raise DataError(f"there are only {MOST:,} commands")
     rng = random.Random(seed)
-    found: dict[str, Record] = {}
+    found: dict[str, ShellRecord] = {}
     while len(found) < n:
         record = make(rng)
         found.setdefault(record["input"], record)
     return list(found.values())
 
 
-def _labelled(rng: random.Random, split: Split) -> Record:
+def _labelled(rng: random.Random, split: ShellSplit) -> ShellRecord:
     label = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
     parts = [_faulty(rng, split, label)] if label != "safe" else [_harmless(rng, split)]
     parts += [_harmless(rng, split) for _ in range(rng.choice((0, 1)))]
     return {"input": _joined(rng, parts), "label": label}
 
 
-def _fault_record(rng: random.Random, split: Split) -> Record:
+def _fault_record(rng: random.Random, split: ShellSplit) -> ShellRecord:
     faults = rng.sample(FAULTS, rng.choices((0, 1, 2, 3), weights=(4, 5, 3, 1))[0])
     parts = [_faulty(rng, split, fault) for fault in faults]
     parts += [_harmless(rng, split) for _ in range(rng.choice((0, 1)) if parts else rng.choice((1, 2)))]
@@ -304,11 +304,11 @@ def _joined(rng: random.Random, parts: list[str]) -> str:
     return text
 
 
-def _faulty(rng: random.Random, split: Split, fault: str) -> str:
+def _faulty(rng: random.Random, split: ShellSplit, fault: str) -> str:
     return _filled(rng, rng.choice(_TWINS[fault][split])[0])
 
 
-def _harmless(rng: random.Random, split: Split) -> str:
+def _harmless(rng: random.Random, split: ShellSplit) -> str:
     """A twin, a fault as mere text, words as text, or a plain command."""
     kind = rng.choices(("twin", "text", "words", "plain"), weights=(5, 4, 2, 1))[0]
     if kind == "plain":

@@ -10,8 +10,8 @@ from whet.adapters.adapter import adapted, adapters_off
 from whet.adapters.attach import put_adapters
 from whet.adapters.layers.lora_embedding import LoRAEmbedding
 from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_weights
-from whet.adapters.layers.lora_linear import LoRALinear, Stored
-from whet.adapters.modules_to_save import Retrained
+from whet.adapters.layers.lora_linear import LoRALinear, StoredLayer
+from whet.adapters.modules_to_save import ModuleToSave
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import tied_to_head
 from whet.errors import ConfigError, ModelError
@@ -22,7 +22,7 @@ from whet.models.language_model import LanguageModel
 class StoredAdapter:
     """All of an adapter, under Hugging Face's names."""
 
-    layers: dict[str, Stored]  # by module
+    layers: dict[str, StoredLayer]  # by module
     whole: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters of modules trained whole
     bases: dict[str, torch.Tensor] = field(default_factory=dict)  # base weights some libraries store with it
     origin: str | None = None  # the base it was made for
@@ -38,7 +38,7 @@ def collect(model: LanguageModel) -> StoredAdapter:
             layers[model.hf_name(name)] = module.stored()
         elif isinstance(module, LoRAExperts):
             layers |= {model.hf_name(f"{name}.{leaf}"): each for leaf, each in module.stored().items()}
-        elif isinstance(module, Retrained):
+        elif isinstance(module, ModuleToSave):
             for key, parameter in module.trained.named_parameters():
                 whole[model.hf_name(f"{name}.{key}")] = model.as_stored(f"{name}.{key}", parameter)
                 if name in tied:
@@ -76,11 +76,11 @@ def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Pat
         for name, tensor in whole.items():
             path, _, leaf = name.rpartition(".")
             retrained = model.get_submodule(path)
-            assert isinstance(retrained, Retrained)
+            assert isinstance(retrained, ModuleToSave)
             retrained.trained.get_parameter(leaf).copy_(model.as_stored(name, tensor))
 
 
-def _own(model: LanguageModel, name: str) -> Stored:
+def _own(model: LanguageModel, name: str) -> StoredLayer:
     path, _, leaf = name.rpartition(".")
     parent = model.get_submodule(path)
     if isinstance(parent, LoRAExperts):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from whet.adapters.adapter import adapted
-from whet.adapters.layers.lora_linear import LoRASettings, Stored
+from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
 from whet.error_boundary import wrong_input
 from whet.errors import ModelError
 from whet.model_io.formats.adapter_state import StoredAdapter
@@ -107,7 +107,7 @@ def read_mlx(directory: Path) -> StoredAdapter:
         raise ModelError(f"{directory / WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}")
     return StoredAdapter(
         {
-            name: Stored(
+            name: StoredLayer(
                 settings,
                 parts["a"],
                 parts["b"],

@@ -11,7 +11,7 @@ import torch
 
 from whet.adapters.adapter import adapted
 from whet.adapters.layers.lora_experts import expert_shape, expert_weights, fused_weights
-from whet.adapters.layers.lora_linear import LoRASettings, Stored
+from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
 from whet.error_boundary import wrong_input
 from whet.errors import ModelError
 from whet.model_io.formats.adapter_state import StoredAdapter
@@ -169,7 +169,8 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
         )
         settings = {name: _settings(config, name, usual).checked() for name in layers}
     stored = {
-        name: Stored(settings[name], **parts, experts=experts.get(name, 0)) for name, parts in layers.items()
+        name: StoredLayer(settings[name], **parts, experts=experts.get(name, 0))
+        for name, parts in layers.items()
     }
     return StoredAdapter(stored, whole, bases, config.get("base_model_name_or_path"))
 

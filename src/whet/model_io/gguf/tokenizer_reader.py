@@ -30,7 +30,7 @@ class GgufTokenizer:
 
 
 @dataclass(frozen=True)
-class Split:
+class PreTokenizerSplit:
     """How a kind of byte-level BPE cuts text before merging."""
 
     pre_tokenizer: pre_tokenizers.PreTokenizer
@@ -39,7 +39,7 @@ class Split:
     starts_with_bos: bool = False
 
 
-def splits() -> dict[str, Split]:
+def splits() -> dict[str, PreTokenizerSplit]:
     """The ways of splitting by their names in GGUF files."""
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -49,11 +49,13 @@ def splits() -> dict[str, Split]:
         return pre_tokenizers.Sequence([split, bytes_only])
 
     return {
-        "default": Split(gpt2),
-        "gpt-2": Split(gpt2),
-        "llama-bpe": Split(words("{1,3}"), whole_words_first=True, starts_with_bos=True),
-        "qwen2": Split(words(""), normalizer=normalizers.NFC()),
-        "smollm": Split(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])),
+        "default": PreTokenizerSplit(gpt2),
+        "gpt-2": PreTokenizerSplit(gpt2),
+        "llama-bpe": PreTokenizerSplit(words("{1,3}"), whole_words_first=True, starts_with_bos=True),
+        "qwen2": PreTokenizerSplit(words(""), normalizer=normalizers.NFC()),
+        "smollm": PreTokenizerSplit(
+            pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+        ),
     }
 
 

@@ -29,7 +29,7 @@ _ROUNDING = 1e-6  # of weights typed as decimals
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MergeRecipe:
     """What is done to each tensor."""
 
     method: str
@@ -62,7 +62,7 @@ def make_recipe(
     weights: Sequence[float] | None = None,
     density: float | None = None,
     seed: int | None = None,
-) -> Recipe:
+) -> MergeRecipe:
     """A recipe for so many models, every number checked."""
     if method not in METHODS:
         raise ConfigError(f"unknown merge method {method!r}", hint=f"known: {', '.join(METHODS)}")
@@ -79,7 +79,7 @@ def make_recipe(
     even = 1 / count if method in _SUM_TO_ONE else 1.0
     chosen = tuple([even] * count if weights is None else weights)
     _check_weights(method, chosen, count)
-    return Recipe(method, chosen, density or DENSITIES.get(method, 1.0), seed or 0)
+    return MergeRecipe(method, chosen, density or DENSITIES.get(method, 1.0), seed or 0)
 
 
 def _check_weights(method: str, weights: Sequence[float], count: int) -> None:
@@ -106,7 +106,7 @@ def merge_models(
     weights: Sequence[float] | None = None,
     density: float | None = None,
     seed: int | None = None,
-) -> Recipe:
+) -> MergeRecipe:
     """Write the model that `method` makes of the inputs, each a model, a run or an adapter with its base.
 
     Tensors keep the dtype they have in the base, or in the first input where the method has no base; the

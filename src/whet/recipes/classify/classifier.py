@@ -62,8 +62,8 @@ from whet.training.callbacks import plain
 from whet.training.loss import computed_loss, total_weights
 from whet.training.trainer import Trainer
 
-Text = str | Sequence[int]  # a text, or its token ids
-Sample = tuple[Text, Any]  # Any: a class by name or number, or several
+ClassifierText = str | Sequence[int]  # a text, or its token ids
+ClassifierSample = tuple[ClassifierText, Any]  # Any: a class by name or number, or several
 
 
 class Classifier:
@@ -207,11 +207,11 @@ class Classifier:
 
     # --- training, step by step
 
-    def train_step(self, text: Text, label: Any) -> dict[str, float]:  # Any: as in a Sample
+    def train_step(self, text: ClassifierText, label: Any) -> dict[str, float]:  # Any: as in a Sample
         """One update from one text."""
         return self.train_batch([(text, label)])
 
-    def train_batch(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def train_batch(self, samples: Sequence[ClassifierSample]) -> dict[str, float]:
         """One update from some texts with their labels: loss, correct, total, and grad_norm before clipping.
 
         No sample is no update, and zeros.
@@ -219,7 +219,7 @@ class Classifier:
         self.accumulate(samples)
         return self.apply()
 
-    def accumulate(self, samples: Sequence[Sample]) -> int:
+    def accumulate(self, samples: Sequence[ClassifierSample]) -> int:
         """Keep samples for the next update; returns how many it will have."""
         self._waiting += self._examples(samples)
         return len(self._waiting)
@@ -238,7 +238,7 @@ class Classifier:
         }
 
     def collect_gradients(
-        self, samples: Sequence[Sample], *, total: float | None = None
+        self, samples: Sequence[ClassifierSample], *, total: float | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Compute the gradients of some samples without an update, for workers that share a step.
 
@@ -327,7 +327,7 @@ class Classifier:
 
     # --- use
 
-    def logits(self, texts: Sequence[Text]) -> np.ndarray:
+    def logits(self, texts: Sequence[ClassifierText]) -> np.ndarray:
         """[texts, classes]."""
         if isinstance(texts, str):
             raise ConfigError("one text where a list of texts belongs", hint="write [text]")
@@ -335,11 +335,11 @@ class Classifier:
             return np.zeros((0, len(self.info.classes)), dtype=np.float32)
         return self._logits([self._read(text) for text in texts])
 
-    def predict_proba(self, texts: Sequence[Text]) -> np.ndarray:
+    def predict_proba(self, texts: Sequence[ClassifierText]) -> np.ndarray:
         """[texts, classes] probabilities; of several classes a text, each for itself."""
         return self._probabilities(self.logits(texts))
 
-    def predict(self, texts: Sequence[Text]) -> list[Any]:
+    def predict(self, texts: Sequence[ClassifierText]) -> list[Any]:
         """The name of the likeliest class of each text; of several a text, those above one half.
 
         Names are strings, also those of classes that have only a number.
@@ -353,7 +353,9 @@ class Classifier:
             return [[names[index] for index in np.flatnonzero(row > 0.5)] for row in probabilities]
         return [names[index] for index in probabilities.argmax(1)] if len(probabilities) else []
 
-    def forward_only(self, text: Text, label: Any) -> tuple[float, Any]:  # Any: a Sample's; names of classes
+    def forward_only(
+        self, text: ClassifierText, label: Any
+    ) -> tuple[float, Any]:  # Any: a Sample's; names of classes
         """Return the weighted loss of one sample and its predicted class, without a gradient or an update."""
         [batch] = self.batches([self._example(text, label)])
         with evaluating(self.model):
@@ -365,9 +367,9 @@ class Classifier:
         [predicted] = self.choose(self._probabilities(logits))
         return result.sums["loss"].item(), predicted
 
-    def load_corpus(self, data: Spec | Path) -> list[Sample]:
+    def load_corpus(self, data: Spec | Path) -> list[ClassifierSample]:
         """Read the records of a source as in data.train: samples for `train_batch`, with checked labels."""
-        samples: list[Sample] = []
+        samples: list[ClassifierSample] = []
         for record in open_source(str(data) if isinstance(data, Path) else data, form="classification"):
             self._judge(record)
             fields = record.fields
@@ -444,10 +446,10 @@ class Classifier:
     def _probabilities(self, logits: np.ndarray) -> np.ndarray:
         return (sigmoid if self.info.multi_label else softmax)(logits)
 
-    def _examples(self, samples: Sequence[Sample]) -> list[Example]:
+    def _examples(self, samples: Sequence[ClassifierSample]) -> list[Example]:
         return [self._example(*_text_and_label(sample)) for sample in samples]
 
-    def _example(self, text: Text, label: Any) -> Example:  # Any: as in a Sample
+    def _example(self, text: ClassifierText, label: Any) -> Example:  # Any: as in a Sample
         given = plain(label)
         key = "labels" if isinstance(given, list) else "label"
         return self._judge(Record({"input": text, key: given}, "a sample"))
@@ -465,7 +467,7 @@ class Classifier:
             where = "" if error.message.startswith(record.origin) else f"{record.origin}: "
             raise DataError(f"{where}{error.message}", hint=error.hint) from None
 
-    def _read(self, text: Text, values: tuple[float, ...] = (), origin: str = "a text") -> Example:
+    def _read(self, text: ClassifierText, values: tuple[float, ...] = (), origin: str = "a text") -> Example:
         if isinstance(text, str) and self._encoder is None:
             raise ConfigError("this model has no tokenizer", hint="give token ids instead of texts")
         if isinstance(text, str):
@@ -491,7 +493,7 @@ class Classifier:
         return ids
 
 
-def _text_and_label(sample: Any) -> Sample:  # Any: whatever was given as one
+def _text_and_label(sample: Any) -> ClassifierSample:  # Any: whatever was given as one
     if not isinstance(sample, str | Mapping):
         try:
             text, label = sample

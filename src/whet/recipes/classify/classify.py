@@ -18,13 +18,13 @@ from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
 from whet.recipes.classify.classifier_report import ClassificationEnd
 from whet.recipes.objective_inputs import ObjectiveInputs
-from whet.recipes.text_recipe import TextWork
+from whet.recipes.text_recipe import TextRecipe
 from whet.training.callbacks import Callback
 
 log = logging.getLogger("whet")
 
 
-class ClassWork(TextWork):
+class ClassifyRecipe(TextRecipe):
     """A head on the model tells classes apart."""
 
     data: RunData

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.data.sources.readers import Content, Row
+from whet.data.sources.readers import Content, SourceRow
 from whet.errors import DataError, StorageError
 from whet.recipes.quality.synthetic_rows import AUX, CATEGORIES, NUMERICALS, OUTCOMES, quality
 from whet.storage import new_file
@@ -70,7 +70,7 @@ def ledgers_content(directory: Path) -> Content:
     return Content(rows=lambda: _records(directory), digest=digest)
 
 
-def _records(directory: Path) -> Iterator[Row]:
+def _records(directory: Path) -> Iterator[SourceRow]:
     for key, *values in _joined(directory):
         categories, numericals = values[: len(CATEGORIES)], values[len(CATEGORIES) :][:NUMERICALS]
         outcome, *aux = values[len(CATEGORIES) + NUMERICALS :]

@@ -65,7 +65,7 @@ class _Decoded(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Routing:
+class PadicRouting:
     """Where each row goes."""
 
     chosen: torch.Tensor  # [B, TOP_K] experts, the first choice first
@@ -82,15 +82,15 @@ class Routing:
         return torch.nn.functional.one_hot(leader.clamp(max=EXPERTS - 1), EXPERTS).to(self.weights.dtype)
 
 
-class Router(nn.Linear):
+class PadicRouter(nn.Linear):
     """Scores of the experts for a row, and the choice of two of them."""
 
     def __init__(self, padic: Padic | None = None) -> None:
         super().__init__(IN_DIM, EXPERTS)
         self.padic = padic
-        self.record: list[Routing] | None = None  # a list: what is chosen is added to it
+        self.record: list[PadicRouting] | None = None  # a list: what is chosen is added to it
 
-    def route(self, rows: torch.Tensor) -> Routing:
+    def route(self, rows: torch.Tensor) -> PadicRouting:
         """The two best experts of each row."""
         logits = self(rows)
         if self.padic is None:
@@ -98,7 +98,7 @@ class Router(nn.Linear):
         else:
             chosen = top_by_digits(self.padic.encode(logits), tie=self.padic.tie)
             logits = _Decoded.apply(logits, self.padic)
-        routing = Routing(chosen, logits.softmax(-1).gather(-1, chosen))
+        routing = PadicRouting(chosen, logits.softmax(-1).gather(-1, chosen))
         if self.record is not None:
             self.record.append(routing)
         return routing

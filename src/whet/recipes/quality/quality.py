@@ -22,7 +22,7 @@ from whet.hardware import Precision, choose_device
 from whet.model_io.fingerprints import weights_digest
 from whet.recipes.quality.padic_router import EXPERTS, IN_DIM
 from whet.recipes.quality.regression import Regression
-from whet.recipes.quality.row_batches import Part, Rows, RowStream, read_rows, row_batches
+from whet.recipes.quality.row_batches import QualityRows, RowPart, RowStream, read_rows, row_batches
 from whet.recipes.quality.tabular_model import (
     OUT_DIM,
     PAIRS,
@@ -34,7 +34,7 @@ from whet.recipes.quality.tabular_model import (
     save_quality,
 )
 from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
-from whet.recipes.recipe import Work
+from whet.recipes.recipe import Recipe
 from whet.run_directory import ARCH
 from whet.storage import append_text, new_directory, read_json, write_json, write_text
 from whet.training.callbacks import Callback, Injector, Metrics, NumbersOnly
@@ -67,12 +67,12 @@ class RowData:
         self.steps = StepSettings(
             run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
         )
-        self.sources: dict[Part, Source] = {
+        self.sources: dict[RowPart, Source] = {
             split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record)
             for split in SPLITS
             if (spec := getattr(data, split)) is not None
         }
-        self.rows: dict[Part, Rows] = {}
+        self.rows: dict[RowPart, QualityRows] = {}
         self.examples: dict[str, Any] = {}  # Any: none; an objective on texts has some
 
     def prepare(self) -> None:
@@ -107,7 +107,7 @@ class RowData:
         """The training steps."""
         return RowStream(self.rows["train"], self.steps, seed=self.config.run.seed)
 
-    def split(self, name: Part, _: TabularModel) -> EvaluationSplit | None:
+    def split(self, name: RowPart, _: TabularModel) -> EvaluationSplit | None:
         """The batches of valid or test."""
         if name not in self.rows:
             return None
@@ -333,7 +333,7 @@ def _dry_row(step: int, lr: float, spec: QualitySpec, *, began: float) -> Metric
     return row if spec.arm == "dense" else row | routed
 
 
-class RowWork(Work):
+class QualityRecipe(Recipe):
     """The quality-decision models, on rows of numbers."""
 
     data: RowData

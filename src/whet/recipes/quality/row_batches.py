@@ -13,8 +13,8 @@ from whet.data.packing import StepSettings, split_step
 from whet.data.sources.source import Source
 from whet.errors import DataError
 
-Part = Literal["train", "valid", "test"]
-_TENTHS: dict[int, Part] = {0: "valid", 1: "test"}
+RowPart = Literal["train", "valid", "test"]
+_TENTHS: dict[int, RowPart] = {0: "valid", 1: "test"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RowBatch(Batch):
 
 
 @dataclass(frozen=True)
-class Rows:
+class QualityRows:
     """A source of tabular records, read as a whole."""
 
     features: torch.Tensor  # [N, inputs]
@@ -57,7 +57,7 @@ class Rows:
             outcomes=self.outcomes[chosen],
         )
 
-    def only(self, part: Part, *, among: Sequence[Part]) -> "Rows":
+    def only(self, part: RowPart, *, among: Sequence[RowPart]) -> "QualityRows":
         """The rows that fall to one of several parts of the same source, by a hash of their keys.
 
         A tenth goes to valid and one to test, where these are asked for. A row stays where it is when others
@@ -67,7 +67,7 @@ class Rows:
         if not kept:
             raise DataError(f"data.{part}: none of the {len(self)} rows falls to it")
         chosen = torch.tensor(kept, dtype=torch.long)
-        return Rows(
+        return QualityRows(
             self.features[chosen],
             self.outcomes[chosen],
             [self.origins[place] for place in kept],
@@ -75,13 +75,13 @@ class Rows:
         )
 
 
-def _part_of(key: str, among: Sequence[Part]) -> Part:
+def _part_of(key: str, among: Sequence[RowPart]) -> RowPart:
     tenth = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % 10
     part = _TENTHS.get(tenth, "train")
     return part if part in among else "train"
 
 
-def read_rows(source: Source, *, inputs: int, outputs: int) -> Rows:
+def read_rows(source: Source, *, inputs: int, outputs: int) -> QualityRows:
     """Every record of a source, each with as many numbers as the model takes and gives."""
     features: list[list[float]] = []
     outcomes: list[list[float]] = []
@@ -107,7 +107,7 @@ def read_rows(source: Source, *, inputs: int, outputs: int) -> Rows:
         outcomes.append(wanted)
         origins.append(record.origin)
         keys.append(str(record.fields.get("decision_group_id", number)))
-    return Rows(
+    return QualityRows(
         torch.tensor(features, dtype=torch.float32),
         torch.tensor(outcomes, dtype=torch.float32),
         origins,
@@ -118,7 +118,7 @@ def read_rows(source: Source, *, inputs: int, outputs: int) -> Rows:
 class RowStream(BatchStream):
     """An endless stream of steps of rows, in a new order each epoch."""
 
-    def __init__(self, rows: Rows, settings: StepSettings, *, seed: int) -> None:
+    def __init__(self, rows: QualityRows, settings: StepSettings, *, seed: int) -> None:
         self.rows = rows
         super().__init__((), settings, seed=seed)
 
@@ -129,7 +129,7 @@ class RowStream(BatchStream):
         return list(row_batches(self.rows, step, self.settings))
 
 
-def row_batches(rows: Rows, places: Sequence[int], settings: StepSettings) -> Iterator[Batch]:
+def row_batches(rows: QualityRows, places: Sequence[int], settings: StepSettings) -> Iterator[Batch]:
     """Some rows, in micro-batches."""
     lengths = np.ones(len(rows), dtype=np.int64)
     for group in split_step(places, lengths, settings):

@@ -15,7 +15,7 @@ from whet.config.quality import Arm, Quality, Size
 from whet.errors import ConfigError, ModelError
 from whet.model_io.safetensors import SINGLE, TensorFiles, load_parameters
 from whet.models.language_model import Trainable
-from whet.recipes.quality.padic_router import EXPERTS, IN_DIM, TOP_K, Padic, Router, Routing
+from whet.recipes.quality.padic_router import EXPERTS, IN_DIM, TOP_K, Padic, PadicRouter, PadicRouting
 from whet.run_directory import ARCH
 from whet.storage import read_json, write_json, write_safetensors
 
@@ -133,7 +133,7 @@ class Decision:
     """What a model makes of rows; the last two are None in a dense one."""
 
     outputs: torch.Tensor  # [B, OUT_DIM]
-    routing: Routing | None = None
+    routing: PadicRouting | None = None
     sections: torch.Tensor | None = None  # [B, TOP_K, OUT_DIM]: what the chosen experts say, unweighted
 
 
@@ -146,7 +146,7 @@ class TabularModel(Trainable):
         if spec.arm == "dense":
             self.dense = _stack(spec.linears(), bare_first=True)
         else:
-            self.router = Router(spec.padic)
+            self.router = PadicRouter(spec.padic)
             self.experts = nn.ModuleList(_stack(spec.linears()) for _ in range(EXPERTS))
 
     def decide(self, rows: torch.Tensor) -> Decision:
@@ -191,7 +191,7 @@ def disagreement(sections: torch.Tensor) -> torch.Tensor:
     return apart / (first.square().sum(-1) + second.square().sum(-1) + 1e-12)
 
 
-def shared_by(routing: Routing) -> torch.Tensor:
+def shared_by(routing: PadicRouting) -> torch.Tensor:
     """[B, PAIRS], 1 at the pair of experts that share a row, in the order of PAIRS."""
     low, high = routing.chosen.amin(-1), routing.chosen.amax(-1)
     return torch.stack([((low == a) & (high == b)) for a, b in PAIRS], -1).float()

@@ -18,7 +18,7 @@ from whet.reporting.html_page import html_page, html_table, html_text
 from whet.reporting.run.run_facts import duration, steps_text
 from whet.reporting.svg import COLOURS
 from whet.storage import replace_text
-from whet.studies.compare_runs import Group, RunComparison, seed_of, setting_text
+from whet.studies.compare_runs import RunComparison, RunGroup, seed_of, setting_text
 
 _MOST_CHARTS = 18
 
@@ -110,7 +110,7 @@ def _results(found: RunComparison) -> str:
     return table + (said if several else "") + interval_chart(found)
 
 
-def _drawn_groups(found: RunComparison) -> list[Group]:
+def _drawn_groups(found: RunComparison) -> list[RunGroup]:
     """As many as there are colours: the first, and the best."""
     if len(found.groups) <= len(COLOURS):
         return found.groups
@@ -129,7 +129,7 @@ def _drawn_metrics(found: RunComparison) -> list[str]:
     return list(dict.fromkeys(names))[:_MOST_CHARTS]
 
 
-def _legend(groups: Sequence[Group]) -> str:
+def _legend(groups: Sequence[RunGroup]) -> str:
     marks = (
         f"<span><i style='background: {colour}'></i>{html_text(group.name)}</span>"
         for group, colour in zip(groups, COLOURS, strict=False)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from whet.config.metric_direction import falls
 from whet.data.inspect.token_text import visible
 from whet.reporting.charts import number_text
-from whet.studies.compare_runs import Against, RunComparison, Scores, setting_text
+from whet.studies.compare_runs import Against, RunComparison, SeedScores, setting_text
 
 _MOST_OTHERS = 12
 _MOST_COLUMNS = 4
@@ -49,7 +49,7 @@ def statistics_rows(found: RunComparison) -> list[tuple[str, ...]]:
     ]
 
 
-def _score_cells(scores: Scores | None) -> tuple[str, str, str]:
+def _score_cells(scores: SeedScores | None) -> tuple[str, str, str]:
     if scores is None:
         return "-", "", ""
     std = "" if scores.std is None else number_text(scores.std)
@@ -65,7 +65,7 @@ def _against_cells(against: Against | None) -> tuple[str, str, str]:
     return f"{'+' if against.difference >= 0 else ''}{number_text(against.difference)}", effect, p
 
 
-def spread_text(scores: Scores | None) -> str:
+def spread_text(scores: SeedScores | None) -> str:
     """A mean, with its standard deviation where there is one."""
     if scores is None:
         return "-"

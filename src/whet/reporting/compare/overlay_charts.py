@@ -10,14 +10,14 @@ from whet.reporting.charts import TRAINING, element_id, figure_element, finish_a
 from whet.reporting.html_page import html_text
 from whet.reporting.svg import BLUE, COLOURS, drawing, svg
 from whet.runs.metric_series import Series, smoothed, thinned
-from whet.studies.compare_runs import Group, RunComparison, curves_of, setting_name
+from whet.studies.compare_runs import RunComparison, RunGroup, curves_of, setting_name
 
 _LARGE, _SMALL = (8.6, 3.0), (3.2, 2.0)  # inches
 _SMOOTH = {"loss", "grad_norm", "tokens_per_s", "mfu"}
 _LONG_SCALE = 10.0  # highest / lowest from which a logarithmic scale shows more
 
 
-def overlay_charts(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
+def overlay_charts(groups: Sequence[RunGroup], names: Sequence[str]) -> list[str]:
     """A plot for each of some metrics, the first of them large."""
     curves = [[curves_of(run) for run in group.runs] for group in groups]
     charts: list[str] = []
@@ -100,7 +100,7 @@ def swept_charts(found: RunComparison) -> list[str]:
     """The metric over each number that the configs differ in, a line for each setting of all else."""
     charts = []
     for key, values in found.differences.items():
-        lines: dict[str, list[tuple[float, Group]]] = {}
+        lines: dict[str, list[tuple[float, RunGroup]]] = {}
         for value, group in zip(values, found.groups, strict=True):
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 lines.setdefault(setting_name(group.setting, without=key), []).append((float(value), group))
@@ -109,7 +109,7 @@ def swept_charts(found: RunComparison) -> list[str]:
     return charts
 
 
-def _swept(key: str, metric: str, lines: Mapping[str, Sequence[tuple[float, Group]]]) -> str:
+def _swept(key: str, metric: str, lines: Mapping[str, Sequence[tuple[float, RunGroup]]]) -> str:
     # many lines with a few points each are no lines: random draws
     joined = len(lines) <= len(COLOURS)
     with drawing() as new_figure:

@@ -5,7 +5,7 @@ from whet.config.preset import Preset
 from whet.data.inspect.data_facts import SHAPES_COUNTED, DataView, Sample, SplitFacts
 from whet.data.inspect.step_facts import StepFacts
 
-Rows = list[tuple[str, str]]
+WordingRows = list[tuple[str, str]]
 
 
 def model_line(view: DataView) -> str:
@@ -19,7 +19,7 @@ def model_line(view: DataView) -> str:
     return ", ".join([model.name, *parts])
 
 
-def tokenizer_rows(view: DataView) -> Rows:
+def tokenizer_rows(view: DataView) -> WordingRows:
     """The tokenizer, its special tokens and its chat template."""
     found = view.tokenizer
     if found is None:
@@ -35,7 +35,7 @@ def tokenizer_rows(view: DataView) -> Rows:
     return [*rows, ("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {found.template_digest}")]
 
 
-def split_rows(split: SplitFacts, view: DataView) -> Rows:
+def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
     """Counts, lengths, what was lost, what is there twice. The first three rows are the sizes."""
     bad = f", and {split.skipped:,} bad" if split.skipped else ""
     learned = "" if split.is_judged else f", {split.supervised / split.tokens:.1%} of them learned"
@@ -92,7 +92,7 @@ def _way(shape: str, view: DataView) -> str:
     return "through the chat template" if through else "without a template"
 
 
-def _ends(split: SplitFacts, ends: tuple[str, ...]) -> Rows:
+def _ends(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
     if not ends:
         return [("end", "the tokenizer has no token that ends an answer")]
     if split.is_judged:
@@ -105,7 +105,7 @@ def _twins(count: int, pair: tuple[str, str]) -> str:
     return f"{count:,}, such as {' = '.join(pair)}" if count else "none"
 
 
-def step_rows(view: DataView) -> Rows:
+def step_rows(view: DataView) -> WordingRows:
     """The plan: how many steps, how large, how well filled."""
     plan, run, objective = view.steps, view.config.run, view.config.objective
     if view.prompts and isinstance(objective, GRPOObjective):

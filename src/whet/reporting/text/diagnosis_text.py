@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from whet.studies.dtype_comparison import COSINE, Diagnosis, PathResult, Row
+from whet.studies.dtype_comparison import COSINE, ComparisonRow, Diagnosis, PathResult
 
 SHOWN = 20  # rows of a routing table, and names in a verdict
 DIVERGENT = "[ROUTING DIVERGENT]"
@@ -135,7 +135,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:  # Any: JSON values
     }
 
 
-def _row(row: Row) -> dict[str, Any]:  # Any: JSON values
+def _row(row: ComparisonRow) -> dict[str, Any]:  # Any: JSON values
     numbers = {
         "norm": row.norm,
         "reference_norm": row.reference,

@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.storage import replace_bytes, replace_text
 from whet.studies.coordinate_check import FLAT, CoordinateCheck
-from whet.studies.lr_transfer import Sweep, SweepPoint
+from whet.studies.lr_transfer import LrTransfer, SweepPoint
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation
 
 log = logging.getLogger("whet")
@@ -68,7 +68,7 @@ def write_check(check: CoordinateCheck, directory: Path) -> list[Path]:
     return [path, *_plot(directory / "coord-check.png", lambda axes: _draw_check(axes, check))]
 
 
-def describe_sweep(sweep: Sweep) -> str:
+def describe_sweep(sweep: LrTransfer) -> str:
     """Losses by rate and width, the best rate of each width, and how far it moves."""
     lines: list[str] = []
     for parametrisation in PARAMETRISATIONS:
@@ -83,7 +83,7 @@ def describe_sweep(sweep: Sweep) -> str:
     return "\n".join([*lines, *(_moves(sweep, each) for each in PARAMETRISATIONS)])
 
 
-def _moves(sweep: Sweep, parametrisation: Parametrisation) -> str:
+def _moves(sweep: LrTransfer, parametrisation: Parametrisation) -> str:
     title, best, shift = TITLES[parametrisation], sweep.best(parametrisation), sweep.shift(parametrisation)
     if shift is None:
         having = f"only width {min(best)} has" if best else "no width has"
@@ -91,13 +91,13 @@ def _moves(sweep: Sweep, parametrisation: Parametrisation) -> str:
     return f"{title}: the best rate moves by a factor of {2**shift:g} from width {min(best)} to {max(best)}"
 
 
-def plot_sweep(sweep: Sweep, directory: Path) -> list[Path]:
+def plot_sweep(sweep: LrTransfer, directory: Path) -> list[Path]:
     """lr-sweep.png, where matplotlib is installed."""
     return _plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))
 
 
 def keep_sweep(
-    sweep: Sweep,
+    sweep: LrTransfer,
     directory: Path,
     *,
     settings: dict[str, Any],  # Any: JSON values
@@ -168,7 +168,7 @@ def _draw_check(panels: dict[Parametrisation, Any], check: CoordinateCheck) -> N
     panels["mup"].set_ylabel(f"root mean square after {check.steps} steps")
 
 
-def _draw_sweep(panels: dict[Parametrisation, Any], sweep: Sweep) -> None:  # Any: matplotlib
+def _draw_sweep(panels: dict[Parametrisation, Any], sweep: LrTransfer) -> None:  # Any: matplotlib
     for parametrisation, axes in panels.items():
         best = sweep.best(parametrisation)
         for number, width in enumerate(sweep.widths(parametrisation)):

@@ -21,10 +21,10 @@ def plan_lines(plan: Plan) -> list[str]:
     return [f"{name:<12}  {value}" for name, value in rows]
 
 
-Rows = Iterator[tuple[str, str]]
+TableRows = Iterator[tuple[str, str]]
 
 
-def _model(plan: Plan) -> Rows:
+def _model(plan: Plan) -> TableRows:
     parts = ", ".join(f"{part} {count:,}" for part, count in plan.parameters.items())
     yield "model", f"{plan.model}: {plan.total:,} parameters ({parts})"
     what = {"full": "all weights", "lora": "adapters", "qlora": "adapters on 4 bits"}[plan.method]
@@ -42,7 +42,7 @@ def _device(plan: Plan) -> str:
     return f"{each}; {target.precision.reason.partition(':')[0]}"
 
 
-def _work(plan: Plan) -> Rows:
+def _work(plan: Plan) -> TableRows:
     flops = plan.flops
     parts = {
         "forward": flops.forward,
@@ -60,7 +60,7 @@ def _work(plan: Plan) -> Rows:
     yield "steps", f"{steps}{plan.tokens_a_step:,.0f} tokens{whole}; {each}"
 
 
-def _memory(plan: Plan) -> Rows:
+def _memory(plan: Plan) -> TableRows:
     memory = plan.memory
     share = 100 * memory.peak / plan.target.memory
     each = " on each device" if plan.cluster.devices > 1 else ""
@@ -89,7 +89,7 @@ def _moment(at: str) -> str:
     return known.get(at, at)
 
 
-def _advice(plan: Plan) -> Rows:
+def _advice(plan: Plan) -> TableRows:
     if plan.fits is None:
         return
     room = in_bytes(plan.target.room)
@@ -105,7 +105,7 @@ def _advice(plan: Plan) -> Rows:
     yield "fits", f"run.micro_batch_tokens up to {plan.fits:,}{most} in {room}{enough}"
 
 
-def _traffic(plan: Plan) -> Rows:
+def _traffic(plan: Plan) -> TableRows:
     found = plan.traffic
     if found is None:
         return
@@ -125,7 +125,7 @@ def _traffic(plan: Plan) -> Rows:
     yield "", f"at {found.bandwidth_gb_s:g} GB/s {times}: {share}"
 
 
-def _time(plan: Plan) -> Rows:
+def _time(plan: Plan) -> TableRows:
     speed = plan.tokens_a_step / plan.step_s
     total = f", {_duration(plan.steps * plan.step_s)} in all" if plan.steps else ""
     share = f"{100 * plan.utilisation:.0f}% of the peak"

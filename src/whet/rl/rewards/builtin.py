@@ -8,18 +8,18 @@ from typing import Any
 
 from whet.rl.rewards.json_schema import is_valid, parse, refuse_unknown_keywords
 
-Record = dict[str, Any]  # Any: JSON values
+RewardRecord = dict[str, Any]  # Any: JSON values
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d+)?")
 
 
-def exact_match(prompt: str, completion: str, record: Record, *, field: str | None = None) -> float:
+def exact_match(prompt: str, completion: str, record: RewardRecord, *, field: str | None = None) -> float:
     """1 for the expected answer, white space around it aside."""
     return float(completion.strip() == expected(record, field).strip())
 
 
 def numeric_match(
-    prompt: str, completion: str, record: Record, *, field: str | None = None, tolerance: float = 1e-6
+    prompt: str, completion: str, record: RewardRecord, *, field: str | None = None, tolerance: float = 1e-6
 ) -> float:
     """1 if the last number of the completion is that of the expected answer, within a relative tolerance.
 
@@ -32,12 +32,14 @@ def numeric_match(
     return float(found is not None and abs(found - wanted) <= tolerance * abs(wanted))
 
 
-def regex(prompt: str, completion: str, record: Record, *, pattern: str) -> float:
+def regex(prompt: str, completion: str, record: RewardRecord, *, pattern: str) -> float:
     """1 if the pattern is found in the completion; `^` and `$` are its beginning and end."""
     return float(re.search(pattern, completion, re.DOTALL) is not None)
 
 
-def json_schema(prompt: str, completion: str, record: Record, *, schema: dict[str, Any] | bool) -> float:
+def json_schema(
+    prompt: str, completion: str, record: RewardRecord, *, schema: dict[str, Any] | bool
+) -> float:
     """1 if the completion as a whole is JSON that a schema allows."""
     try:
         value = parse(completion.strip())
@@ -47,7 +49,7 @@ def json_schema(prompt: str, completion: str, record: Record, *, schema: dict[st
 
 
 def length(
-    prompt: str, completion: str, record: Record, *, longest: int, shortest: int = 0, margin: int = 0
+    prompt: str, completion: str, record: RewardRecord, *, longest: int, shortest: int = 0, margin: int = 0
 ) -> float:
     """0 for a completion of `shortest` to `longest` characters, falling to -1 over `margin` on both sides."""
     size = len(completion)
@@ -55,7 +57,7 @@ def length(
     return -min(1.0, outside / margin) if margin else -float(outside > 0)
 
 
-def expected(record: Record, field: str | None = None) -> str:
+def expected(record: RewardRecord, field: str | None = None) -> str:
     """The answer that a record holds: in the field named, or wherever its shape keeps it."""
     if field is not None:
         if field not in record:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from whet.rl.rewards.builtin import BUILTIN, check_arguments
 
-Message = dict[str, Any]  # Any: JSON values
+WorkerMessage = dict[str, Any]  # Any: JSON values
 
 _PRIVATE_FD = 200  # and above: out of the way of code that uses or closes low numbers
 _SHOWN = 2000  # characters of an error
@@ -58,7 +58,7 @@ class _Reply:
     def __call__(self, identity: str, compute: Callable[[], float]) -> bool:
         """Send what `compute` returns or raises; return whether it returned."""
         try:
-            result: Message = {"value": compute()}
+            result: WorkerMessage = {"value": compute()}
         except MemoryError:
             limit = f"{self.memory / 2**30:.3g} GiB"
             result = {"error": f"it needed more memory than objective.reward_memory allows ({limit})"}
@@ -114,7 +114,7 @@ def _judge(reward: Callable[..., Any], arguments: list[Any]) -> float:  # Any: w
     return number
 
 
-def load(function: str, arguments: Message) -> Callable[..., Any]:  # Any: whatever a reward returns
+def load(function: str, arguments: WorkerMessage) -> Callable[..., Any]:  # Any: whatever a reward returns
     """A reward by its name, with its arguments, or an error that says what is wrong with either."""
     found: Any = BUILTIN.get(function)  # Any: what a module calls by this name
     if found is None:

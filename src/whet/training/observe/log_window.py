@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-Metrics = dict[str, Any]  # Any: numbers, lists of numbers, texts
+WindowMetrics = dict[str, Any]  # Any: numbers, lists of numbers, texts
 
 # of the last step: the state of the run, and rates that are means over several steps already
 _LAST = frozenset(
@@ -33,7 +33,7 @@ class LogWindow:
     sums: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
 
-    def add(self, metrics: Metrics, *, weight: float, weighted: frozenset[str]) -> None:
+    def add(self, metrics: WindowMetrics, *, weight: float, weighted: frozenset[str]) -> None:
         """Add a step, whose loss is a mean over `weight` units, as are all metrics that are `weighted`."""
         self.steps += 1
         for name, value in metrics.items():
@@ -48,7 +48,7 @@ class LogWindow:
                 self.sums[name] = self.sums.get(name, 0.0) + units * value
                 self.weights[name] = self.weights.get(name, 0.0) + units
 
-    def row(self, metrics: Metrics) -> Metrics:
+    def row(self, metrics: WindowMetrics) -> WindowMetrics:
         """Return the row, whose last step has these metrics."""
         if self.steps == 1:
             return metrics

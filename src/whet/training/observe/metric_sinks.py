@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from whet.config.load_config import to_dict
 from whet.errors import StorageError
 from whet.storage import append_text
-from whet.training.callbacks import Metrics, Rows
+from whet.training.callbacks import Metrics, RowCallback
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -62,7 +62,7 @@ class _Row:
     metrics: Metrics
 
 
-class SinkCallback(Rows):
+class SinkCallback(RowCallback):
     """Hands rows to a sink."""
 
     state_key = "sink"

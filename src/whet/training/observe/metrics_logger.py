@@ -11,12 +11,12 @@ from whet.storage import append_text, sync_file, sync_rows
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
-from whet.training.callbacks import Metrics, Rows, plain
+from whet.training.callbacks import Metrics, RowCallback, plain
 
 log = logging.getLogger("whet")
 
 
-class MetricsLogger(Rows):
+class MetricsLogger(RowCallback):
     """Rows of metrics.jsonl, flushed one by one, and the summary."""
 
     state_key = "metrics-logger"

@@ -13,7 +13,7 @@ from whet.models.transformers_bridge import Bridge
 
 
 @contextlib.contextmanager
-def undisturbed(learner: nn.Module, model: nn.Module) -> Iterator[None]:
+def preserve_state(learner: nn.Module, model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a `with` block, after which every random stream and every mode is as it was.
 
     Compiled layers run as they are: new shapes and modes would use up their recompilations. Gradients must be

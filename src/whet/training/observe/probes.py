@@ -29,7 +29,7 @@ from whet.training.observe.layer_stats import (
     mean,
     spread,
 )
-from whet.training.observe.preserve_state import undisturbed
+from whet.training.observe.preserve_state import preserve_state
 from whet.training.observe.probe_batches import texts_of, units
 from whet.training.prefetch import Reading
 
@@ -72,7 +72,7 @@ class Probe(Injector, abc.ABC):
             return
         started = time.perf_counter()
         try:
-            with undisturbed(self.run.learner, self.run.model):
+            with preserve_state(self.run.learner, self.run.model):
                 metrics |= self.measure()
         except Exception as error:  # whatever goes wrong in looking at a run is no reason to end it
             self.failed = True

@@ -16,7 +16,7 @@ from whet.parallel.fsdp import gathered
 from whet.run_directory import set_aside_later_rows
 from whet.storage import append_text
 from whet.training.callbacks import Injector, Metrics
-from whet.training.observe.preserve_state import undisturbed
+from whet.training.observe.preserve_state import preserve_state
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -98,7 +98,7 @@ class SampleGenerations(Injector):  # so that its last rows are written before t
     def _complete(self) -> list[str]:
         model = self.run.model
         assert isinstance(model, LanguageModel)
-        with undisturbed(self.run.learner, model), gathered(model):
+        with preserve_state(self.run.learner, model), gathered(model):
             found = generate_tokens(
                 model,
                 self._encoded,

@@ -8,7 +8,7 @@ from torch import nn
 
 from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape
 from whet.adapters.layers.lora_linear import LoRALinear
-from whet.adapters.modules_to_save import Retrained
+from whet.adapters.modules_to_save import ModuleToSave
 from whet.adapters.nf4 import NF4Linear
 from whet.lazy_import import is_instance_of
 from whet.models.costs import score_flops
@@ -217,7 +217,7 @@ def _products(module: nn.Module, *, chosen: int, adapters: bool) -> Iterator[Pro
             for name, settings in module.settings.items() if adapters else ():
                 experts, inputs, outputs = expert_shape(module.base, name)
                 yield _plain(settings.rank * (inputs + outputs) * min(chosen or 1, experts), trained=True)
-        case Retrained():
+        case ModuleToSave():
             yield from _products(
                 module.trained if adapters else module.base, chosen=chosen, adapters=adapters
             )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from whet.training.optim.masked_optimizer import Group, MaskedOptimizer, State
+from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 BETA2_DECAY = -0.8
 SMALLEST_SCALE = 1e-3  # a parameter at zero moves as one of this size
@@ -29,7 +29,7 @@ class Adafactor(MaskedOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    def create_state(self, p: torch.Tensor, group: Group) -> State:
+    def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
         """A row and a column of averages for a matrix (each of a stack of them), all of them for a vector."""
         state = {"step": torch.zeros((), device=p.device)}
         if p.dim() > 1:
@@ -39,7 +39,7 @@ class Adafactor(MaskedOptimizer):
             state["variance"] = torch.zeros_like(p, dtype=torch.float32)
         return state
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
         """Step relative to the size of the weights: by lr times their root mean square, at most."""
         grad, step = grad.float(), state["step"].add_(1)
         fresh = step**BETA2_DECAY  # the share of this gradient in the averages: all of it at first

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from whet.errors import ConfigError
-from whet.training.optim.masked_optimizer import Group, MaskedOptimizer, State
+from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 BLOCK = 256  # values that share a scale
 SMALLEST = 4096  # tensors with fewer values keep float32 moments: they cost little, and norms are sensitive
@@ -37,7 +37,7 @@ class AdamW8bit(MaskedOptimizer):
         self.codes: dict[tuple[bool, torch.device], torch.Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def create_state(self, p: torch.Tensor, group: Group) -> State:
+    def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
         """Two moments: codes and the scale of each block of them, or plain numbers."""
         state = {"step": torch.zeros((), device=p.device)}
         for name in SIGNED:
@@ -49,7 +49,7 @@ class AdamW8bit(MaskedOptimizer):
                 state[f"{name}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
         return state
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
         """AdamW with the moments as they are before they are quantised again."""
         (beta1, beta2), step, grad = group["betas"], state["step"].add_(1), grad.float()
         mean = self._moment(state, "exp_avg").lerp_(grad, 1 - beta1)
@@ -60,7 +60,7 @@ class AdamW8bit(MaskedOptimizer):
         self._keep(state, "exp_avg", mean)
         self._keep(state, "exp_avg_sq", square)
 
-    def _moment(self, state: State, name: str) -> torch.Tensor:
+    def _moment(self, state: OptimizerState, name: str) -> torch.Tensor:
         """A moment in float32: the tensor of the state itself, where it is not quantised."""
         stored = state[name]
         if stored.dtype != torch.uint8:
@@ -69,7 +69,7 @@ class AdamW8bit(MaskedOptimizer):
             stored, absmax=state[f"{name}_scale"], code=self._code(name, stored.device), blocksize=BLOCK
         )
 
-    def _keep(self, state: State, name: str, moment: torch.Tensor) -> None:
+    def _keep(self, state: OptimizerState, name: str, moment: torch.Tensor) -> None:
         stored = state[name]
         if stored.dtype == torch.uint8:
             code = self._code(name, stored.device)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from whet.config.optim import LION_BETAS
-from whet.training.optim.masked_optimizer import Group, MaskedOptimizer, State
+from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 
 class Lion(MaskedOptimizer):
@@ -22,11 +22,11 @@ class Lion(MaskedOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def create_state(self, p: torch.Tensor, group: Group) -> State:
+    def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
         """An average of gradients."""
         return {"exp_avg": torch.zeros_like(p)}
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
         """Step along the sign of an average quick to take in this gradient; keep one that is slow to."""
         average, (fast, slow) = state["exp_avg"], group["betas"]
         direction = average.lerp(grad, 1 - fast).sign_()

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-State = dict[str, torch.Tensor]
-Group = dict[str, Any]  # Any: torch's parameter groups
+OptimizerState = dict[str, torch.Tensor]
+ParamGroup = dict[str, Any]  # Any: torch's parameter groups
 
 
 class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -22,11 +22,11 @@ class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
     found_inf: torch.Tensor | None = None
 
     @abc.abstractmethod
-    def create_state(self, p: torch.Tensor, group: Group) -> State:
+    def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
         """What is remembered of a parameter before its first update."""
 
     @abc.abstractmethod
-    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
         """Change a parameter and its state in place."""
 
     @torch.no_grad()
@@ -42,7 +42,7 @@ class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
                     self._step_one(p, group)
         return loss
 
-    def _step_one(self, p: torch.Tensor, group: Group) -> None:
+    def _step_one(self, p: torch.Tensor, group: ParamGroup) -> None:
         assert p.grad is not None
         state = self.state[p]
         if not state:

@@ -2,7 +2,7 @@
 
 import torch
 
-from whet.training.optim.masked_optimizer import Group, MaskedOptimizer, State
+from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 
 class Muon(MaskedOptimizer):
@@ -14,8 +14,8 @@ class Muon(MaskedOptimizer):
 
     def __init__(
         self,
-        matrices: list[Group],
-        others: list[Group],
+        matrices: list[ParamGroup],
+        others: list[ParamGroup],
         lr: float,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -32,14 +32,14 @@ class Muon(MaskedOptimizer):
             )
         super().__init__([group for rule in self.rules.values() for group in rule.param_groups], {"lr": lr})
 
-    def create_state(self, p: torch.Tensor, group: Group) -> State:
+    def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
         """What torch's optimizers would begin with."""
         if group["rule"] == "muon":
             return {"momentum_buffer": torch.zeros_like(p)}
         zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device), **zeros}
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
         """Lend torch's optimizer this one parameter: the state and the groups are here."""
         rule = self.rules[group["rule"]]
         rule.state = self.state

@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "adamw8bit": "whet.training.optim.adamw_8bit:AdamW8bit",
 }
 
-Groups = list[dict[str, Any]]  # Any: torch's parameter groups
+ParamGroups = list[dict[str, Any]]  # Any: torch's parameter groups
 
 
 def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -> torch.optim.Optimizer:
@@ -45,7 +45,7 @@ def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -
     return optimizer
 
 
-def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Optimizer:
+def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.optim.Optimizer:
     # muP's gradients shrink as the width grows, and what is added to their size must, too
     lr, betas, eps = section.lr, section.betas, section.eps / mup_ratio(section, model)
     create: Callable[..., torch.optim.Optimizer] = load_object(OPTIMIZERS[section.name])
@@ -67,12 +67,12 @@ def _create(section: Optim, groups: Groups, model: nn.Module) -> torch.optim.Opt
     assert_never(section.name)
 
 
-def _apart(groups: Groups) -> Groups:
+def _apart(groups: ParamGroups) -> ParamGroups:
     """Weights that ranks hold in parts in groups of their own: torch's kernels take no mixture."""
     return [{**group, "params": alike} for group in groups for alike in by_mesh(group["params"])]
 
 
-def _part(groups: Groups, ids: set[int], *, inside: bool) -> Groups:
+def _part(groups: ParamGroups, ids: set[int], *, inside: bool) -> ParamGroups:
     """Each group's parameters that are (not) among some, where it has any."""
     cut = [{**group, "params": [p for p in group["params"] if (id(p) in ids) == inside]} for group in groups]
     return [group for group in cut if group["params"]]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from whet.adapters.adapter import adapted, adapters_off
-from whet.adapters.modules_to_save import Retrained
+from whet.adapters.modules_to_save import ModuleToSave
 from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
@@ -16,7 +16,7 @@ from whet.models.heads import ClassificationHead
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSettings:
     """Parameters that are updated in the same way."""
 
     pattern: str | None  # None: those no pattern is found in
@@ -47,7 +47,7 @@ class Group:
         return f"{count}, {decay}{who}"
 
 
-def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
+def parameter_groups(section: Optim, model: nn.Module) -> list[GroupSettings]:
     """The trainable parameters by pattern and decay: matrices decay; norms and biases do not.
 
     Embeddings (and with them a tied head) decay only with optim.decay_embeddings.
@@ -75,7 +75,7 @@ def parameter_groups(section: Optim, model: nn.Module) -> list[Group]:
                 hint=f"their names are like {', '.join(list(trainable)[:4])}",
             )
     return [
-        Group(pattern, rules[pattern].lr_scale, decay, parameters, mup)
+        GroupSettings(pattern, rules[pattern].lr_scale, decay, parameters, mup)
         for pattern, alike in found.items()
         for (decay, mup), parameters in sorted(alike.items(), key=lambda item: [-n for n in item[0]])
     ]
@@ -125,7 +125,7 @@ def _output_matrices(model: nn.Module) -> set[int]:
         return set()
     with adapters_off(model):
         weight = head().weight
-    copies = (module for _, module in adapted(model) if isinstance(module, Retrained))
+    copies = (module for _, module in adapted(model) if isinstance(module, ModuleToSave))
     return {
         id(weight),
         *(id(copy.trained.weight) for copy in copies if getattr(copy.base, "weight", None) is weight),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from whet.training.optim.masked_optimizer import Group, MaskedOptimizer, State
+from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 
 class SGD(MaskedOptimizer):
@@ -23,11 +23,11 @@ class SGD(MaskedOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
-    def create_state(self, p: torch.Tensor, group: Group) -> State:
+    def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
         """The momentum, where there is any."""
         return {"momentum_buffer": torch.zeros_like(p)} if group["momentum"] else {}
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
         """Step along the momentum, or with Nesterov to where it would lead from here."""
         direction = grad.add(p, alpha=group["weight_decay"])
         if momentum := group["momentum"]:

@@ -1,1 +1,0 @@
-"""Rewards: functions `(prompt, completion, record) -> float`, run in processes of their own."""
