@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import whet
+from whet import run_directory
 
 ROOT = Path(whet.__file__).parent
 
@@ -72,6 +73,23 @@ def test_imports_point_down(path):
         assert imported == package or LEVEL[imported] > LEVEL[package], (
             f"{package} must not import {imported}"
         )
+
+
+RUN_FILES = {value for value in vars(run_directory).values() if isinstance(value, str) and "." in value}
+
+
+def test_one_module_spells_the_files_of_a_run():
+    names = {
+        name for name in RUN_FILES if name.endswith((".json", ".jsonl", ".yaml", ".txt", ".html", ".png"))
+    }
+    assert {"metrics.jsonl", "config.yaml", "provenance.json", "samples.jsonl"} <= names
+    names -= {"state.json"}  # one of a saved dataset, too
+    for path in ROOT.rglob("*.py"):
+        if path.name == "run_directory.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in names, f"{path.relative_to(ROOT)}: {node.value}"
 
 
 def test_every_public_name_exists():

@@ -12,23 +12,34 @@ from whet.storage import append_text, read_json, replace_text, sync_file
 log = logging.getLogger("whet")
 
 
-BASE = "base"  # in a run: the weights its adapter was trained on, where nobody else has them
+# files and directories of a run; no other module spells their names
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+PROVENANCE_FILE = "provenance.json"
+ARCH_FILE = "arch.json"  # the fingerprint and the architecture of the model
+LOG_FILE = "log.txt"
+HELD_OUT_FILE = "held_out.json"  # the training records that a classifier is validated on
+PLAN_FILE = "plan.json"
+PROBE_FILE = "probe.json"
+CLASSIFICATION_FILE = "classification.json"
+CLASSIFICATION_PLOT = "classification.png"
+REPORT_PAGE = "report.html"
+CHECKPOINTS = "checkpoints"
+STATE_FILE = "state.json"  # in a checkpoint
+FINAL = "final"  # the trained model or adapter
+TOKENIZER = "tokenizer"  # one that was trained for this run
+BASE = "base"  # the weights its adapter was trained on, where nobody else has them
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The run a checkpoint belongs to, by where it is."""
+    """Return the run that a checkpoint belongs to, by where it is."""
     return checkpoint.absolute().parent.parent
-
-
-REPORT = "classification.json"
-
-
-ARCH = "arch.json"
 
 
 def is_finished(directory: Path) -> bool:
     """Whether a run has left its result and its summary."""
-    return (directory / "final").is_dir() and "summary" in _last_row(directory)
+    return (directory / FINAL).is_dir() and "summary" in _last_row(directory)
 
 
 def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
@@ -71,7 +82,7 @@ def step_of(row: Mapping[str, Any]) -> int | None:  # Any: JSON values
 
 
 def _last_row(directory: Path) -> dict[str, Any]:  # Any: JSON values
-    return parse_row(read_rows_text(directory / "metrics.jsonl").rstrip("\n").rpartition("\n")[2])
+    return parse_row(read_rows_text(directory / METRICS_FILE).rstrip("\n").rpartition("\n")[2])
 
 
 def read_rows_text(path: Path) -> str:
@@ -95,7 +106,7 @@ def parse_row(line: str) -> dict[str, Any]:  # Any: JSON values
 
 def began_on(directory: Path) -> date:
     """The day on which a run began: today, where it has not begun yet."""
-    path = directory / "provenance.json"
+    path = directory / PROVENANCE_FILE
     found = read_json(path).get("began") if path.is_file() else None
     try:
         return date.fromisoformat(str(found))

@@ -67,10 +67,10 @@ def _base_of_run(path: str) -> str | None:
     from pathlib import Path
 
     from whet.config.load_config import load_config
-    from whet.run_directory import run_of
+    from whet.run_directory import CONFIG_FILE, run_of
 
     for run in (Path(path), run_of(Path(path))):
-        if (run / "config.yaml").is_file():
-            base = load_config(run / "config.yaml").model
+        if (run / CONFIG_FILE).is_file():
+            base = load_config(run / CONFIG_FILE).model
             return base if isinstance(base, str) else None  # a preset began with nothing to compare with
     return None

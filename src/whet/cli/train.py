@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
 QUIET = "Show no progress: only the result, warnings and errors."
 RESTARTS = "With --nproc: how often to start again from the last checkpoint when a process fails."
-PLOTS = "classification.png"
 
 
 def _show_help(context: typer.Context, asked: bool) -> None:
@@ -169,14 +168,14 @@ def draw_missing_plots(run: str) -> bool:
     """Draw the plots of a finished classifier that was killed while drawing them; whether it did."""
     from pathlib import Path
 
-    from whet.run_directory import REPORT, is_finished
+    from whet.run_directory import CLASSIFICATION_FILE, CLASSIFICATION_PLOT, is_finished
     from whet.storage import clear_leftovers
 
     directory = Path(run)
-    plots = directory / PLOTS
-    if plots.exists() or not (directory / REPORT).is_file() or not is_finished(directory):
+    plots = directory / CLASSIFICATION_PLOT
+    if plots.exists() or not (directory / CLASSIFICATION_FILE).is_file() or not is_finished(directory):
         return False
-    clear_leftovers(directory, of=PLOTS)
+    clear_leftovers(directory, of=CLASSIFICATION_PLOT)
     show_classification(directory)
     return plots.exists()
 
@@ -186,11 +185,12 @@ def show_classification(run: "Path | None") -> None:
     from whet.cli.console import say
     from whet.errors import ConfigError
     from whet.reporting.text.classifier_text import classification_text, draw, read_report
+    from whet.run_directory import CLASSIFICATION_FILE, CLASSIFICATION_PLOT
 
     assert run is not None
     report = read_report(run)
     say(classification_text(report))
     try:
-        say(f"report: {draw(report, run / PLOTS).with_suffix('.json')} and .png beside it")
+        say(f"report: {draw(report, run / CLASSIFICATION_PLOT).with_suffix('.json')} and .png beside it")
     except ConfigError as error:
-        say(f"report: {run / 'classification.json'} ({error.message}: {error.hint})")
+        say(f"report: {run / CLASSIFICATION_FILE} ({error.message}: {error.hint})")

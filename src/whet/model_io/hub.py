@@ -182,9 +182,9 @@ def _local(name: str, progress: Progress) -> Path | None:
 
 
 def _no_model(name: str) -> ModelError:
-    from whet.run_directory import ARCH
+    from whet.run_directory import ARCH_FILE
 
-    if (Path(name).expanduser() / ARCH).is_file():
+    if (Path(name).expanduser() / ARCH_FILE).is_file():
         return ModelError(
             f"{name} is a quality model: it reads rows of numbers, and is no language model",
             hint="whet.recipes.quality.tabular_model.load_quality opens it; whet eval measures its loss "

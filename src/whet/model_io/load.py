@@ -35,7 +35,7 @@ from whet.models import families
 from whet.models.decoder import Decoder
 from whet.models.heads import HEADS, WithHeads
 from whet.models.language_model import LanguageModel
-from whet.run_directory import run_of
+from whet.run_directory import CONFIG_FILE, run_of
 from whet.storage import MANIFEST, check_manifest, read_json
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def load_with_heads(
 ) -> tuple[LanguageModel, "PredictionHeads", Any]:  # Any: a transformers tokenizer
     """The model of a checkpoint, the heads that trained with it, and the tokenizer."""
     checkpoint = Path(checkpoint)
-    config = run_of(checkpoint) / "config.yaml"
+    config = run_of(checkpoint) / CONFIG_FILE
     objective = load_config(config).objective if config.is_file() else None
     if not isinstance(objective, MTPObjective):
         raise ModelError(

@@ -8,7 +8,7 @@ from whet.config.run_config import RunConfig
 from whet.errors import ModelError, WhetError
 from whet.model_io.file_checks import check_links
 from whet.model_io.formats.adapter_files import CONFIG
-from whet.run_directory import BASE, run_of
+from whet.run_directory import BASE, CONFIG_FILE, FINAL, run_of
 from whet.storage import MANIFEST, read_json
 
 
@@ -41,7 +41,7 @@ def _named_base(target: str | Path) -> str | None:
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
     run = target.parent
-    if target.name == "final" and (run / "config.yaml").is_file() and (run / BASE / "config.json").is_file():
+    if target.name == FINAL and (run / CONFIG_FILE).is_file() and (run / BASE / "config.json").is_file():
         return str(run / BASE)  # wherever the run has been moved to
     check_links(target)
     config = read_json(target / CONFIG)
@@ -54,7 +54,7 @@ def _named_base(target: str | Path) -> str | None:
 def config_of_checkpoint(name_or_path: str | Path) -> RunConfig | None:
     """The config of the run that a checkpoint belongs to; None for anything else."""
     path = at_home(name_or_path)
-    config = run_of(path) / "config.yaml"
+    config = run_of(path) / CONFIG_FILE
     return load_config(config) if (path / MANIFEST).is_file() and config.is_file() else None
 
 
@@ -81,9 +81,9 @@ def at_home(name_or_path: str | Path) -> Path:
 def usable_directory(name_or_path: str | Path) -> str | Path:
     """A run becomes its `final/`; what is no directory of a model, adapter or checkpoint stays a name."""
     path = at_home(name_or_path)
-    if (path / "final").is_dir():
-        return path / "final"
-    if (path / "config.yaml").is_file():
+    if (path / FINAL).is_dir():
+        return path / FINAL
+    if (path / CONFIG_FILE).is_file():
         raise ModelError(
             f"{path} is a run that has not finished: it has no final/",
             hint=f"go on with: whet resume {path}; or name a checkpoint: {path}/checkpoints/step-...",

@@ -13,7 +13,7 @@ from whet.model_io.resolve import at_home, base_of, below_checkpoint, usable_dir
 from whet.model_io.safetensors import (
     TOKENIZER_FILES,
 )
-from whet.run_directory import run_of
+from whet.run_directory import TOKENIZER, run_of
 
 log = logging.getLogger("whet")
 
@@ -38,7 +38,7 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None 
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """The tokenizer that `load` would give, without the weights; None where there is none."""
     if (below := below_checkpoint(name_or_path)) is not None:
-        in_run = run_of(at_home(name_or_path)) / "tokenizer"
+        in_run = run_of(at_home(name_or_path)) / TOKENIZER
         return load_tokenizer(in_run) if isinstance(below, Preset) else tokenizer_of(below)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):

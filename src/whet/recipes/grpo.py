@@ -25,7 +25,7 @@ from whet.recipes.text_recipe import TextRecipe
 from whet.rl.rewards.worker_pool import RewardPool
 from whet.rl.rollout_sampler import Sampler
 from whet.rl.rollouts import RolloutStream
-from whet.run_directory import set_aside_later_rows
+from whet.run_directory import SAMPLES_FILE, set_aside_later_rows
 from whet.storage import append_text
 from whet.training.callbacks import Callback, Injector, Metrics
 from whet.training.trainer import Trainer
@@ -87,7 +87,7 @@ class GRPORecipe(TextRecipe):
     def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
         """The one that reports rollouts, too."""
         every = self.rollouts.sampler.settings.samples_every
-        samples = RolloutMetrics(self.stream, self.directory / "samples.jsonl", every=every)
+        samples = RolloutMetrics(self.stream, self.directory / SAMPLES_FILE, every=every)
         return [*super().callbacks(pause), samples]
 
     def evaluators(self, split: str, found: EvaluationSplit | None, pause: Callable[[], None]) -> Evaluators:

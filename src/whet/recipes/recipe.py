@@ -15,7 +15,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel, Trainable
 from whet.objectives.objective import Objective, frozen_models
 from whet.parallel.process_group import SOLO, World
-from whet.run_directory import began_on
+from whet.run_directory import ARCH_FILE, began_on
 from whet.training.callbacks import Callback, Metrics
 from whet.training.trainer import Trainer
 
@@ -70,7 +70,7 @@ class Recipe(abc.ABC):
     def files(self) -> dict[str, str]:
         """What describes the run, beside its config and its origins."""
         found = {"fingerprint": self.model.fingerprint, "architecture": self.model.describe()}
-        return {"arch.json": json.dumps(found, indent=2) + "\n"}
+        return {ARCH_FILE: json.dumps(found, indent=2) + "\n"}
 
     def stage(self, staging: Path) -> None:  # noqa: B027 # most have nothing of the kind
         """Put into a new run's directory what is no text."""

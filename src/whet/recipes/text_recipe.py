@@ -32,7 +32,7 @@ from whet.parallel.fsdp import gathered, whole_on_main
 from whet.recipes.objective_inputs import ObjectiveInputs
 from whet.recipes.recipe import Evaluators, Recipe
 from whet.recipes.registry import build_objective, data_of
-from whet.run_directory import BASE
+from whet.run_directory import BASE, FINAL, TOKENIZER
 from whet.training.callbacks import Callback, Metrics
 from whet.training.trainer import Trainer
 
@@ -88,7 +88,7 @@ class TextRecipe(Recipe):
     def stage(self, staging: Path) -> None:
         """A tokenizer that was made for this run is in no model directory yet."""
         if isinstance(self.config.model, Preset):
-            save_tokenizer(self.tokenizer, staging / "tokenizer")
+            save_tokenizer(self.tokenizer, staging / TOKENIZER)
 
     def write_final(self, trainer: Trainer) -> None:
         """A Hugging Face model directory or a PEFT adapter directory."""
@@ -98,7 +98,7 @@ class TextRecipe(Recipe):
                 self._write_final(head)
 
     def _write_final(self, head: StoredHead | None) -> None:
-        final = self.directory / "final"
+        final = self.directory / FINAL
         if self.config.method.kind == "full":
             save(self.model, self.tokenizer, final, classifier=head)
             return
@@ -116,7 +116,7 @@ class TextRecipe(Recipe):
     def _find_tokenizer(self) -> Any:  # Any: a transformers tokenizer
         model = self.config.language_model
         if isinstance(model, Preset):
-            return new_tokenizer(model, self.data.texts(), kept_in=self.directory / "tokenizer")
+            return new_tokenizer(model, self.data.texts(), kept_in=self.directory / TOKENIZER)
         if (found := tokenizer_of(model)) is None:
             raise ModelError(f"{model} has no tokenizer, so it cannot read records")
         return found

@@ -16,6 +16,7 @@ from whet.data.sources.splits import learned
 from whet.errors import ConfigError
 from whet.hardware import find_peak
 from whet.models.language_model import LanguageModel
+from whet.run_directory import SAMPLES_FILE
 from whet.training.callbacks import Callback
 from whet.training.limits import Budget
 from whet.training.observe.step_flops import training_flops_per_token
@@ -61,7 +62,7 @@ def watchers(
         answers = SampleGenerations(
             work.tokenizer,
             samples.prompts,
-            directory / "samples.jsonl",
+            directory / SAMPLES_FILE,
             every=samples.every,
             max_tokens=samples.max_tokens,
         )

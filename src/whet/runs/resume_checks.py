@@ -11,7 +11,17 @@ from typing import Any
 from whet.config.load_config import flat_keys, load_config, make_config, to_dict
 from whet.config.run_config import RunConfig
 from whet.errors import CheckpointError, ConfigError
-from whet.run_directory import is_finished, parse_row, read_rows_text, row_lines, step_of
+from whet.run_directory import (
+    ARCH_FILE,
+    CHECKPOINTS,
+    CONFIG_FILE,
+    PROVENANCE_FILE,
+    is_finished,
+    parse_row,
+    read_rows_text,
+    row_lines,
+    step_of,
+)
 from whet.storage import read_json
 
 log = logging.getLogger("whet")
@@ -60,7 +70,7 @@ def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path)
         raise CheckpointError(
             f"the config of {directory} has changed in what a run cannot change on its way:\n"
             + "\n".join(changed),
-            hint=f"restore {directory / 'config.yaml'}, or start a new run",
+            hint=f"restore {directory / CONFIG_FILE}, or start a new run",
         )
 
 
@@ -79,9 +89,9 @@ def _may_change(key: str) -> bool:
 
 def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) -> None:  # Any: JSON values
     """A run goes on with the weights and the records it began with: others would silently change it."""
-    if read_json(directory / "arch.json").get("fingerprint") != now["fingerprint"]:
+    if read_json(directory / ARCH_FILE).get("fingerprint") != now["fingerprint"]:
         raise CheckpointError(f"{model} is no longer the architecture {directory} began with")
-    began = read_json(directory / "provenance.json")
+    began = read_json(directory / PROVENANCE_FILE)
     if began.get("base") != now["base"]:
         raise CheckpointError(
             f"the weights of {model} are no longer those {directory} began with",
@@ -116,7 +126,7 @@ def refuse_other_than_run(directory: Path) -> None:
         problem = "does not exist"
     elif not directory.is_dir():
         problem = "is a file, not the directory of a run"
-    elif not (directory / "config.yaml").is_file():
+    elif not (directory / CONFIG_FILE).is_file():
         problem = "is not a run: it has no config.yaml"
     else:
         return
@@ -125,7 +135,7 @@ def refuse_other_than_run(directory: Path) -> None:
 
 def is_run_of(config: RunConfig, directory: Path) -> bool:
     """Whether a directory holds a run of this very config, and not somebody else's of the same name."""
-    file = directory / "config.yaml"
+    file = directory / CONFIG_FILE
     return file.is_file() and not differences(to_dict(load_config(file)), to_dict(config))
 
 
@@ -134,8 +144,8 @@ def refuse_taken_name(directory: Path) -> None:
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     ways = ""
-    if (directory / "config.yaml").is_file() and not is_finished(directory):
-        saved = any((directory / "checkpoints").glob("step-*"))
+    if (directory / CONFIG_FILE).is_file() and not is_finished(directory):
+        saved = any((directory / CHECKPOINTS).glob("step-*"))
         what = "go on with it" if saved else "start it over, as it has no checkpoint yet"
         ways = f"{what} (whet resume {shlex.quote(str(directory))}) or "
     raise ConfigError(

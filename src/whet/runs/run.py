@@ -24,7 +24,18 @@ from whet.parallel.process_group import SOLO, World, joined, was_restarted
 from whet.parallel.tensor_parallel import cut_layers, refuse_uncuttable
 from whet.recipes.recipe import Recipe
 from whet.recipes.registry import recipe_for
-from whet.run_directory import is_finished, set_aside_later_rows, steps_with_rows
+from whet.run_directory import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    FINAL,
+    LOG_FILE,
+    METRICS_FILE,
+    PROVENANCE_FILE,
+    STATE_FILE,
+    is_finished,
+    set_aside_later_rows,
+    steps_with_rows,
+)
 from whet.runs.build_callbacks import check_watching, watchers
 from whet.runs.provenance import provenance
 from whet.runs.resume_checks import (
@@ -84,7 +95,7 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
     """Go on with a run from its newest whole checkpoint."""
     directory = Path(directory)
     refuse_other_than_run(directory)
-    config = load_config(directory / "config.yaml")
+    config = load_config(directory / CONFIG_FILE)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log, contextlib.ExitStack() as held:
         world, checkpoint = agreed(group, config), None
         with world.abreast():
@@ -100,19 +111,19 @@ def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResu
 def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
     """The checkpoint to resume from; None where the run was stopped before its first."""
     clear_leftovers(directory)
-    clear_leftovers(directory / "checkpoints")
+    clear_leftovers(directory / CHECKPOINTS)
     checkpoint = None if is_finished(directory) else newest_valid(directory)
-    if checkpoint is None and (directory / "final").is_dir():
-        raise CheckpointError(f"{directory} has finished: its result is in {directory / 'final'}")
+    if checkpoint is None and (directory / FINAL).is_dir():
+        raise CheckpointError(f"{directory} has finished: its result is in {directory / FINAL}")
     if checkpoint is None:
-        steps = steps_with_rows(directory / "metrics.jsonl")
+        steps = steps_with_rows(directory / METRICS_FILE)
         if steps:
             rows = f"the rows of {steps} step{'s' * (steps > 1)} move to metrics.superseded.jsonl"
-            log.info("no checkpoint in %s: starting over; %s", directory / "checkpoints", rows)
+            log.info("no checkpoint in %s: starting over; %s", directory / CHECKPOINTS, rows)
         else:
             log.info("%s was stopped before its first checkpoint: starting over", directory)
     else:
-        with wrong_input(f"{checkpoint / 'state.json'} is damaged", kind=CheckpointError):
+        with wrong_input(f"{checkpoint / STATE_FILE} is damaged", kind=CheckpointError):
             refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
     return checkpoint
 
@@ -152,7 +163,7 @@ class _Assembly:
             self.description = self._describe()
             if again:
                 found = self.origins | {"fingerprint": work.model.fingerprint}
-                with wrong_input(f"{self.directory / 'provenance.json'} is damaged", kind=CheckpointError):
+                with wrong_input(f"{self.directory / PROVENANCE_FILE} is damaged", kind=CheckpointError):
                     refuse_other_origins(self.directory, found, str(work.model.name))
             lock = held.enter_context(contextlib.ExitStack())  # let go of after sinks, which write there
             self.trainer = trainer = Trainer(
@@ -173,7 +184,7 @@ class _Assembly:
                     self._write_description()
                     lock.enter_context(locked(self.directory))
                 if self.world.is_main:
-                    self.run_log.keep_in(self.directory / "log.txt")
+                    self.run_log.keep_in(self.directory / LOG_FILE)
             if checkpoint is not None:
                 with wrong_input(f"{checkpoint} cannot be restored", kind=CheckpointError):
                     trainer.restore(checkpoint)
@@ -185,7 +196,7 @@ class _Assembly:
 
     def _tidy(self, checkpoint: Path | None) -> None:
         """Leave of a run that is resumed what its checkpoint knows of."""
-        metrics, state = self.directory / "metrics.jsonl", self.trainer.state
+        metrics, state = self.directory / METRICS_FILE, self.trainer.state
         step = state.step if checkpoint is not None else -1
         set_aside_later_rows(metrics, step=step, evaluated_step=state.evaluated_step)
         if checkpoint is not None:
@@ -241,7 +252,7 @@ class _Assembly:
     def _own_callbacks(self, test: EvaluationSplit | None, held: contextlib.ExitStack) -> list[Callback]:
         config = self.config
         own: list[Callback] = [
-            MetricsLogger(self.directory / "metrics.jsonl", every=config.log.every),
+            MetricsLogger(self.directory / METRICS_FILE, every=config.log.every),
             _Description(self.directory, self.description),
             _FinalAtEnd(self._write_final),
             *self.work.callbacks(self._pause),
@@ -271,8 +282,8 @@ class _Assembly:
         )
         return {
             **self.work.files(),
-            "config.yaml": to_yaml(self.config),
-            "provenance.json": json.dumps(self.origins, indent=2) + "\n",
+            CONFIG_FILE: to_yaml(self.config),
+            PROVENANCE_FILE: json.dumps(self.origins, indent=2) + "\n",
         }
 
     def _write_description(self) -> None:
@@ -287,7 +298,7 @@ class _Assembly:
                 write_text(staging / name, text)
 
     def _write_final(self) -> None:
-        final = self.directory / "final"
+        final = self.directory / FINAL
         if self.world.is_main and final.is_dir() and self.trainer.state.step > self.began_after:
             remove_directory(final)  # of a run whose summary is lost, and which has gone on
         # else: killed between its result and its summary

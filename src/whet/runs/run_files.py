@@ -10,9 +10,16 @@ import yaml
 
 from whet.config.load_config import parse_yaml
 from whet.errors import CheckpointError
+from whet.run_directory import (
+    CLASSIFICATION_FILE,
+    CONFIG_FILE,
+    FINAL,
+    METRICS_FILE,
+    PLAN_FILE,
+    PROVENANCE_FILE,
+    SAMPLES_FILE,
+)
 
-CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
-PROVENANCE, CLASSIFICATION, PLAN = "provenance.json", "classification.json", "plan.json"
 _LARGEST_STEP = 2**53
 
 Values = dict[str, Any]  # Any: JSON values, of any kind until they are looked at
@@ -42,7 +49,7 @@ class RunFiles:
     @property
     def finished(self) -> bool:
         """Whether it has left its result and its summary."""
-        return self.summary is not None and (self.directory / "final").is_dir()
+        return self.summary is not None and (self.directory / FINAL).is_dir()
 
     @property
     def status(self) -> str:
@@ -57,7 +64,7 @@ class RunFiles:
 
 def is_run(directory: Path) -> bool:
     """Whether a run was begun there."""
-    return (directory / CONFIG).is_file() or (directory / METRICS).is_file()
+    return (directory / CONFIG_FILE).is_file() or (directory / METRICS_FILE).is_file()
 
 
 def read_run(directory: Path) -> RunFiles:
@@ -67,15 +74,16 @@ def read_run(directory: Path) -> RunFiles:
         raise CheckpointError(f"{directory} {what}", hint="whet runs lists the runs that are there")
     if not is_run(directory):
         raise CheckpointError(
-            f"{directory} is not a run: it has no {CONFIG}", hint="whet runs lists the runs that are there"
+            f"{directory} is not a run: it has no {CONFIG_FILE}",
+            hint="whet runs lists the runs that are there",
         )
     run = RunFiles(directory)
     _read_config(run)
     _read_metrics(run)
-    run.provenance = _read_object(run, PROVENANCE) or {}
-    run.classification = _read_object(run, CLASSIFICATION)
-    run.samples = _read_rows(run, SAMPLES)
-    run.plan = _read_object(run, PLAN) or {}
+    run.provenance = _read_object(run, PROVENANCE_FILE) or {}
+    run.classification = _read_object(run, CLASSIFICATION_FILE)
+    run.samples = _read_rows(run, SAMPLES_FILE)
+    run.plan = _read_object(run, PLAN_FILE) or {}
     return run
 
 
@@ -86,9 +94,9 @@ def section(values: Mapping[str, Any], name: str) -> Values:  # Any: JSON values
 
 
 def _read_config(run: RunFiles) -> None:
-    run.config_text = _read_text(run, CONFIG)
+    run.config_text = _read_text(run, CONFIG_FILE)
     if not run.config_text:
-        run.problems.append(f"{CONFIG} is missing or empty")
+        run.problems.append(f"{CONFIG_FILE} is missing or empty")
         return
     try:
         found = parse_yaml(run.config_text)
@@ -97,17 +105,17 @@ def _read_config(run: RunFiles) -> None:
     if isinstance(found, dict):
         run.config = found
     else:
-        run.problems.append(f"{CONFIG} is no valid config")
+        run.problems.append(f"{CONFIG_FILE} is no valid config")
 
 
 def _read_metrics(run: RunFiles) -> None:
-    rows = _read_rows(run, METRICS)
+    rows = _read_rows(run, METRICS_FILE)
     run.rows = [row for row in rows if is_step(row.get("step"))]
     # only as the last row: whatever comes after it was written by a run that went on
     last = rows[-1].get("summary") if rows else None
     run.summary = last if isinstance(last, dict) else None
     if not rows:
-        run.problems.append(f"{METRICS} has no rows")
+        run.problems.append(f"{METRICS_FILE} has no rows")
 
 
 def is_step(value: object) -> bool:

@@ -13,7 +13,7 @@ from whet.config.quality import ROUTER, Quality
 from whet.config.run_config import RunConfig
 from whet.errors import CheckpointError, ConfigError, RunError
 from whet.recipes.quality.tabular_model import QualitySpec, TabularModel
-from whet.run_directory import is_finished, summary_of
+from whet.run_directory import CONFIG_FILE, PROVENANCE_FILE, is_finished, summary_of
 from whet.storage import read_json
 from whet.studies.sweep import finish, refuse_other_plan
 from whet.training.callbacks import Callback
@@ -60,7 +60,7 @@ def ablate(
     """
     plans = [arm_config(config, arm, config.run.seed + n) for n in range(seeds) for arm in arms]
     for _, plan in plans:  # before hours of work: what is there must belong to these
-        if (plan.directory / "config.yaml").is_file():
+        if (plan.directory / CONFIG_FILE).is_file():
             refuse_other_plan(plan)
     runs, data = [], None
     for number, (arm, plan) in enumerate(plans, start=1):
@@ -69,7 +69,7 @@ def ablate(
         reused = is_finished(directory)
         if not reused and not finish(plan, callbacks()):
             return None
-        digest = read_json(directory / "provenance.json").get("data_sha256")
+        digest = read_json(directory / PROVENANCE_FILE).get("data_sha256")
         if data is not None and digest != data:
             raise CheckpointError(f"{directory} was trained on other rows than the runs before it")
         data = digest

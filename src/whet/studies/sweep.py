@@ -18,7 +18,7 @@ import torch
 from whet.config.load_config import load_config, make_config, to_dict
 from whet.config.run_config import RunConfig
 from whet.errors import CheckpointError, ConfigError, StorageError, WhetError
-from whet.run_directory import is_finished
+from whet.run_directory import CONFIG_FILE, is_finished
 from whet.runs.resume_checks import differences, refuse_changes
 from whet.runs.run import resume, train
 from whet.storage import clear_leftovers, replace_text
@@ -166,7 +166,7 @@ def plan_sweep(
         raise ConfigError(f"{count * seeds:,} runs are too many", hint=f"at most {_MOST_RUNS:,}")
     settings = _drawn(axes, draws, base.run.seed) if draws is not None else _grid(axes)
     directory = base.directory
-    if (directory / "config.yaml").is_file():
+    if (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is a run", hint="choose another name for the sweep (run.name=...)")
     checked = [
         load_config(config, [*fixed, *(f"{key}={value}" for key, value in setting.items())])
@@ -248,7 +248,7 @@ def run_sweep(sweep: Sweep, callbacks: Callable[[], list[Callback]] = list) -> I
     A run that fails is told and the next one starts; the next call tries it again.
     """
     for plan in sweep.plans:  # before hours of work: what is there must be of this sweep
-        if (plan.directory / "config.yaml").is_file():
+        if (plan.directory / CONFIG_FILE).is_file():
             refuse_other_plan(plan)
     states = list(sweep.runs)
     for place, (plan, run) in enumerate(zip(sweep.plans, sweep.runs, strict=True)):
@@ -298,7 +298,7 @@ def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
     """Run it, or go on with it; whether it came to its end."""
     directory = plan.directory
     clear_leftovers(directory.parent, of=directory.name)
-    begun = (directory / "config.yaml").is_file()
+    begun = (directory / CONFIG_FILE).is_file()
     if begun:
         refuse_other_plan(plan)
     result = resume(directory, callbacks) if begun else train(plan, callbacks)
@@ -308,7 +308,7 @@ def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
 def refuse_other_plan(plan: RunConfig) -> None:
     """What is there must be the run that is meant, as long as the others and judged as they are."""
     directory = plan.directory
-    there = to_dict(load_config(directory / "config.yaml"))
+    there = to_dict(load_config(directory / CONFIG_FILE))
     refuse_changes(there, plan, directory)
     if other := [key for key in differences(there, to_dict(plan)) if key.startswith(_SHARED)]:
         raise CheckpointError(

@@ -23,6 +23,7 @@ from whet.model_io.sharded_tensors import MOMENT, StoredTensor, fill, has_shards
 from whet.parallel.object_exchange import ProcessGroup
 from whet.parallel.process_group import SOLO, World
 from whet.parallel.sharded_checkpoint import write_sharded
+from whet.run_directory import CHECKPOINTS, STATE_FILE
 from whet.storage import (
     check_manifest,
     new_directory,
@@ -38,7 +39,6 @@ log = logging.getLogger("whet")
 
 WEIGHTS = CHECKPOINT_WEIGHTS
 OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")
 CheckpointState = dict[str, Any]  # Any: JSON values
 
@@ -71,13 +71,13 @@ def write_contents(path: Path, contents: Contents, group: ProcessGroup = None) -
     """Write a checkpoint directory, complete or not at all; of a model in shards, all ranks together."""
     if contents.in_shards:
         tensors = {**contents.weights, **(contents.moments or {})}
-        write_sharded(path, tensors, {STATE: contents.state}, group=group)
+        write_sharded(path, tensors, {STATE_FILE: contents.state}, group=group)
         return
     with new_directory(path, replace=True) as staging:
         files = {WEIGHTS: write_safetensors(staging / WEIGHTS, contents.weights)}
         if contents.moments is not None:
             files[OPTIMIZER] = write_safetensors(staging / OPTIMIZER, contents.moments)
-        files[STATE] = write_text(staging / STATE, contents.state)
+        files[STATE_FILE] = write_text(staging / STATE_FILE, contents.state)
         write_manifest(staging, files)
 
 
@@ -132,7 +132,9 @@ def load_checkpoint(
 
 def read_state(path: Path) -> CheckpointState:
     """The part of a checkpoint that is not tensors."""
-    return read_json(path / STATE, most=math.inf)  # it may hold a rollout, and the manifest vouches for it
+    return read_json(
+        path / STATE_FILE, most=math.inf
+    )  # it may hold a rollout, and the manifest vouches for it
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -223,11 +225,11 @@ def _unpack(packed: str) -> torch.Tensor:
 
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Where the checkpoint of a step lives in a run."""
-    return directory / "checkpoints" / f"step-{step:06d}"
+    return directory / CHECKPOINTS / f"step-{step:06d}"
 
 
 def _by_step(directory: Path) -> list[Path]:
-    numbered = [(path, _NAME.fullmatch(path.name)) for path in (directory / "checkpoints").glob("step-*")]
+    numbered = [(path, _NAME.fullmatch(path.name)) for path in (directory / CHECKPOINTS).glob("step-*")]
     steps = {path: int(name["step"]) for path, name in numbered if name is not None}
     return sorted(steps, key=steps.__getitem__)
 

@@ -17,6 +17,7 @@ from whet.model_io.safetensors import TensorFiles
 from whet.model_io.save import save_model
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import end_tokens
+from whet.run_directory import FINAL
 
 GGUF_TYPES = {torch.float32: "f16", torch.float16: "f16", torch.bfloat16: "bf16"}  # by the base's dtype
 
@@ -119,7 +120,7 @@ def _write_adapter(loaded: Loaded, directory: str | Path, layout: str) -> None:
 def default_path(name: str, layout: str, kind: str) -> Path:
     """Where an export goes when nobody says: into the run."""
     run = at_home(name)
-    if not (run / "final").is_dir():
+    if not (run / FINAL).is_dir():
         raise ConfigError(f"{name} is not a run, so there is no place for an export", hint="name it: --out")
     place = run / "export"
     return place / f"{run.resolve().name}-{kind}.gguf" if layout == "gguf" else place / layout

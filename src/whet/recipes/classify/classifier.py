@@ -56,7 +56,7 @@ from whet.recipes.classify.classifier_config import (
     with_constant_rate,
 )
 from whet.recipes.classify.classifier_report import info_of, report_on
-from whet.run_directory import run_of
+from whet.run_directory import FINAL, run_of
 from whet.storage import MANIFEST
 from whet.training.callbacks import plain
 from whet.training.loss import computed_loss, total_weights
@@ -176,7 +176,7 @@ class Classifier:
         else:
             head, info = (kept := read_head(target)).head, kept.info
         if given is None and not isinstance(section.class_weights, list):
-            kept_in = run / "final" if checkpointed else target
+            kept_in = run / FINAL if checkpointed else target
             weights = read_class_weights(kept_in, info.classes)
             section = section if weights is None else section.model_copy(update={"class_weights": weights})
         config = config.model_copy(update={"objective": section})

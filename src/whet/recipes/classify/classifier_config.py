@@ -11,6 +11,7 @@ from whet.config.run_config import RunConfig
 from whet.errors import ConfigError
 from whet.model_io.formats.classifier_head import read_head
 from whet.models.heads import WithHeads
+from whet.run_directory import CONFIG_FILE, FINAL
 from whet.storage import MANIFEST
 
 
@@ -70,9 +71,9 @@ def for_the_head(config: RunConfig, learner: WithHeads) -> RunConfig:
 
 def config_of(run: Path, target: Path, *, class_weights: Any = None) -> RunConfig:  # Any: as in a config
     """The config of the run that a classifier is part of, or the least that describes a saved one."""
-    if (run / "config.yaml").is_file() and (target.name == "final" or (target / MANIFEST).is_file()):
+    if (run / CONFIG_FILE).is_file() and (target.name == FINAL or (target / MANIFEST).is_file()):
         given = [] if class_weights is None else [f"objective.class_weights={json.dumps(class_weights)}"]
-        return load_config(run / "config.yaml", given)
+        return load_config(run / CONFIG_FILE, given)
     info = read_head(target).info
     shape = {
         "classes": info.classes,

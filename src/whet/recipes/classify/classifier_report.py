@@ -32,16 +32,13 @@ from whet.objectives.classify import Classify
 from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
 from whet.parallel.process_group import SOLO, World
 from whet.recipes.classify.calibration import fitted_temperature, rows_of
-from whet.run_directory import REPORT
+from whet.run_directory import CLASSIFICATION_FILE, FINAL, PROBE_FILE
 from whet.storage import read_json, replace_text
 from whet.training.callbacks import Injector, NumbersOnly
 from whet.training.state import RunResult
 from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
-
-
-PROBE = "probe.json"
 
 
 PROBE_EXAMPLES = 2_000  # the most it is fitted on
@@ -113,7 +110,7 @@ class ClassificationEnd(NumbersOnly, Injector):
 
     def _probe(self) -> dict[str, float] | None:
         """What a line through the untrained model's features tells; measured once, before the first step."""
-        path = self.directory / PROBE
+        path = self.directory / PROBE_FILE
         if self.world.from_main(path.is_file()):
             return read_json(path)
         try:
@@ -142,7 +139,7 @@ class ClassificationEnd(NumbersOnly, Injector):
 
     def on_train_begin(self, run: Trainer) -> None:
         """Keep what the probe found: a resumed run has other weights by then."""
-        path = self.directory / PROBE
+        path = self.directory / PROBE_FILE
         if self.probe is not None and self.world.is_main and not path.is_file():
             with contextlib.suppress(StorageError):  # then a resumed run measures it again
                 replace_text(path, json.dumps(self.probe, indent=2) + "\n")
@@ -191,7 +188,7 @@ class ClassificationEnd(NumbersOnly, Injector):
         """Write the report of a finished run, on its test records or else its validation ones."""
         if result.unfinished or self.split is None:
             return
-        final = self.directory / "final"
+        final = self.directory / FINAL
         kept = read_head(final).head.to(self.model.device)
         self.objective.head.load_state_dict(kept.state_dict())  # a run killed after final/ has another one
         examples = self._examples(self.split)
@@ -216,7 +213,7 @@ class ClassificationEnd(NumbersOnly, Injector):
             found["baselines"]["linear probe"] = self.probe
         try:
             if self.world.is_main:
-                replace_text(self.directory / REPORT, json.dumps(found, indent=2) + "\n")
+                replace_text(self.directory / CLASSIFICATION_FILE, json.dumps(found, indent=2) + "\n")
         except StorageError as error:  # final/ is there; whet eval makes the report again
             log.warning(error.message)
             return

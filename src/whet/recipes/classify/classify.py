@@ -19,6 +19,7 @@ from whet.objectives.classify import Classify, balanced_weights, mark_weights
 from whet.recipes.classify.classifier_report import ClassificationEnd
 from whet.recipes.objective_inputs import ObjectiveInputs
 from whet.recipes.text_recipe import TextRecipe
+from whet.run_directory import HELD_OUT_FILE
 from whet.training.callbacks import Callback
 
 log = logging.getLogger("whet")
@@ -46,7 +47,7 @@ class ClassifyRecipe(TextRecipe):
     def files(self) -> dict[str, str]:
         """Which records were held out, too."""
         held_out = self.data.held_out
-        more = {} if held_out is None else {"held_out.json": json.dumps(held_out, indent=2) + "\n"}
+        more = {} if held_out is None else {HELD_OUT_FILE: json.dumps(held_out, indent=2) + "\n"}
         return {**super().files(), **more}
 
     def stored_head(self) -> StoredHead | None:

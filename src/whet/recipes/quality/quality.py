@@ -35,7 +35,7 @@ from whet.recipes.quality.tabular_model import (
 )
 from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
 from whet.recipes.recipe import Recipe
-from whet.run_directory import ARCH
+from whet.run_directory import ARCH_FILE, CONFIG_FILE, FINAL, LOG_FILE, METRICS_FILE, PROVENANCE_FILE
 from whet.storage import append_text, new_directory, read_json, write_json, write_text
 from whet.training.callbacks import Callback, Injector, Metrics, NumbersOnly
 from whet.training.loss import evaluate_loss
@@ -50,9 +50,6 @@ CHECKPOINT = "checkpoint.tkp1"
 
 
 _EVALUATED_ROWS = 4096  # at once
-
-
-METRICS = "metrics.jsonl"
 
 
 DRY = "dry_run"
@@ -190,10 +187,10 @@ def summary_fields(
         "time_elapsed_sec": seconds,
         "throughput_steps_per_sec": steps / seconds if seconds else math.nan,
         "last_router_entropy": entropy,
-        "checkpoint": str(directory / "final" / CHECKPOINT),
-        "arch": str(directory / ARCH),
-        "metrics_path": str(directory / METRICS),
-        "arch_path": str(directory / ARCH),
+        "checkpoint": str(directory / FINAL / CHECKPOINT),
+        "arch": str(directory / ARCH_FILE),
+        "metrics_path": str(directory / METRICS_FILE),
+        "arch_path": str(directory / ARCH_FILE),
         "fingerprint": spec.fingerprint(),
     }
 
@@ -219,7 +216,7 @@ def write_final(trainer: Trainer, directory: Path) -> None:
     model, run = trainer.model, trainer.config.run
     assert isinstance(model, TabularModel)
     steps = trainer.total_steps
-    with new_directory(directory / "final") as staging:
+    with new_directory(directory / FINAL) as staging:
         save_quality(model, staging)
         write_tkp1(
             staging / CHECKPOINT,
@@ -251,7 +248,7 @@ def evaluate_quality(path: str | Path, data: str) -> Metrics:
 
 def _gluing_of(path: Path) -> float:
     """Return `objective.gluing` of the run that a model is from; 0 where its config is not there."""
-    files = [directory / "config.yaml" for directory in (path, path.absolute().parent)]
+    files = [directory / CONFIG_FILE for directory in (path, path.absolute().parent)]
     file = next((file for file in files if file.is_file()), None)
     objective = None if file is None else load_config(file).objective
     return objective.gluing if isinstance(objective, RegressionObjective) else 0.0
@@ -296,24 +293,24 @@ def dry_run(
         entropy=math.nan,
     )
     with new_directory(directory.resolve(), replace=earlier) as staging:
-        write_text(staging / "config.yaml", to_yaml(config))
-        write_json(staging / ARCH, architecture(spec))
+        write_text(staging / CONFIG_FILE, to_yaml(config))
+        write_json(staging / ARCH_FILE, architecture(spec))
         device = choose_device(config.run.device)
         origins = describe_origins(
             data.digests(), "none: a dry run", device=device, began=date.today(), tokens={}
         )
-        write_json(staging / "provenance.json", {DRY: True, **origins})
+        write_json(staging / PROVENANCE_FILE, {DRY: True, **origins})
         summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
-        append_text(staging / METRICS, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
-        write_text(staging / "log.txt", f"a dry run: {steps} steps, no model\n")
-        (staging / "final").mkdir()
-        write_json(staging / "final" / ARCH, architecture(spec))
-        write_tkp1(staging / "final" / CHECKPOINT, step=steps, config=marked, count=0, records=())
+        append_text(staging / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+        write_text(staging / LOG_FILE, f"a dry run: {steps} steps, no model\n")
+        (staging / FINAL).mkdir()
+        write_json(staging / FINAL / ARCH_FILE, architecture(spec))
+        write_tkp1(staging / FINAL / CHECKPOINT, step=steps, config=marked, count=0, records=())
     return fields
 
 
 def _is_dry(directory: Path) -> bool:
-    path = directory / "provenance.json"
+    path = directory / PROVENANCE_FILE
     return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY) is True)
 
 
@@ -361,7 +358,7 @@ class QualityRecipe(Recipe):
 
     def files(self) -> dict[str, str]:
         """The architecture, as the task's other tools read it."""
-        return {"arch.json": json.dumps(architecture(self.model.spec), indent=2) + "\n"}
+        return {ARCH_FILE: json.dumps(architecture(self.model.spec), indent=2) + "\n"}
 
     def write_final(self, trainer: Trainer) -> None:
         """The model, and the checkpoint that the task's other tools read."""

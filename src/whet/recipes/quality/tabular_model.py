@@ -16,7 +16,7 @@ from whet.errors import ConfigError, ModelError
 from whet.model_io.safetensors import SINGLE, TensorFiles, load_parameters
 from whet.models.language_model import Trainable
 from whet.recipes.quality.padic_router import EXPERTS, IN_DIM, TOP_K, Padic, PadicRouter, PadicRouting
-from whet.run_directory import ARCH
+from whet.run_directory import ARCH_FILE, FINAL
 from whet.storage import read_json, write_json, write_safetensors
 
 OUT_DIM = 20
@@ -219,15 +219,15 @@ def new_quality_model(spec: QualitySpec, *, seed: int) -> TabularModel:
 def save_quality(model: TabularModel, directory: Path) -> None:
     """model.safetensors and arch.json, into a directory that exists."""
     write_safetensors(directory / SINGLE, dict(model.named_parameters()))
-    write_json(directory / ARCH, architecture(model.spec))
+    write_json(directory / ARCH_FILE, architecture(model.spec))
 
 
 def load_quality(path: str | Path, *, device: str | torch.device = "cpu") -> TabularModel:
     """The model of a run, or of its `final/`, in evaluation mode."""
     directory = Path(path)
-    if (directory / "final").is_dir():
-        directory /= "final"
-    spec = read_spec(directory / ARCH)
+    if (directory / FINAL).is_dir():
+        directory /= FINAL
+    spec = read_spec(directory / ARCH_FILE)
     files = TensorFiles(directory)
     with torch.device("meta"):
         model = TabularModel(spec)

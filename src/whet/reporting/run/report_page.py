@@ -25,8 +25,9 @@ from whet.reporting.run.sample_table import samples_section
 from whet.reporting.svg import drawing, svg
 from whet.reporting.text.classifier_text import ERRORS, SCORES, classification_figure
 from whet.reporting.text.plan_text import plan_json
+from whet.run_directory import CONFIG_FILE, REPORT_PAGE
 from whet.runs.metric_series import as_number, metrics_of
-from whet.runs.run_files import CONFIG, RunFiles, Values, read_run, section
+from whet.runs.run_files import RunFiles, Values, read_run, section
 from whet.storage import replace_text
 
 _STYLE = (
@@ -57,7 +58,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     found = read_run(directory)
     found.plan = found.plan or plan_of(found)
     page = report_page(found)
-    path = Path(out) if out is not None else directory / "report.html"
+    path = Path(out) if out is not None else directory / REPORT_PAGE
     replace_text(path, page)
     return path
 
@@ -200,6 +201,6 @@ def plan_of(run: RunFiles) -> Values:
         return {}
     device = "cpu" if chip is None else chip.name
     try:
-        return plan_json(plan_run(load_config(run.directory / CONFIG), device=device, suggest=False))
+        return plan_json(plan_run(load_config(run.directory / CONFIG_FILE), device=device, suggest=False))
     except WhetError:  # a model that is not here any more, or one that has no plan
         return {}

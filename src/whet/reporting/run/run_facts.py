@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from whet.reporting.charts import number_text
+from whet.run_directory import CONFIG_FILE, FINAL
 from whet.runs.metric_series import as_number
 from whet.runs.run_files import RunFiles, Values, section
 
@@ -153,7 +154,7 @@ def duration(seconds: object) -> str:
 
 def reproduce_commands(run: RunFiles) -> list[str]:
     """A run is never overwritten, so the same again needs another name."""
-    config = shlex.quote(str(run.directory / "config.yaml"))
+    config = shlex.quote(str(run.directory / CONFIG_FILE))
     return [f"whet train {config} {shlex.quote(f'run.name={run.name}-again')}"]
 
 
@@ -166,7 +167,7 @@ def use_commands(run: RunFiles) -> list[str]:
     if kind == "classify":
         return [f"whet classify {place} 'a text'", f"whet classify {place} --data test.jsonl"]
     if kind == "regression":  # a model of rows: there is nothing to talk to
-        return [f"ls {shlex.quote(str(run.directory / 'final'))}"]
+        return [f"ls {shlex.quote(str(run.directory / FINAL))}"]
     return [
         f"whet chat {place}",
         f"whet generate {place} 'a prompt'",

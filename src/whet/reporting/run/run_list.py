@@ -8,8 +8,9 @@ from pathlib import Path
 from whet.data.inspect.token_text import visible
 from whet.errors import ConfigError
 from whet.reporting.run.run_facts import best_text, number_or_text
+from whet.run_directory import CONFIG_FILE, METRICS_FILE
 from whet.runs.metric_series import as_number
-from whet.runs.run_files import METRICS, RunFiles, Values, is_run, section
+from whet.runs.run_files import RunFiles, Values, is_run, section
 
 _UNKNOWN = "?"
 _LAST_ROWS = 50  # looked at for the last loss: evaluations and torn rows have none
@@ -51,14 +52,14 @@ def _listed(place: Path) -> ListedRun | None:
     try:
         if not is_run(place):
             return None
-        rows = _last_rows(place / METRICS)
+        rows = _last_rows(place / METRICS_FILE)
     except OSError:  # not ours to read: still there
         return ListedRun(place.name, _UNKNOWN, _UNKNOWN, _UNKNOWN, _bytes_in(place), 0.0)
     run = RunFiles(place, rows=rows)
     last = section(rows[-1], "summary") if rows else {}
     if last:
         run.summary = last
-    broken = not rows and (place / METRICS).is_file() and (place / METRICS).stat().st_size > 0
+    broken = not rows and (place / METRICS_FILE).is_file() and (place / METRICS_FILE).stat().st_size > 0
     return ListedRun(
         name=place.resolve().name,
         status=_UNKNOWN if broken else run.status.partition(":")[0],  # why it stopped is in the report
@@ -99,7 +100,7 @@ def _last_loss(rows: Sequence[Values], summary: Values) -> str:
 
 
 def _changed(place: Path) -> float:
-    for name in (METRICS, "config.yaml"):
+    for name in (METRICS_FILE, CONFIG_FILE):
         try:
             return (place / name).stat().st_mtime
         except OSError:

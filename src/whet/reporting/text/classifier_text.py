@@ -7,7 +7,7 @@ from whet.data.inspect.token_text import visible
 from whet.errors import ConfigError
 from whet.evaluation.classifier_metrics import Report
 from whet.reporting.svg import drawing
-from whet.run_directory import REPORT
+from whet.run_directory import CLASSIFICATION_FILE
 from whet.storage import new_file, read_json
 
 SCORES = ("accuracy", "balanced_accuracy", "f1_macro", "f1_micro", "f1_weighted", "kappa", "mcc")
@@ -19,9 +19,9 @@ _COUNTED, _NAMED = 20, 12  # the most classes whose counts, and whose curves' na
 
 def read_report(run: str | Path) -> Report:
     """The report that a finished run left."""
-    path = Path(run) / REPORT
+    path = Path(run) / CLASSIFICATION_FILE
     if not path.is_file():
-        raise ConfigError(f"{run} has no {REPORT}", hint="whet eval RUN --data D makes one")
+        raise ConfigError(f"{run} has no {CLASSIFICATION_FILE}", hint="whet eval RUN --data D makes one")
     return read_json(path)
 
 
