@@ -71,16 +71,16 @@ def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values
 
 
 def _quality_lines(found: dict[str, Any]) -> list[str]:  # Any: JSON values
-    from whet.reporting.text.plan_text import in_bytes
+    from whet.reporting.formatting import format_memory
 
     memory, flops, shape = found["bytes"], found["flops_per_row"], found["architecture"]
-    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in memory.items() if name != "total")
+    parts = ", ".join(f"{name} {format_memory(size)}" for name, size in memory.items() if name != "total")
     table = {
         "model": f"quality {shape['size']}, {shape['arm']}: {shape['hidden']} x {shape['depth']}",
         "parameters": f"{found['param_count']:,} in {found['tensors']} tensors",
         "FLOPs": f"{flops['forward']:,} a row forward, {flops['training']:,} with the backward pass",
-        "memory": f"{in_bytes(memory['total'])} in fp32, {found['rows']} rows at once: {parts}",
-        "checkpoint": f"{in_bytes(found['tkp1_bytes'])} as TKP1",
+        "memory": f"{format_memory(memory['total'])} in fp32, {found['rows']} rows at once: {parts}",
+        "checkpoint": f"{format_memory(found['tkp1_bytes'])} as TKP1",
         "fingerprint": found["fingerprint"],
         "architecture": json.dumps(shape),
     }

@@ -1,12 +1,12 @@
 """The curves of a run: one small plot a metric, as figures of a page."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 from whet.data.inspect.token_text import visible
+from whet.reporting.formatting import format_number
 from whet.reporting.html_page import html_text
 from whet.reporting.svg import BLUE, ORANGE, drawing, svg
 from whet.runs.metric_series import Metric, Series, smoothed, thinned
@@ -195,21 +195,12 @@ def _caption(title: str, metric: Metric, planned: float | None) -> str:
     shown = []
     for series, kind in ((metric.train, "training"), (metric.evaluation, "evaluation")):
         if series.values:
-            first, last = number_text(series.values[0]), number_text(series.values[-1])
+            first, last = format_number(series.values[0]), format_number(series.values[-1])
             change = last if len(series.values) == 1 else f"{first} → {last}"
             both = metric.train.values and metric.evaluation.values
             shown.append(f"{kind} {change}" if both else change)
     if planned is not None:
-        shown.append(f"planned {number_text(planned)}")
+        shown.append(f"planned {format_number(planned)}")
     if metric.left_out:
         shown.append(f"{metric.left_out:,} not finite, not drawn")
     return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(shown))}</span>"
-
-
-def number_text(value: float) -> str:
-    """A number in a few digits."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

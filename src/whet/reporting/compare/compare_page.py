@@ -14,8 +14,9 @@ from whet.reporting.compare.compare_text import (
     statistics_rows,
 )
 from whet.reporting.compare.overlay_charts import interval_chart, overlay_charts, swept_charts
+from whet.reporting.formatting import format_elapsed
 from whet.reporting.html_page import html_page, html_table, html_text
-from whet.reporting.run.run_facts import duration, steps_text
+from whet.reporting.run.run_facts import steps_text
 from whet.reporting.svg import COLOURS
 from whet.storage import replace_text
 from whet.studies.compare_runs import RunComparison, RunGroup, seed_of, setting_text
@@ -155,7 +156,7 @@ def _runs(found: RunComparison) -> str:
             str(seed_of(run)),
             run.status,
             steps_text(run),
-            duration((run.summary or {}).get("seconds")),
+            format_elapsed((run.summary or {}).get("seconds")),
         )
         for group in found.groups
         for run in group.runs

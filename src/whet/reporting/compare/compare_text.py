@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from whet.config.metric_direction import falls
 from whet.data.inspect.token_text import visible
-from whet.reporting.charts import number_text
+from whet.reporting.formatting import format_number
 from whet.studies.compare_runs import Against, RunComparison, SeedScores, setting_text
 
 _MOST_OTHERS = 12
@@ -52,9 +52,13 @@ def statistics_rows(found: RunComparison) -> list[tuple[str, ...]]:
 def _score_cells(scores: SeedScores | None) -> tuple[str, str, str]:
     if scores is None:
         return "-", "", ""
-    std = "" if scores.std is None else number_text(scores.std)
+    std = "" if scores.std is None else format_number(scores.std)
     ends = scores.interval
-    return number_text(scores.mean), std, f"{number_text(ends[0])} to {number_text(ends[1])}" if ends else ""
+    return (
+        format_number(scores.mean),
+        std,
+        f"{format_number(ends[0])} to {format_number(ends[1])}" if ends else "",
+    )
 
 
 def _against_cells(against: Against | None) -> tuple[str, str, str]:
@@ -62,14 +66,14 @@ def _against_cells(against: Against | None) -> tuple[str, str, str]:
         return "", "", ""
     effect = "" if against.hedges_g is None else f"{against.hedges_g:+.2f}"
     p = "" if against.p_adjusted is None else f"{against.p_adjusted:.2g}"
-    return f"{'+' if against.difference >= 0 else ''}{number_text(against.difference)}", effect, p
+    return f"{'+' if against.difference >= 0 else ''}{format_number(against.difference)}", effect, p
 
 
 def spread_text(scores: SeedScores | None) -> str:
     """A mean, with its standard deviation where there is one."""
     if scores is None:
         return "-"
-    return number_text(scores.mean) + ("" if scores.std is None else f" ± {number_text(scores.std)}")
+    return format_number(scores.mean) + ("" if scores.std is None else f" ± {format_number(scores.std)}")
 
 
 def best_place(found: RunComparison) -> int | None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from statistics import median
 
-from whet.reporting.charts import number_text
+from whet.reporting.formatting import format_elapsed, format_number, format_value
 from whet.run_directory import CONFIG_FILE, FINAL
 from whet.runs.metric_series import as_number
 from whet.runs.run_files import RunFiles, Values, section
@@ -28,14 +28,14 @@ def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
     summary = run.summary or {}
     best = section(summary, "best")
     if as_number(best.get("value")) is not None:
-        yield f"best {str(best.get('metric')).replace('_', ' ')}", number_or_text(best["value"])
+        yield f"best {str(best.get('metric')).replace('_', ' ')}", format_value(best["value"])
     else:
-        yield "last loss", number_or_text(_last(run, "loss"), missing="")
+        yield "last loss", format_value(_last(run, "loss"), missing="")
     yield "steps", steps_text(run)
-    yield "tokens", number_or_text(summary.get("tokens", _last(run, "tokens_total")), missing="")
-    yield "time", duration(summary.get("seconds", _last(run, "elapsed_s")))
+    yield "tokens", format_value(summary.get("tokens", _last(run, "tokens_total")), missing="")
+    yield "time", format_elapsed(summary.get("seconds", _last(run, "elapsed_s")))
     rates = [value for value in _numbers(run, "tokens_per_s") if math.isfinite(value)]
-    yield "tokens a second, median", number_text(median(rates)) if rates else ""
+    yield "tokens a second, median", format_number(median(rates)) if rates else ""
     used = [value for value in _numbers(run, "mfu") if math.isfinite(value)]
     yield "MFU, median", f"{median(used):.1%}" if used else ""
     peaks = [value for value in _numbers(run, "peak_gib") if math.isfinite(value)]
@@ -70,7 +70,7 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield (
         "test",
         ", ".join(
-            f"{name.replace('_', ' ')} {number_or_text(value)}"
+            f"{name.replace('_', ' ')} {format_value(value)}"
             for name, value in section(summary, "test").items()
             if as_number(value) is not None and name != "s"
         ),
@@ -83,15 +83,7 @@ def best_text(summary: Values) -> str:
     if as_number(best.get("value")) is None:
         return ""
     name = str(best.get("metric")).replace("_", " ")
-    return f"{name} {number_or_text(best['value'])} at step {number_or_text(best.get('step'))}"
-
-
-def number_or_text(value: object, missing: str = "-") -> str:
-    """A number in a few digits, also one that JSON does not have."""
-    number = as_number(value)
-    if number is None:
-        return missing
-    return number_text(number)
+    return f"{name} {format_value(best['value'])} at step {format_value(best.get('step'))}"
 
 
 def _method(method: Values) -> str:
@@ -100,7 +92,7 @@ def _method(method: Values) -> str:
         return kind if isinstance(kind, str) else ""
     variant = method.get("variant")
     named = f"{kind} ({variant})" if isinstance(variant, str) and variant != kind else kind
-    return f"{named}, rank {number_or_text(method.get('rank'))}, alpha {number_or_text(method.get('alpha'))}"
+    return f"{named}, rank {format_value(method.get('rank'))}, alpha {format_value(method.get('alpha'))}"
 
 
 def _objective(objective: Values) -> str:
@@ -137,19 +129,7 @@ def steps_text(run: RunFiles) -> str:
     if as_number(done) is None:
         return ""
     unequal = as_number(planned) is not None and planned != done
-    return number_or_text(done) + (f" of {number_or_text(planned)}" if unequal else "")
-
-
-def duration(seconds: object) -> str:
-    """Seconds as people say them."""
-    number = as_number(seconds)
-    if number is None or not 0 <= number < 1e12:
-        return ""
-    if number < 100:
-        return f"{number:.3g} s"
-    minutes, left = divmod(round(number), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {left} s"
+    return format_value(done) + (f" of {format_value(planned)}" if unequal else "")
 
 
 def reproduce_commands(run: RunFiles) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from whet.data.inspect.token_text import visible
 from whet.errors import ConfigError
-from whet.reporting.run.run_facts import best_text, number_or_text
+from whet.reporting.formatting import format_age, format_file_size, format_value
+from whet.reporting.run.run_facts import best_text
 from whet.run_directory import CONFIG_FILE, METRICS_FILE
 from whet.runs.metric_series import as_number
 from whet.runs.run_files import RunFiles, Values, is_run, section
@@ -15,7 +16,6 @@ from whet.runs.run_files import RunFiles, Values, is_run, section
 _UNKNOWN = "?"
 _LAST_ROWS = 50  # looked at for the last loss: evaluations and torn rows have none
 _HEADINGS = ("name", "status", "step", "metric", "size", "age")
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class ListedRun:
 
     def cells(self, now: float) -> tuple[str, ...]:
         """As they are shown."""
-        age = _age(now - self.changed) if self.changed else _UNKNOWN
-        shown = (self.name, self.status, self.step, self.metric, _size(self.size), age)
+        age = format_age(now - self.changed) if self.changed else _UNKNOWN
+        shown = (self.name, self.status, self.step, self.metric, format_file_size(self.size), age)
         return tuple(map(visible, shown))
 
 
@@ -88,14 +88,14 @@ def _last_rows(path: Path) -> list[Values]:
 def _step(rows: Sequence[Values], summary: Values) -> str:
     steps = [summary.get("steps"), *(row.get("step") for row in reversed(rows))]
     known = next((step for step in steps if as_number(step) is not None), None)
-    return number_or_text(known, missing=_UNKNOWN)
+    return format_value(known, missing=_UNKNOWN)
 
 
 def _last_loss(rows: Sequence[Values], summary: Values) -> str:
     for row in (section(summary, "final"), *reversed(rows)):
         for name in ("eval_loss", "loss"):
             if as_number(row.get(name)) is not None:
-                return f"{name.replace('_', ' ')} {number_or_text(row[name])}"
+                return f"{name.replace('_', ' ')} {format_value(row[name])}"
     return _UNKNOWN
 
 
@@ -117,22 +117,6 @@ def _bytes_in(place: Path) -> int:
         except OSError:
             continue
     return total
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _age(seconds: float) -> str:
-    for length, unit in _UNITS:
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def runs_text(runs: Sequence[ListedRun], now: float) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from whet.reporting.formatting import format_value
 from whet.reporting.html_page import html_lines, html_text
-from whet.reporting.run.run_facts import number_or_text
 from whet.runs.run_files import Values, section
 
 _SHOWN = 6  # of the first step that has some, and of the last
@@ -14,7 +14,7 @@ def samples_section(samples: Sequence[Values]) -> str:
     """A table or two, and how many there are."""
     by_step: dict[str, list[Values]] = {}
     for sample in samples:
-        by_step.setdefault(number_or_text(sample.get("step")), []).append(sample)
+        by_step.setdefault(format_value(sample.get("step")), []).append(sample)
     steps = list(by_step)
     first, last = by_step[steps[0]], by_step[steps[-1]]
     if len(steps) > 1 and _prompts(first) == _prompts(last):
@@ -55,8 +55,8 @@ def _at_step(step: str, samples: Sequence[Values]) -> str:
 
 
 def _reward(sample: Values) -> str:
-    total = number_or_text(sample.get("reward"), missing="")
-    parts = ", ".join(f"{name} {number_or_text(value)}" for name, value in section(sample, "rewards").items())
+    total = format_value(sample.get("reward"), missing="")
+    parts = ", ".join(f"{name} {format_value(value)}" for name, value in section(sample, "rewards").items())
     return f"{total or '-'} ({parts})" if parts else total
 
 

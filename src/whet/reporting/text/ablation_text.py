@@ -5,10 +5,9 @@ import importlib.util
 import io
 import json
 import logging
-import math
 from pathlib import Path
-from typing import Any
 
+from whet.reporting.formatting import to_json_number
 from whet.storage import replace_bytes, replace_text
 from whet.studies.ablation import METRIC, Ablation
 from whet.studies.statistics import Comparison, compare, deviation, mean
@@ -64,7 +63,7 @@ def write_ablation(ablation: Ablation, directory: Path) -> list[Path]:
             for arm, series in values.items()
         },
         "comparisons": [
-            {**{k: _plain(v) for k, v in dataclasses.asdict(each).items()}, "verdict": verdict(each)}
+            {**{k: to_json_number(v) for k, v in dataclasses.asdict(each).items()}, "verdict": verdict(each)}
             for each in compare(values)
         ],
         "runs": [dataclasses.asdict(run) for run in ablation.runs],
@@ -77,10 +76,6 @@ def write_ablation(ablation: Ablation, directory: Path) -> list[Path]:
     plot = directory / "ablation.png"
     replace_bytes(plot, _plot(values))
     return [path, plot]
-
-
-def _plain(value: Any) -> Any:  # Any: a field of a comparison
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plot(values: dict[str, list[float]]) -> bytes:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from whet.reporting.formatting import to_json_number
 from whet.studies.dtype_comparison import COSINE, ComparisonRow, Diagnosis, PathResult
 
 SHOWN = 20  # rows of a routing table, and names in a verdict
@@ -111,10 +112,10 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:  # Any: JSON values
                 "name": result.path.name,
                 "simulated": result.path.simulated,
                 "verdict": result.verdict,
-                "worst_ratio": _plain(result.worst.ratio),
+                "worst_ratio": to_json_number(result.worst.ratio),
                 "worst_parameter": result.worst.name,
                 "loss_scale": result.loss_scale,
-                "largest_output_difference": _plain(result.largest_difference),
+                "largest_output_difference": to_json_number(result.largest_difference),
                 "divergent_rows": len(result.divergent),
                 "routed_rows": found.routed,
                 "parameters": [_row(row) for row in result.rows],
@@ -144,8 +145,8 @@ def _row(row: ComparisonRow) -> dict[str, Any]:  # Any: JSON values
         "rel_diff": row.relative,
         "cosine": row.cosine,
     }
-    return {"name": row.name, "verdict": row.verdict, **{name: _plain(v) for name, v in numbers.items()}}
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+    return {
+        "name": row.name,
+        "verdict": row.verdict,
+        **{name: to_json_number(v) for name, v in numbers.items()},
+    }

@@ -5,11 +5,11 @@ import importlib.util
 import io
 import json
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from whet.reporting.formatting import to_json_number
 from whet.storage import replace_bytes, replace_text
 from whet.studies.coordinate_check import FLAT, CoordinateCheck
 from whet.studies.lr_transfer import LrTransfer, SweepPoint
@@ -53,9 +53,9 @@ def write_check(check: CoordinateCheck, directory: Path) -> list[Path]:
                 "flat": check.is_flat(parametrisation),
                 "activations": {
                     name: {
-                        "slope": _plain(slope),
+                        "slope": to_json_number(slope),
                         "first": check.sizes[parametrisation][name].first,
-                        "last": [_plain(size) for size in check.sizes[parametrisation][name].last],
+                        "last": [to_json_number(size) for size in check.sizes[parametrisation][name].last],
                     }
                     for name, slope in check.slopes(parametrisation).items()
                 },
@@ -109,7 +109,7 @@ def keep_sweep(
         "settings": settings,
         "data": data,
         "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
-        "runs": [{**dataclasses.asdict(point), "loss": _plain(point.loss)} for point in sweep.points],
+        "runs": [{**dataclasses.asdict(point), "loss": to_json_number(point.loss)} for point in sweep.points],
     }
     replace_text(directory / "lr-sweep.json", json.dumps(found, indent=2) + "\n")
 
@@ -129,11 +129,6 @@ def kept_points(
         log.warning("%s has runs with other settings or data: they are run again", path)
         return []
     return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in found["runs"]]
-
-
-def _plain(value: float) -> float | str:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _plot(path: Path, draw: Callable[[Any], None]) -> list[Path]:  # Any: matplotlib has no types

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from whet.planning.plan import MOST_TOKENS, Plan
+from whet.reporting.formatting import format_count, format_estimate, format_memory
 
 _WORDS = {
     "other_models": "other models",
@@ -35,7 +36,7 @@ def _model(plan: Plan) -> TableRows:
 
 def _device(plan: Plan) -> str:
     target, cluster = plan.target, plan.cluster
-    each = f"{target.name}, {in_bytes(target.memory)}, {target.tflops:.4g} TFLOP/s ({target.source})"
+    each = f"{target.name}, {format_memory(target.memory)}, {target.tflops:.4g} TFLOP/s ({target.source})"
     if cluster.devices > 1:
         layers = f", {cluster.tensor} to a layer" if cluster.tensor > 1 else ""
         each = f"{cluster.devices} x {each}, {cluster.kind}{layers}"
@@ -51,10 +52,10 @@ def _work(plan: Plan) -> TableRows:
         "computed again": flops.recomputed,
         "other models": flops.others,
     }
-    listed = ", ".join(f"{name} {_count(value)}" for name, value in parts.items() if value)
-    yield "FLOPs", f"{_count(flops.computed)} a token, in documents of {plan.length}: {listed}"
+    listed = ", ".join(f"{name} {format_count(value)}" for name, value in parts.items() if value)
+    yield "FLOPs", f"{format_count(flops.computed)} a token, in documents of {plan.length}: {listed}"
     steps = f"{plan.steps:,} steps of " if plan.steps else ""
-    whole = f", {_count(plan.steps * plan.tokens_a_step)} tokens in all" if plan.steps else ""
+    whole = f", {format_count(plan.steps * plan.tokens_a_step)} tokens in all" if plan.steps else ""
     several = "micro-batches" if plan.micro_batches > 1 else "micro-batch"
     each = f"{plan.micro_batches} {several} of at most {plan.shape.positions:,} tokens on a device"
     yield "steps", f"{steps}{plan.tokens_a_step:,.0f} tokens{whole}; {each}"
@@ -65,18 +66,18 @@ def _memory(plan: Plan) -> TableRows:
     share = 100 * memory.peak / plan.target.memory
     each = " on each device" if plan.cluster.devices > 1 else ""
     when = f"{share:.0f}% of what it has, in the {_moment(memory.at)}"
-    yield "memory", f"{in_bytes(memory.peak)} at the peak{each}, {when}; the parts at their largest:"
+    yield "memory", f"{format_memory(memory.peak)} at the peak{each}, {when}; the parts at their largest:"
     for name, size in memory.components().items():
         if not size:
             continue
         more = ""
         if name == "activations":
             other = "without" if plan.recomputes else "with"
-            more = f" ({in_bytes(plan.other_activations)} {other} run.grad_checkpoint)"
-        yield "", f"{_WORDS.get(name, name):<16} {in_bytes(size):>11}{more}"
+            more = f" ({format_memory(plan.other_activations)} {other} run.grad_checkpoint)"
+        yield "", f"{_WORDS.get(name, name):<16} {format_memory(size):>11}{more}"
     cache = plan.cache_bytes * (plan.shape.length + 1)
     row = f"of keys and values a row of {plan.shape.length + 1} tokens"
-    yield "", f"{'generating':<16} {in_bytes(cache):>11} {row}"
+    yield "", f"{'generating':<16} {format_memory(cache):>11} {row}"
 
 
 def _moment(at: str) -> str:
@@ -92,7 +93,7 @@ def _moment(at: str) -> str:
 def _advice(plan: Plan) -> TableRows:
     if plan.fits is None:
         return
-    room = in_bytes(plan.target.room)
+    room = format_memory(plan.target.room)
     if plan.fits == 0:
         hints = [] if plan.recomputes else ["run.grad_checkpoint=true"]
         hints += {"full": ["method.kind=lora"], "lora": ["method.kind=qlora"], "qlora": []}[plan.method]
@@ -114,8 +115,8 @@ def _traffic(plan: Plan) -> TableRows:
         "gradients added up": found.added_up,
         "layers computed together": found.layers,
     }
-    listed = ", ".join(f"{name} {in_bytes(value)}" for name, value in parts.items() if value)
-    yield "sends", f"{in_bytes(found.total)} a step from each device: {listed}"
+    listed = ", ".join(f"{name} {format_memory(value)}" for name, value in parts.items() if value)
+    yield "sends", f"{format_memory(found.total)} a step from each device: {listed}"
     if not found.known:
         yield "", "how fast is not known: name a device with --device"
         return
@@ -127,7 +128,7 @@ def _traffic(plan: Plan) -> TableRows:
 
 def _time(plan: Plan) -> TableRows:
     speed = plan.tokens_a_step / plan.step_s
-    total = f", {_duration(plan.steps * plan.step_s)} in all" if plan.steps else ""
+    total = f", {format_estimate(plan.steps * plan.step_s)} in all" if plan.steps else ""
     share = f"{100 * plan.utilisation:.0f}% of the peak"
     yield "time", f"{plan.step_s:.3g} s a step{total}; {speed:,.0f} tokens a second, at {share}"
 
@@ -164,26 +165,3 @@ def plan_json(plan: Plan) -> dict[str, Any]:  # Any: JSON values
         "step_s": plan.step_s,
         "seconds": None if plan.steps is None else plan.steps * plan.step_s,
     }
-
-
-def in_bytes(size: float) -> str:
-    """A size for a person."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.1f} KiB"
-
-
-def _count(value: float) -> str:
-    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.1f} hours" if seconds < 72 * 3600 else f"{seconds / 86400:.1f} days"

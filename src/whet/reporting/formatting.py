@@ -1,0 +1,81 @@
+"""Numbers, durations, sizes and counts as text: the one place that decides how many digits are shown."""
+
+import math
+from typing import Any
+
+from whet.runs.metric_series import as_number
+
+
+def format_number(value: float) -> str:
+    """Return a number in a few digits: whole numbers with separators, others in four significant digits."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def format_value(value: object, missing: str = "-") -> str:
+    """Return a value of a run's files as a number in a few digits, or `missing` where it is none."""
+    number = as_number(value)
+    return missing if number is None else format_number(number)
+
+
+def format_count(value: float) -> str:
+    """Return a count with a decimal prefix: 12.3 M."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def format_memory(size: float) -> str:
+    """Return bytes of memory in KiB to TiB, with two decimals from MiB on."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
+
+
+def format_file_size(count: int) -> str:
+    """Return bytes on disk in B to TiB, with one decimal."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def format_estimate(seconds: float) -> str:
+    """Return an estimated duration in one unit, from seconds to days."""
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours" if seconds < 72 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def format_elapsed(seconds: object) -> str:
+    """Return a measured duration in hours, minutes and seconds; empty where it is none."""
+    number = as_number(seconds)
+    if number is None or not 0 <= number < 1e12:
+        return ""
+    if number < 100:
+        return f"{number:.3g} s"
+    minutes, left = divmod(round(number), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {left} s"
+
+
+def format_age(seconds: float) -> str:
+    """Return how long ago something was, in its largest unit."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def to_json_number(value: Any) -> Any:  # Any: a JSON value, or a float that JSON does not have
+    """Return a value as JSON can hold it: NaN and infinities become their names."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
