@@ -139,45 +139,20 @@ class Chip:
 
 
 _VOLTA = "NVIDIA V100 data sheet, January 2020 (fp16: it has no bf16)"
-
-
 _A100 = "NVIDIA A100 80GB data sheet, June 2021"
-
-
 _AMPERE = "NVIDIA Ampere GA102 white paper, appendix A"
-
-
 _ADA = "NVIDIA Ada GPU architecture white paper, appendix A"
-
-
 _BLACKWELL = "NVIDIA RTX Blackwell architecture white paper, appendices (bf16 with fp32 accumulation)"
-
-
 _PRO = "NVIDIA RTX PRO 6000 Blackwell data sheet, 2025 (bf16: an eighth of FP4 with sparsity)"
-
-
 _H100 = "NVIDIA H100 data sheet, 2023 (halved: it states bf16 with sparsity)"
-
-
 _H200 = "NVIDIA H200 data sheet, 2024 (halved: with sparsity)"
-
-
 _GH200 = "NVIDIA GH200 data sheet, 2024 (the GPU alone; halved: with sparsity)"
-
-
 _HGX = "NVIDIA HGX B200 and B300 data sheets, 2025 (an eighth; bf16 halved)"
-
-
 _NVL72 = "NVIDIA GB200 and GB300 NVL72 data sheets, 2025 (one GPU of 72; bf16 halved)"
-
-
 _CLOCK = "GPU cores x 128 lanes x 2 x clock (Apple states none); bandwidth: Apple's technical specifications"
-
-
 # A pattern matches the whole name but for these: a GH200 is not an H200, and neither a laptop's GPU nor a
 # MIG slice is the card it is named after. Devices without a row are measured.
 _MAKERS = r"(?:(?:NVIDIA|Tesla|GeForce|AMD|Instinct) )*"
-
 
 CHIPS = (
     Chip("v100", r"V100-SXM\d(-\d+GB)?", 125, 15.7, 900, 32, 150, _VOLTA),

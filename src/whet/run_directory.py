@@ -11,7 +11,6 @@ from whet.storage import append_text, read_json, replace_text, sync_file
 
 log = logging.getLogger("whet")
 
-
 # files and directories of a run; no other module spells their names
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

@@ -15,36 +15,30 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from whet.error_boundary import wrong_input
 from whet.errors import CheckpointError, ModelError, StorageError
 
+if TYPE_CHECKING:
+    import torch
+
 MANIFEST = "MANIFEST.json"
-
-
 LOCK = ".lock"
-
-
 _MAX_MANIFEST_BYTES = 2**20
-
-
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
 
-
 SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
 }
 
 
@@ -151,22 +145,24 @@ def write_json(path: Path, value: Any) -> Written:  # Any: whatever json.dumps t
 
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: "Mapping[str, torch.Tensor]",
     *,
     metadata: Mapping[str, str] | None = None,
-    make: Callable[[str], torch.Tensor] | None = None,
+    make: "Callable[[str], torch.Tensor] | None" = None,
 ) -> Written:
     """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory.
 
     With `make` the tensors only say their shapes and dtypes (on the meta device), and each is made when its
     turn comes.
     """
+    import torch  # here: what lists runs or reads their rows starts without it
+
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[str(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }

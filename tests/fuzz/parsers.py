@@ -393,7 +393,7 @@ class gguf_file:
     def build(directory):
         import gguf
 
-        from models.test_gguf import gguf_metadata, gguf_tensors, tiny_model, write_gguf
+        from model_io.test_gguf_reader import gguf_metadata, gguf_tensors, tiny_model, write_gguf
 
         directory.mkdir()
         model = tiny_model()

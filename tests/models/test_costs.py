@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_pieces import MODELS, model
+from test_decoder import MODELS, model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

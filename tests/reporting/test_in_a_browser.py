@@ -7,11 +7,11 @@ import psutil
 import pytest
 import typer
 import yaml
-from test_comparison import write_seed
-from test_report import CONFIG, classified, sample, summary, training_rows, write_run
 
 import whet
 from browser import MEASURE, Browser, find_chromium
+from reporting.test_report_page import CONFIG, classified, sample, summary, training_rows, write_run
+from studies.test_compare_runs import write_seed
 from tiny import run_config
 from whet.cli.app import app
 from whet.reporting.compare.compare_page import write_comparison

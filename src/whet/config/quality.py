@@ -8,17 +8,9 @@ from pydantic import Field, model_validator
 from whet.config.section import Positive, Section
 
 Size = Literal["nano", "tiny", "medium", "full"]
-
-
 Arm = Literal["softmax", "sheaf-padic", "dense"]
-
-
 STEPS: dict[str, int] = {"nano": 20, "tiny": 50, "medium": 100, "full": 100}
-
-
 ROUTER = r"^router\."  # the router's parameters, by name
-
-
 _LARGEST_CODE = 2**20  # more would not come back from fp32 as they went in
 
 

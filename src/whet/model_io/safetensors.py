@@ -24,16 +24,9 @@ from whet.storage import (
 )
 
 INDEX = "model.safetensors.index.json"
-
-
 SINGLE = "model.safetensors"
-
-
 MAX_SHARD_BYTES = 5 * 10**9
-
-
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-
+_DTYPES = {name: getattr(torch, dtype.removeprefix("torch.")) for dtype, name in SAFETENSORS_DTYPES.items()}
 
 TOKENIZER_FILES = (
     "tokenizer.json",

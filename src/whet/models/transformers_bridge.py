@@ -22,7 +22,6 @@ from whet.ops.lm_head import Head
 
 log = logging.getLogger("whet")
 
-
 _ORIGIN = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}  # not architecture
 
 

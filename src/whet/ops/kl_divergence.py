@@ -11,8 +11,6 @@ from whet.ops.lm_head import Head, HeadGradients, nothing, operands
 from whet.ops.log_softmax import widened
 
 Divergence = Literal["forward", "reverse", "jsd"]
-
-
 # the loss of each row of logits in a span of positions, and its gradient at those logits where it is wanted
 Compare = Callable[[torch.Tensor, slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
 

@@ -12,8 +12,6 @@ from whet.errors import RunError
 from whet.parallel.process_group import World
 
 T = TypeVar("T", bound=torch.Tensor)
-
-
 _BUCKET_NUMBERS = 2**23  # added up at once: enough to use a network well, few enough to begin early
 
 

@@ -62,7 +62,6 @@ _KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
     _aten._grouped_mm.default: _grouped,
 }
 
-
 _PRODUCTS = {
     _aten.mm.default,
     _aten.addmm.default,

@@ -21,7 +21,6 @@ from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
-
 Evaluators = list[Callable[[], Metrics]]
 
 

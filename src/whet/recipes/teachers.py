@@ -19,7 +19,6 @@ from whet.models.language_model import LanguageModel
 
 log = logging.getLogger("whet")
 
-
 Examples = Mapping[str, StoredExamples | StoredPairs]
 
 

@@ -26,7 +26,6 @@ from whet.storage import read_json
 
 log = logging.getLogger("whet")
 
-
 # how long, how often and where; everything else would make another run of it
 MAY_CHANGE = (
     "run.name",

@@ -20,7 +20,6 @@ from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
-
 FLAT = 0.1  # the steepest slope that still counts as none
 
 

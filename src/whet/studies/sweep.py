@@ -26,12 +26,8 @@ from whet.training.callbacks import Callback
 
 log = logging.getLogger("whet")
 
-
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-
-
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
-
 
 _OF_THE_SWEEP = {
     "run.seed": "--seeds N runs each setting with run.seed, run.seed + 1, ...",
@@ -39,10 +35,7 @@ _OF_THE_SWEEP = {
     "run.dir": "a sweep has one place",
 }
 
-
 _LONGEST_NAME = 120  # file systems allow 255 bytes
-
-
 _MOST_RUNS = 10_000
 
 

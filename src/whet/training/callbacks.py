@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("whet")
 
-
 # checkpoints of 0.1.0 stored states under the names of the classes
 _CLASS_NAMES = {
     "MetricsLogger": "metrics-logger",
@@ -26,7 +25,6 @@ _CLASS_NAMES = {
     "RouterMetrics": "router-metrics",
     "SinkCallback": "sink",
 }
-
 
 Metrics = dict[str, Any]  # Any: numbers, lists of numbers, and the summary's texts
 

@@ -32,7 +32,6 @@ AnyObjective = Annotated[
     Field(discriminator="kind"),
 ]
 
-
 # pydantic names the branch it took by them
 OBJECTIVE_KINDS = (
     *("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "grpo", "regression"),

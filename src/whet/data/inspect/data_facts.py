@@ -22,14 +22,8 @@ from whet.errors import WhetError
 from whet.models.costs import ModelFacts
 
 SHAPES_COUNTED = 10_000  # a source may be long, and is read once more for it
-
-
 SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
-
-
 SHOWN_HEAD, SHOWN_TAIL = 160, 80
-
-
 _BINS = 10
 
 

@@ -30,33 +30,27 @@ class Generator(NamedTuple):
 
 _HOUSE, _SUMS = "whet.data.synthetic.house:house", "whet.data.synthetic.generators:sums"
 
-
 _PAIRS, _STYLES = (
     "whet.data.synthetic.house_pairs:house_pairs",
     "whet.data.synthetic.house_pairs:house_styles",
 )
-
 
 _DISPUTES, _TOPICS = (
     "whet.data.synthetic.house_pairs:disputes",
     "whet.data.synthetic.generators:python_topics",
 )
 
-
 _SAFETY, _FAULTS = (
     "whet.data.synthetic.shell_safety:shell_safety",
     "whet.data.synthetic.shell_safety:shell_faults",
 )
-
 
 _QUALITY, _REGRESSION = (
     "whet.recipes.quality.synthetic_rows:quality",
     "whet.recipes.quality.synthetic_rows:regression",
 )
 
-
 PYTHON = f"Python {platform.python_version()}"  # the text changes with it
-
 
 GENERATORS: dict[str, Generator] = {
     "house": Generator(_HOUSE, ("train",), 400),
@@ -138,11 +132,7 @@ def _suggestion(name: str) -> str:
 
 
 LARGEST = 99
-
-
 VALID = 500  # of all 5,050 sums, kept apart
-
-
 FORGOTTEN = 0.6  # share of the carries that careless sums forget
 
 

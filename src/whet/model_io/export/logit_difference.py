@@ -18,7 +18,6 @@ SAMPLE = (
     'Naïve café, 東京 and Москва: {"room": "kitchen", "lights": [1, 2, 3], "on": true}'
 )
 
-
 # Largest logit difference that rounding to each dtype explains, on logits of about 10 to 30.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
 

@@ -17,11 +17,7 @@ from whet.models.language_model import LanguageModel
 from whet.storage import read_json, write_json, write_safetensors
 
 INFO = "classifier.json"
-
-
 HEAD = "classifier.safetensors"
-
-
 SCORE = "score.weight"  # transformers' name for the head's matrix
 
 
@@ -162,8 +158,6 @@ def head_from(tensors: dict[str, torch.Tensor], info: ClassifierInfo, path: Path
 
 
 CLASS_WEIGHTS = "class_weights.json"
-
-
 CALIBRATION = "calibration.json"
 
 

@@ -18,12 +18,9 @@ from whet.parallel.process_group import SOLO, World
 
 log = logging.getLogger("whet")
 
-
 # Trained models need 1 to 10. Divided by 100, their probabilities are next to uniform: what asks for more has
 # learned nothing. On random labels the best temperature is infinite, which would wipe the head out.
 MAX_TEMPERATURE = 100.0
-
-
 CALIBRATION_STEPS = 80  # of a golden-section search: far below rounding
 
 

@@ -40,7 +40,6 @@ from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
-
 PROBE_EXAMPLES = 2_000  # the most it is fitted on
 
 

@@ -45,13 +45,8 @@ from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
-
 CHECKPOINT = "checkpoint.tkp1"
-
-
 _EVALUATED_ROWS = 4096  # at once
-
-
 DRY = "dry_run"
 
 

@@ -20,10 +20,7 @@ from whet.run_directory import ARCH_FILE, FINAL
 from whet.storage import read_json, write_json, write_safetensors
 
 OUT_DIM = 20
-
-
 PAIRS = tuple(combinations(range(EXPERTS), 2))
-
 
 # hidden size and h -> h blocks of an expert: nano and tiny are the published ones, medium and full whet's own
 EXPERT_SHAPES: dict[str, tuple[int, int]] = {
@@ -32,7 +29,6 @@ EXPERT_SHAPES: dict[str, tuple[int, int]] = {
     "medium": (3072, 7),
     "full": (4416, 9),
 }
-
 
 # width and blocks of the dense twin: the published one for full, the nearest in size for the others
 DENSE_SHAPES: dict[str, tuple[int, int]] = {
@@ -261,8 +257,6 @@ def read_spec(path: Path) -> QualitySpec:
 
 
 GIB = 2**30
-
-
 _MOMENTS = {"adamw": 8, "adam": 8, "muon": 8, "sgd": 4, "lion": 4, "adafactor": 4, "adamw8bit": 2}
 
 

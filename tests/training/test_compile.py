@@ -12,8 +12,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import whet
-from models.test_pieces import MODELS
-from models.test_pieces import model as make_model
+from models.test_decoder import MODELS
+from models.test_decoder import model as make_model
 from tiny import run_config
 from tiny_adapters import shake
 from whet.config.load_config import make_config

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_report import SCRIPT, Page
 
+from reporting.test_report_page import SCRIPT, Page
 from whet.errors import CheckpointError, ConfigError
 from whet.reporting.compare.compare_page import comparison_page, write_comparison
 from whet.reporting.compare.compare_text import comparison_text

@@ -6,8 +6,8 @@ import pytest
 from chat_templates import TEMPLATES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_render import ODD_TEMPLATES, record
 
+from data.test_chat_template import ODD_TEMPLATES, record
 from whet.data.tokens.chat_template import Renderer
 from whet.errors import DataError
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
-from test_gguf import TRICKY, gguf_tensors, llama3_rope, rope_divisors, sentencepiece_metadata, tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -23,6 +22,14 @@ from transformers import (
 )
 
 import whet
+from model_io.test_gguf_reader import (
+    TRICKY,
+    gguf_tensors,
+    llama3_rope,
+    rope_divisors,
+    sentencepiece_metadata,
+    tiny_model,
+)
 from tiny import write_tiny_model, write_tokenizer
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.model_io.gguf.reader import convert_gguf
@@ -242,7 +249,7 @@ def test_tokenizers_of_whets_own_make_come_back(spec: str) -> None:
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
 def test_each_way_of_splitting_is_recognised(pre: str) -> None:
-    from test_gguf import byte_level_metadata
+    from model_io.test_gguf_reader import byte_level_metadata
 
     first = build_tokenizer(byte_level_metadata(pre=pre), where="x", vocab_size=300, max_length=64)
     fast = PreTrainedTokenizerFast(

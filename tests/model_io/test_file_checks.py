@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import whet
-from models.test_gguf import gguf_metadata, gguf_tensors, tiny_model, write_gguf
+from model_io.test_gguf_reader import gguf_metadata, gguf_tensors, tiny_model, write_gguf
 from tiny import run_config, write_tiny_model
 from tiny_adapters import load, shake
 from whet.errors import ModelError

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import whet
-from models.test_pieces import MODELS
-from models.test_pieces import model as make_model
+from models.test_decoder import MODELS
+from models.test_decoder import model as make_model
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.models.decoder import Decoder

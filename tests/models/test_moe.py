@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_pieces import EXPERTS, mixture
+from test_decoder import EXPERTS, mixture
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
