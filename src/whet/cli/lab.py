@@ -59,7 +59,8 @@ def lr_sweep(
     from whet.cli.console import notes, say
     from whet.config.load_config import load_config, to_dict
     from whet.recipes.registry import data_of
-    from whet.reporting.text.mup_text import describe_sweep, keep_sweep, kept_points, plot_sweep
+    from whet.reporting.text.mup_text import describe_sweep, plot_sweep
+    from whet.studies.lr_transfer import RESULTS_FILE, keep_sweep, kept_points
     from whet.studies.lr_transfer import lr_sweep as sweep_rates
 
     settings = load_config(config, overrides or ())
@@ -81,7 +82,7 @@ def lr_sweep(
         tell=notes().print,
     )
     say(describe_sweep(found))
-    for path in (directory / "lr-sweep.json", *plot_sweep(found, directory)):
+    for path in (directory / RESULTS_FILE, *plot_sweep(found, directory)):
         say(f"written: {path}")
 
 

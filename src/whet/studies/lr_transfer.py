@@ -1,17 +1,24 @@
 """A sweep of learning rates at several widths: under muP the best one is the same at each."""
 
+import dataclasses
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, RunError
 from whet.runs.run import assembled
+from whet.storage import replace_text
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation, at_width, with_seed
 from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
+
+RESULTS_FILE = "lr-sweep.json"
 
 
 @dataclass(frozen=True)
@@ -111,3 +118,43 @@ def _last_loss(plan: RunConfig) -> float:
             return math.inf
     losses = [row["loss"] for row in history][-max(1, len(history) // 10) :]
     return sum(losses) / len(losses)
+
+
+def keep_sweep(
+    sweep: LrTransfer,
+    directory: Path,
+    *,
+    settings: dict[str, Any],  # Any: JSON values
+    data: dict[str, str],  # digests
+) -> None:
+    """lr-sweep.json, from which a sweep goes on: its runs, and the settings and data that they share."""
+    found = {
+        "what": "mean training loss over the last tenth of the steps, by learning rate and width",
+        "settings": settings,
+        "data": data,
+        "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
+        "runs": [{**dataclasses.asdict(point), "loss": _to_json(point.loss)} for point in sweep.points],
+    }
+    replace_text(directory / RESULTS_FILE, json.dumps(found, indent=2) + "\n")
+
+
+def kept_points(
+    directory: Path,
+    *,
+    settings: dict[str, Any],  # Any: JSON values
+    data: dict[str, str],  # digests
+) -> list[SweepPoint]:
+    """The runs of a sweep with the same settings on the same data that was begun before."""
+    path = directory / RESULTS_FILE
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    if (found["settings"], found.get("data")) != (settings, data):
+        log.warning("%s has runs with other settings or data: they are run again", path)
+        return []
+    return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in found["runs"]]
+
+
+def _to_json(loss: float) -> float | str:
+    """JSON has no infinity."""
+    return loss if math.isfinite(loss) else str(loss)

@@ -1,6 +1,5 @@
 """What the checks of muP found: tables, files for machines, and plots."""
 
-import dataclasses
 import importlib.util
 import io
 import json
@@ -12,7 +11,7 @@ from typing import Any
 from whet.reporting.formatting import to_json_number
 from whet.storage import replace_bytes, replace_text
 from whet.studies.coordinate_check import FLAT, CoordinateCheck
-from whet.studies.lr_transfer import LrTransfer, SweepPoint
+from whet.studies.lr_transfer import LrTransfer
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation
 
 log = logging.getLogger("whet")
@@ -94,41 +93,6 @@ def _moves(sweep: LrTransfer, parametrisation: Parametrisation) -> str:
 def plot_sweep(sweep: LrTransfer, directory: Path) -> list[Path]:
     """lr-sweep.png, where matplotlib is installed."""
     return _plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))
-
-
-def keep_sweep(
-    sweep: LrTransfer,
-    directory: Path,
-    *,
-    settings: dict[str, Any],  # Any: JSON values
-    data: dict[str, str],  # digests
-) -> None:
-    """lr-sweep.json, from which a sweep goes on: its runs, and the settings and data that they share."""
-    found = {
-        "what": "mean training loss over the last tenth of the steps, by learning rate and width",
-        "settings": settings,
-        "data": data,
-        "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
-        "runs": [{**dataclasses.asdict(point), "loss": to_json_number(point.loss)} for point in sweep.points],
-    }
-    replace_text(directory / "lr-sweep.json", json.dumps(found, indent=2) + "\n")
-
-
-def kept_points(
-    directory: Path,
-    *,
-    settings: dict[str, Any],  # Any: JSON values
-    data: dict[str, str],  # digests
-) -> list[SweepPoint]:
-    """The runs of a sweep with the same settings on the same data that was begun before."""
-    path = directory / "lr-sweep.json"
-    if not path.is_file():
-        return []
-    found = json.loads(path.read_text())
-    if (found["settings"], found.get("data")) != (settings, data):
-        log.warning("%s has runs with other settings or data: they are run again", path)
-        return []
-    return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in found["runs"]]
 
 
 def _plot(path: Path, draw: Callable[[Any], None]) -> list[Path]:  # Any: matplotlib has no types
