@@ -40,6 +40,7 @@ SAFETENSORS_DTYPES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
+_MAX_JSON_BYTES = 32 * 2**20  # the index of the largest models has ten million
 
 
 @dataclass(frozen=True)
@@ -415,9 +416,6 @@ def tokens_dir() -> Path:
     """Where tokenised data is kept: $WHET_TOKENS, or a place in the cache. It can be removed at any time."""
     given = os.environ.get("WHET_TOKENS")
     return Path(given).expanduser() if given else cache_dir() / "tokens"
-
-
-_MAX_JSON_BYTES = 32 * 2**20  # the index of the largest models has ten million
 
 
 def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values

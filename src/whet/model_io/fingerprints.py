@@ -1,7 +1,6 @@
 """Hashes of weights and configs, in memory and on disk."""
 
 import hashlib
-import logging
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from whet.errors import ModelError
 from whet.model_io.resolve import base_of, usable_directory
 from whet.storage import sha256_of
 
-log = logging.getLogger("whet")
+_SAMPLE = 2**14  # numbers of each tensor
 
 
 def weights_mark(name: str) -> str | None:
@@ -42,9 +41,6 @@ def config_mark(name: str) -> str | None:
         return sha256_of(config)
     base = base_of(path) if path.is_dir() else None
     return config_mark(base) if base else None
-
-
-_SAMPLE = 2**14  # numbers of each tensor
 
 
 def weights_digest(model: nn.Module) -> str:

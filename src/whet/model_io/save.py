@@ -1,6 +1,5 @@
 """`whet.save`: write a model, quantised or not, as a Hugging Face directory."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from whet.model_io.safetensors import (
     write_model_directory,
 )
 from whet.models.language_model import LanguageModel
-
-log = logging.getLogger("whet")
 
 
 def save(

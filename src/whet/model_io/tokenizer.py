@@ -16,6 +16,7 @@ from whet.model_io.safetensors import (
 from whet.run_directory import TOKENIZER, run_of
 
 log = logging.getLogger("whet")
+_TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is damaged: copy them again"
 
 
 def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None = None) -> Any:
@@ -47,9 +48,6 @@ def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokeni
     if not has_tokenizer(directory):
         directory = resolve(str(directory))  # a GGUF file, say
     return load_tokenizer(directory) if has_tokenizer(directory) else None
-
-
-_TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is damaged: copy them again"
 
 
 def has_tokenizer(directory: Path) -> bool:

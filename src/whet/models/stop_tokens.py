@@ -1,12 +1,9 @@
 """The token ids that end an answer."""
 
-import logging
 from typing import Any
 
 from whet.models.language_model import LanguageModel
 from whet.storage import read_json
-
-log = logging.getLogger("whet")
 
 
 def end_tokens(model: LanguageModel) -> set[int]:

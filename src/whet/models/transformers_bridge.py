@@ -5,7 +5,6 @@ import copy
 import hashlib
 import inspect
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any  # everywhere below: transformers ships no types, and configs are JSON
 
@@ -19,8 +18,6 @@ from whet.models.language_model import LanguageModel
 from whet.ops.attention import Layout
 from whet.ops.dispatch import is_plan
 from whet.ops.lm_head import Head
-
-log = logging.getLogger("whet")
 
 _ORIGIN = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}  # not architecture
 

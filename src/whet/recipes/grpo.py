@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 from whet.rl.rollout_sampler import evaluate_rewards
 
 log = logging.getLogger("whet")
+_SHOWN = 120  # characters of a sample in the log
 
 
 class GRPORecipe(TextRecipe):
@@ -94,9 +95,6 @@ class GRPORecipe(TextRecipe):
         """The rewards of greedy answers."""
         judged = self.rollouts.evaluator(split, pause)
         return [] if judged is None else [judged]
-
-
-_SHOWN = 120  # characters of a sample in the log
 
 
 class Reinforcement:

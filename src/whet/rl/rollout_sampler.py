@@ -1,6 +1,5 @@
 """Sample completions from the model in training, and evaluate the rewards of greedy answers."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,6 @@ from whet.training.callbacks import Metrics
 
 if TYPE_CHECKING:
     pass
-
-
-log = logging.getLogger("whet")
 
 
 class Sampler:

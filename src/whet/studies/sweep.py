@@ -37,6 +37,8 @@ _OF_THE_SWEEP = {
 
 _LONGEST_NAME = 120  # file systems allow 255 bytes
 _MOST_RUNS = 10_000
+# what a run may change on its way, and runs that are compared must have in common
+_SHARED = ("run.steps", "run.epochs", "run.budget", "eval.batches", "eval.max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -281,10 +283,6 @@ def _record(sweep: Sweep, states: list[SweepRun], place: int, state: SweepRun) -
         sweep.directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"runs": [asdict(each) for each in states]}, indent=2)
         replace_text(sweep.directory / "sweep.json", text + "\n")
-
-
-# what a run may change on its way, and runs that are compared must have in common
-_SHARED = ("run.steps", "run.epochs", "run.budget", "eval.batches", "eval.max_new_tokens")
 
 
 def finish(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:

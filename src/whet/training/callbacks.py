@@ -1,7 +1,6 @@
 """Callbacks: injectors write into a step's metrics, all others read them; any may ask the run to stop."""
 
 import abc
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from whet.training.state import RunResult
     from whet.training.trainer import Trainer
 
-log = logging.getLogger("whet")
 
 # checkpoints of 0.1.0 stored states under the names of the classes
 _CLASS_NAMES = {

@@ -1,6 +1,5 @@
 """Early stopping, and which of two metric values is better."""
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,6 @@ from whet.errors import ConfigError, check_positive
 if TYPE_CHECKING:
     pass
 from whet.training.callbacks import Metrics, NumbersOnly, StopRun
-
-log = logging.getLogger("whet")
 
 
 class EarlyStopping(NumbersOnly):

@@ -1,6 +1,5 @@
 """Limits that stop a run with a checkpoint: memory, time and budgets."""
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from whet.hardware import used_gib
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
 from whet.training.callbacks import Metrics, NumbersOnly, StopRun
-
-log = logging.getLogger("whet")
 
 
 class MemoryLimit(NumbersOnly):

@@ -11,6 +11,11 @@ from typing import Any, Literal, NamedTuple
 from whet.errors import DataError, shorten
 from whet.lazy_import import load_object
 
+LARGEST = 99
+VALID = 500  # of all 5,050 sums, kept apart
+FORGOTTEN = 0.6  # share of the carries that careless sums forget
+_TRAIN_SHARE = 0.9
+
 
 class Generator(NamedTuple):
     """A source of made-up records: gives the first `n` of them, or raises DataError if it has fewer."""
@@ -28,28 +33,16 @@ class Generator(NamedTuple):
         return records
 
 
-_HOUSE, _SUMS = "whet.data.synthetic.house:house", "whet.data.synthetic.generators:sums"
-
-_PAIRS, _STYLES = (
-    "whet.data.synthetic.house_pairs:house_pairs",
-    "whet.data.synthetic.house_pairs:house_styles",
-)
-
-_DISPUTES, _TOPICS = (
-    "whet.data.synthetic.house_pairs:disputes",
-    "whet.data.synthetic.generators:python_topics",
-)
-
-_SAFETY, _FAULTS = (
-    "whet.data.synthetic.shell_safety:shell_safety",
-    "whet.data.synthetic.shell_safety:shell_faults",
-)
-
-_QUALITY, _REGRESSION = (
-    "whet.recipes.quality.synthetic_rows:quality",
-    "whet.recipes.quality.synthetic_rows:regression",
-)
-
+_HOUSE = "whet.data.synthetic.house:house"
+_PAIRS = "whet.data.synthetic.house_pairs:house_pairs"
+_STYLES = "whet.data.synthetic.house_pairs:house_styles"
+_DISPUTES = "whet.data.synthetic.house_pairs:disputes"
+_SAFETY = "whet.data.synthetic.shell_safety:shell_safety"
+_FAULTS = "whet.data.synthetic.shell_safety:shell_faults"
+_SUMS = "whet.data.synthetic.generators:sums"
+_TOPICS = "whet.data.synthetic.generators:python_topics"
+_QUALITY = "whet.recipes.quality.synthetic_rows:quality"
+_REGRESSION = "whet.recipes.quality.synthetic_rows:regression"
 PYTHON = f"Python {platform.python_version()}"  # the text changes with it
 
 GENERATORS: dict[str, Generator] = {
@@ -131,11 +124,6 @@ def _suggestion(name: str) -> str:
     return f"did you mean {near[0]!r}? {known}" if near else known
 
 
-LARGEST = 99
-VALID = 500  # of all 5,050 sums, kept apart
-FORGOTTEN = 0.6  # share of the carries that careless sums forget
-
-
 def sums(
     split: Literal["train", "valid"], n: int, *, careless: bool = False
 ) -> list[dict[str, Any]]:  # records are JSON objects
@@ -158,9 +146,6 @@ def sums(
         {"prompt": f"{a}+{b}=", "completion": str(answer)}
         for (a, b), answer in zip(chosen[:n], answers, strict=True)
     ]
-
-
-_TRAIN_SHARE = 0.9
 
 
 def python_topics(split: Literal["train", "valid"], n: int) -> list[dict[str, str]]:

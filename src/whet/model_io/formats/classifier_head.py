@@ -19,6 +19,8 @@ from whet.storage import read_json, write_json, write_safetensors
 INFO = "classifier.json"
 HEAD = "classifier.safetensors"
 SCORE = "score.weight"  # transformers' name for the head's matrix
+CLASS_WEIGHTS = "class_weights.json"
+CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,6 @@ def head_from(tensors: dict[str, torch.Tensor], info: ClassifierInfo, path: Path
         for name, parameter in head.named_parameters():
             parameter.copy_(tensors[name])
     return head
-
-
-CLASS_WEIGHTS = "class_weights.json"
-CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from whet.run_directory import HELD_OUT_FILE
 from whet.training.callbacks import Callback
 
 log = logging.getLogger("whet")
+UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
 
 
 class ClassifyRecipe(TextRecipe):
@@ -53,9 +54,6 @@ class ClassifyRecipe(TextRecipe):
     def stored_head(self) -> StoredHead | None:
         """The trained one."""
         return self.end.stored_head()
-
-
-UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
 
 
 def labels_of(section: ClassifyObjective) -> Labels:

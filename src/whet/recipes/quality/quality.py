@@ -48,6 +48,12 @@ log = logging.getLogger("whet")
 CHECKPOINT = "checkpoint.tkp1"
 _EVALUATED_ROWS = 4096  # at once
 DRY = "dry_run"
+_DECIMALS = {
+    "final_loss": 6,
+    "time_elapsed_sec": 3,
+    "throughput_steps_per_sec": 2,
+    "last_router_entropy": 4,
+}
 
 
 class RowData:
@@ -188,14 +194,6 @@ def summary_fields(
         "arch_path": str(directory / ARCH_FILE),
         "fingerprint": spec.fingerprint(),
     }
-
-
-_DECIMALS = {
-    "final_loss": 6,
-    "time_elapsed_sec": 3,
-    "throughput_steps_per_sec": 2,
-    "last_router_entropy": 4,
-}
 
 
 def summary_line(fields: Mapping[str, Any]) -> str:  # Any: as above

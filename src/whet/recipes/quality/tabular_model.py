@@ -37,6 +37,8 @@ DENSE_SHAPES: dict[str, tuple[int, int]] = {
     "medium": (2880, 4),
     "full": (1024, 84),
 }
+GIB = 2**30
+_MOMENTS = {"adamw": 8, "adam": 8, "muon": 8, "sgd": 4, "lion": 4, "adafactor": 4, "adamw8bit": 2}
 
 
 @dataclass(frozen=True)
@@ -254,10 +256,6 @@ def read_spec(path: Path) -> QualitySpec:
     if spec.describe() != found or stored.get("fingerprint") != spec.fingerprint():
         raise ModelError(f"{path} has been changed: its fingerprint is another")
     return spec
-
-
-GIB = 2**30
-_MOMENTS = {"adamw": 8, "adam": 8, "muon": 8, "sgd": 4, "lion": 4, "adafactor": 4, "adamw8bit": 2}
 
 
 def quality_costs(

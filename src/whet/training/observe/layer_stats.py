@@ -10,6 +10,7 @@ from torch import nn
 from whet.models.language_model import LanguageModel
 
 T = TypeVar("T")
+_SMALL = 256  # rows or columns
 
 
 class Layers:
@@ -61,9 +62,6 @@ def spread(values: Sequence[float]) -> float:
 
 def _root_sum(norms: Sequence[float]) -> float:
     return float(sum(norm**2 for norm in norms) ** 0.5)
-
-
-_SMALL = 256  # rows or columns
 
 
 def attention_entropy(weights: torch.Tensor) -> torch.Tensor:
