@@ -42,7 +42,7 @@ def check_watching(config: RunConfig) -> None:
 def watchers(
     config: RunConfig,
     directory: Path,
-    work: Any,  # Any: a Work that is built
+    work: Any,  # Any: a Recipe that is built
     held: contextlib.ExitStack,
 ) -> list[Callback]:
     """The callbacks that a config asks for; the stream of steps must stand at its beginning.
