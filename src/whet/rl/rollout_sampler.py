@@ -1,7 +1,7 @@
 """Sample completions from the model in training, and evaluate the rewards of greedy answers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from whet.parallel.fsdp import gathered
 from whet.parallel.process_group import SOLO, World
 from whet.rl.rewards.worker_pool import Judged, RewardPool
 from whet.training.callbacks import Metrics
-
-if TYPE_CHECKING:
-    pass
 
 
 class Sampler:

@@ -1,14 +1,20 @@
-"""Early stopping, and which of two metric values is better."""
+"""Early stopping: which of two metric values is better, when to stop, and the best weights put back."""
 
+import logging
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from whet.config.metric_direction import falls
-from whet.errors import ConfigError, check_positive
-
-if TYPE_CHECKING:
-    pass
+from whet.errors import CheckpointError, ConfigError, check_positive
+from whet.parallel.process_group import SOLO, World
 from whet.training.callbacks import Metrics, NumbersOnly, StopRun
+from whet.training.checkpoint import checkpoint_path, load_checkpoint
+from whet.training.state import RunState
+
+log = logging.getLogger("whet")
 
 
 class EarlyStopping(NumbersOnly):
@@ -58,3 +64,31 @@ def is_better(metric: str, value: float, best: float | None, *, min_delta: float
     if best is None:
         return True
     return value < best - min_delta if falls(metric) else value > best + min_delta
+
+
+def restore_best_weights(
+    directory: Path, learner: nn.Module, state: RunState, *, world: World = SOLO
+) -> None:
+    """Load the weights of the best step whose checkpoint is intact into the learner."""
+    if not state.best:
+        return
+    best, problem = state.best, "it is not there"
+    for step in reversed(state.best_steps):
+        path = checkpoint_path(directory, step)
+        if not path.is_dir():  # it could not be saved, or made room for a better one
+            continue
+        try:
+            load_checkpoint(path, learner, world=world)
+        except CheckpointError as error:
+            problem = error.message
+            continue
+        if step == best["step"]:
+            log.info("the weights are those of step %(step)d, the best by %(metric)s", best)
+        else:
+            log.warning(
+                "the weights of step %d, the best by %s, are lost: those of step %d, the best before "
+                "it, are used",
+                *(best["step"], best["metric"], step),
+            )
+        return
+    log.warning("the best weights are lost, and the last ones are used: %s", problem)

@@ -10,7 +10,7 @@ from typing import Any
 from whet.config.load_config import to_dict
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
-from whet.errors import CheckpointError, RunError, check_positive
+from whet.errors import RunError, check_positive
 from whet.hardware import Precision
 from whet.models.language_model import Trainable
 from whet.objectives.objective import Objective
@@ -27,14 +27,13 @@ from whet.training.callbacks import (
     stored_states,
 )
 from whet.training.checkpoint import (
-    checkpoint_path,
     contents_of,
     load_checkpoint,
     random_state,
     restore_random_state,
 )
 from whet.training.checkpoint_writer import CheckpointWriter
-from whet.training.early_stopping import is_better
+from whet.training.early_stopping import is_better, restore_best_weights
 from whet.training.loss import evaluate_loss
 from whet.training.state import RunResult, RunState
 from whet.training.step import TrainStep
@@ -287,8 +286,8 @@ class Trainer(TrainStep):
         self.save()
         self._wait_for_save()
         self.world.barrier()
-        if finished:
-            self._take_best_weights()
+        if finished and self.config.eval.early_stop is not None and self.directory is not None:
+            restore_best_weights(self.directory, self.learner, self.state, world=self.world)
         because = "finished" if self.stop is None else self.stop.reason
         result = RunResult(
             directory=self.directory,
@@ -314,30 +313,3 @@ class Trainer(TrainStep):
                 else None,
             )
         return result
-
-    def _take_best_weights(self) -> None:
-        """With early stopping, a finished run has the weights of its best step."""
-        if self.config.eval.early_stop is None or self.directory is None or not self.state.best:
-            return
-        best, problem = self.state.best, "it is not there"
-        for step in reversed(self.state.best_steps):
-            path = checkpoint_path(self.directory, step)
-            if not path.is_dir():  # it could not be saved, or made room for a better one
-                continue
-            try:
-                load_checkpoint(path, self.learner, world=self.world)
-            except CheckpointError as error:
-                problem = error.message
-                continue
-            if step == best["step"]:
-                log.info("the weights are those of step %(step)d, the best by %(metric)s", best)
-            else:
-                log.warning(
-                    "the weights of step %d, the best by %s, are lost: those of step %d, the best before "
-                    "it, are used",
-                    best["step"],
-                    best["metric"],
-                    step,
-                )
-            return
-        log.warning("the best weights are lost, and the last ones are used: %s", problem)
