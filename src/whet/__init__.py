@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from whet.adapters.adapter import adapters_off as adapters_off
     from whet.adapters.attach import attach_lora as attach_lora
     from whet.adapters.attach import merge as merge
+    from whet.config.run_config import RunConfig as RunConfig
     from whet.errors import WhetError as WhetError
     from whet.generation.beam_search import beam_search as beam_search
     from whet.generation.best_of_n import best_of_n as best_of_n
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from whet.model_io.merging.adapter_set import AdapterSet as AdapterSet
     from whet.model_io.merging.merge_models import merge_models as merge_models
     from whet.model_io.save import save as save
+    from whet.objectives.objective import Loss as Loss
+    from whet.objectives.objective import Objective as Objective
+    from whet.planning.plan import plan as plan
     from whet.recipes.classify.classifier import Classifier as Classifier
     from whet.runs.run import resume as resume
     from whet.runs.run import train as train
@@ -54,45 +58,26 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "adapters.adapter": ("adapters_off",),
-    "adapters.attach": (
-        "attach_lora",
-        "merge",
-    ),
+    "adapters.attach": ("attach_lora", "merge"),
+    "config.run_config": ("RunConfig",),
     "errors": ("WhetError",),
     "generation.beam_search": ("beam_search",),
-    "generation.best_of_n": (
-        "best_of_n",
-        "majority_vote",
-    ),
-    "generation.engine": (
-        "Completion",
-        "complete",
-    ),
+    "generation.best_of_n": ("best_of_n", "majority_vote"),
+    "generation.engine": ("Completion", "complete"),
     "generation.generate": ("generate",),
     "generation.sampling": ("Sampling",),
     "hardware": ("detect_peak_tflops",),
-    "model_io.formats.adapter_files": (
-        "load_adapter",
-        "save_adapter",
-    ),
+    "model_io.formats.adapter_files": ("load_adapter", "save_adapter"),
     "model_io.load": ("load",),
     "model_io.merging.adapter_set": ("AdapterSet",),
     "model_io.merging.merge_models": ("merge_models",),
     "model_io.save": ("save",),
+    "objectives.objective": ("Loss", "Objective"),
+    "planning.plan": ("plan",),
     "recipes.classify.classifier": ("Classifier",),
-    "runs.run": (
-        "resume",
-        "train",
-    ),
-    "training.callbacks": (
-        "Callback",
-        "Injector",
-        "StopRun",
-    ),
-    "training.checkpoint": (
-        "load_checkpoint",
-        "save_checkpoint",
-    ),
+    "runs.run": ("resume", "train"),
+    "training.callbacks": ("Callback", "Injector", "StopRun"),
+    "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "training.early_stopping": ("EarlyStopping",),
     "training.limits": ("Budget",),
     "training.observe.metrics_logger": ("MetricsLogger",),

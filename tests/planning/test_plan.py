@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
+import whet
 from tiny import run_config, write_tiny_model
 from whet.config.load_config import make_config
 from whet.config.optim import Optim
@@ -289,3 +290,17 @@ def test_the_cache_of_keys_and_values_is_what_generation_allocates(tmp_path):
         model.hidden(torch.zeros(1, 32, dtype=torch.long), cache=cache)
     held = sum(t[:, :, :32].nbytes for t in (*cache._keys, *cache._values))
     assert plan_run(make_config(given), suggest=False).cache_bytes * 32 == held
+
+
+def test_a_plan_from_python_takes_what_train_takes(tiny_directory, tmp_path):
+    values = run_config(tiny_directory, tmp_path, data={"valid": None})
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    plans = [whet.plan(given, device="h200") for given in (values, path, str(path), whet.RunConfig(**values))]
+    assert all(plan == plans[0] for plan in plans)
+    assert plans[0].steps == 4
+    assert plans[0].length < 256  # as counted in the records, not as data.max_length allows
+    with pytest.raises(ConfigError, match="utilisation 2: it is a share"):
+        whet.plan(values, utilisation=2)
+    with pytest.raises(ConfigError, match="none.yaml does not exist"):
+        whet.plan("none.yaml")

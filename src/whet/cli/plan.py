@@ -7,7 +7,6 @@ import typer
 
 if TYPE_CHECKING:
     from whet.config.run_config import RunConfig
-    from whet.planning.plan import Counted
 
 
 def command(
@@ -26,7 +25,7 @@ def command(
     from whet.config.load_config import load_config
     from whet.config.quality import Quality
     from whet.errors import ConfigError
-    from whet.planning.plan import plan_run
+    from whet.planning.plan import plan
     from whet.reporting.text.plan_text import plan_json, plan_lines
 
     settings = load_config(config, overrides or ())
@@ -36,22 +35,8 @@ def command(
         found = _quality_costs(settings)
         say(json.dumps(found, indent=2) if as_json else "\n".join(_quality_lines(found)))
         return
-    plan = plan_run(
-        settings,
-        device=device,
-        gpus=gpus,
-        network_gb_s=network,
-        utilisation=utilisation,
-        counted=_counted(settings),
-    )
-    say(json.dumps(plan_json(plan), indent=2) if as_json else "\n".join(plan_lines(plan)))
-
-
-def _counted(settings: "RunConfig") -> "Counted | None":
-    """Steps and lengths, where the records are few and at hand; else what the config says has to do."""
-    from whet.planning.dataset_count import count_cheaply
-
-    return count_cheaply(settings)
+    planned = plan(settings, device=device, gpus=gpus, network_gb_s=network, utilisation=utilisation)
+    say(json.dumps(plan_json(planned), indent=2) if as_json else "\n".join(plan_lines(planned)))
 
 
 def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values

@@ -15,6 +15,8 @@ from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, shorten, shown
 
 _MOST_BYTES = 2**24  # of a file
+
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path  # Any: checked by make_config
 _MOST_VALUES, _MOST_LEVELS = 100_000, 64
 
 
@@ -106,6 +108,13 @@ def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConf
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise config_error(error, RunConfig, origin=origin) from error
+
+
+def as_config(config: ConfigLike) -> RunConfig:
+    """Return a RunConfig from one, from a mapping, or from the path of a YAML file."""
+    if isinstance(config, str | Path):
+        return load_config(config)
+    return config if isinstance(config, RunConfig) else make_config(config)
 
 
 def to_yaml(config: RunConfig) -> str:

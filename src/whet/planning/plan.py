@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses import FakeTensorMode
 
+from whet.config.load_config import ConfigLike, as_config
 from whet.config.objectives.distill import DistillObjective
 from whet.config.objectives.grpo import GRPOObjective
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.preference import PreferenceObjective
 from whet.config.run_config import RunConfig
+from whet.errors import ConfigError
 from whet.models.decoder import Decoder
 from whet.models.spec import ModelSpec
 from whet.objectives.objective import Objective
@@ -292,6 +294,41 @@ class Planner:
         largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
         learned = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks)
         return size * (root + 2 * largest + learned) // self.cluster.tensor
+
+
+def plan(
+    config: ConfigLike,
+    *,
+    device: str | None = None,
+    gpus: int = 1,
+    network_gb_s: float = 50.0,
+    utilisation: float = UTILISATION,
+) -> Plan:
+    """Return parameters, FLOPs, memory and time of a run; nothing is downloaded or allocated.
+
+    Args:
+        config: a RunConfig, a mapping, or the path of a YAML file.
+        device: a chip such as "h200" or "rtx4090", or "cpu"; None for the device of this machine.
+        gpus: how many of them, as the `parallel` section says.
+        network_gb_s: bandwidth from a GPU to those of other machines, in GB/s.
+        utilisation: the share of the peak that is reached, above 0 and at most 1.
+
+    Raises:
+        ConfigError: the config, the device or a number makes no sense.
+    """
+    from whet.planning.dataset_count import count_cheaply  # which imports this module
+
+    config = as_config(config)
+    if not 0 < utilisation <= 1:
+        raise ConfigError(f"utilisation {utilisation:g}: it is a share, above 0 and at most 1")
+    return plan_run(
+        config,
+        device=device,
+        gpus=gpus,
+        network_gb_s=network_gb_s,
+        utilisation=utilisation,
+        counted=count_cheaply(config),
+    )
 
 
 def plan_run(

@@ -4,15 +4,14 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from whet.config.checks.unread_keys import unread_lines
-from whet.config.load_config import load_config, make_config, to_yaml
+from whet.config.load_config import ConfigLike, as_config, load_config, to_yaml
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.data.run_data import EvaluationSplit
@@ -68,15 +67,9 @@ from whet.training.trainer import Trainer
 log = logging.getLogger("whet")
 
 
-def train(
-    config: RunConfig | Mapping[str, Any] | str | Path, callbacks: Iterable[Callback] = ()
-) -> RunResult:
+def train(config: ConfigLike, callbacks: Iterable[Callback] = ()) -> RunResult:
     """Run a config from its first step to `final/`."""
-    # Any: checked by make_config
-    if isinstance(config, str | Path):
-        config = load_config(config)
-    elif not isinstance(config, RunConfig):
-        config = make_config(config)
+    config = as_config(config)
     directory = config.directory
     if was_restarted() and is_run_of(config, directory):
         return resume(directory, callbacks)
