@@ -74,7 +74,7 @@ def measure(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Opti
     pauses = []
     for step in range(1, SAVES + 2):
         started = time.perf_counter()
-        saver.save(step, contents_of(model, optimizer, step, {}), best_step=None)
+        saver.save(step, contents_of(model, optimizer, step, {}), best_steps=())
         pause = time.perf_counter() - started
         forward_and_backward(model)
         started = time.perf_counter()
@@ -92,7 +92,7 @@ def copy_times(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.O
     times = []
     for step in range(1, SAVES + 2):
         started = time.perf_counter()
-        saver.save(step, contents_of(model, optimizer, step, {}), best_step=None)
+        saver.save(step, contents_of(model, optimizer, step, {}), best_steps=())
         saver.before_update()
         times.append(1000 * (time.perf_counter() - started))
         saver.wait()

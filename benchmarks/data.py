@@ -84,7 +84,7 @@ from whet.data.batches import BatchStream
 from whet.data.tokens.examples import cut
 from whet.data.packing import StepSettings
 from whet.data.tokens.prepare_dataset import Preparation
-from whet.data.sources import open_source
+from whet.data.sources.source import open_source
 import tokenizers, jinja2
 tok = AutoTokenizer.from_pretrained(sys.argv[1])
 started = time.perf_counter()
@@ -163,7 +163,7 @@ from whet.data.batches import BatchStream
 from whet.data.tokens.examples import cut
 from whet.data.packing import StepSettings
 from whet.data.tokens.prepare_dataset import Preparation
-from whet.data.sources import open_source
+from whet.data.sources.source import open_source
 from whet.models.from_scratch.init_weights import from_scratch
 from whet.models.from_scratch.presets import preset_spec
 from whet.config.load_config import make_config

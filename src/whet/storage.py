@@ -1,5 +1,7 @@
 """The one writer: every byte of a model, adapter or checkpoint goes to disk through this file.
 
+It also knows where caches are, and reads JSON objects back within limits.
+
 Directories appear complete or not at all: they are filled under a temporary name, fsynced, and renamed.
 """
 

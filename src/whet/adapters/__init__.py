@@ -1,1 +1,1 @@
-"""Low-rank adapters: attach, save, load, merge."""
+"""The LoRA family: layers, targets, attaching and merging, NF4."""

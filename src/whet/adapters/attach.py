@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from whet.adapters.adapter import Adapter, adapted, adapters_off, replace_module
+from whet.adapters.adapter import Adapter, adapted, replace_module
 from whet.adapters.layers.lora_embedding import LoRAEmbedding
 from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_weights
 from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
@@ -16,8 +16,6 @@ from whet.config.method import Method
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
 from whet.models.language_model import LanguageModel
-
-__all__ = ["adapted", "adapters_off", "attach_lora", "merge", "put_adapters"]
 
 VARIANTS = {
     "lora": "whet.adapters.layers.lora_linear:LoRALinear",

@@ -39,13 +39,14 @@ def command(
     from whet.model_io.formats.classifier_head import is_classifier
     from whet.model_io.load import load
     from whet.model_io.resolve import usable_directory
-    from whet.recipes.quality.quality import evaluate_quality
     from whet.reporting.progress import describe
     from whet.run_directory import ARCH_FILE
 
     set_up_logging()
     directory = Path(usable_directory(model)).expanduser()
     if (directory / ARCH_FILE).is_file() and not (directory / "config.json").is_file():
+        from whet.recipes.quality.quality import evaluate_quality
+
         rows = evaluate_quality(directory, data)
         print(json.dumps(rows) if as_json else describe(rows))
         return

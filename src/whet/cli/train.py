@@ -62,10 +62,6 @@ def command(
     from whet.cli.console import say, set_up_logging
     from whet.cli.data import plan
     from whet.config.quality import Quality
-    from whet.recipes.quality import quality
-    from whet.recipes.quality.quality import summary_line
-    from whet.runs.build_callbacks import check_watching
-    from whet.runs.provenance import provenance
     from whet.runs.run import train
 
     if not dry_run:
@@ -73,9 +69,14 @@ def command(
         return
     settings = load_config(config, overrides or ())
     if isinstance(settings.model, Quality):
+        from whet.recipes.quality.quality import dry_run as dry_run_of_rows
+        from whet.recipes.quality.quality import summary_line
+        from whet.runs.build_callbacks import check_watching
+        from whet.runs.provenance import provenance
+
         set_up_logging(quiet=quiet)
         check_watching(settings)
-        say(summary_line(quality.dry_run(settings, provenance)))
+        say(summary_line(dry_run_of_rows(settings, provenance)))
         return
     plan(config, overrides or [], processes=nproc)
 
@@ -125,7 +126,6 @@ def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
 def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
     """Show a run's progress, and say what came of it."""
     from whet.cli.console import notes, progress_shown, say
-    from whet.recipes.quality.quality import summary_line
     from whet.reporting.progress import describe
 
     with progress_shown(quiet=quiet) as progress:
@@ -143,6 +143,8 @@ def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
         f"result in {result.directory}/final"
     )
     if "quality" in summary:
+        from whet.recipes.quality.quality import summary_line
+
         say(summary_line(summary["quality"]))
         return 0
     name = shlex.quote(str(result.directory))

@@ -165,10 +165,10 @@ def start_decoding(
     rows = DecodeBatch(model, prompts, new_tokens=max_tokens)
     if graphs_problem(model, rows.cache) is None:
         return StaticDecodeBatch(rows, picker, max_tokens=max_tokens)
-    return GrowingRows(rows, picker)
+    return GrowingDecodeBatch(rows, picker)
 
 
-class GrowingRows:
+class GrowingDecodeBatch:
     """Rows decoded token by token; those that ended are dropped at once."""
 
     def __init__(self, rows: DecodeBatch, picker: Picker) -> None:

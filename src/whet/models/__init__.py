@@ -1,1 +1,1 @@
-"""What is trained: descriptions, the decoder, families, weights."""
+"""The decoder, its parts and families, the transformers bridge, and models from scratch."""

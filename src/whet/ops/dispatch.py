@@ -13,7 +13,7 @@ log = logging.getLogger("whet")
 
 @functools.cache
 def kernels_work() -> bool:
-    """Whether they can; else plain torch does the same, more slowly, and a line says so."""
+    """Whether Triton can build kernels here; else plain torch is used, more slowly, and a line says so."""
     problem = kernels_problem()
     if problem is not None:
         log.warning("slower than it could be: Triton cannot build kernels on this machine (%s)", problem)

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whet.config.objectives.grpo import GRPOObjective
 from whet.config.run_config import RunConfig
@@ -23,16 +23,12 @@ from whet.recipes.reference_model import Reference, identity_of, load_reference,
 from whet.recipes.registry import needs_of
 from whet.recipes.text_recipe import TextRecipe
 from whet.rl.rewards.worker_pool import RewardPool
-from whet.rl.rollout_sampler import Sampler
+from whet.rl.rollout_sampler import Sampler, evaluate_rewards
 from whet.rl.rollouts import RolloutStream
 from whet.run_directory import SAMPLES_FILE, set_aside_later_rows
 from whet.storage import append_text
 from whet.training.callbacks import Callback, Injector, Metrics
 from whet.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from whet.training.trainer import Trainer
-from whet.rl.rollout_sampler import evaluate_rewards
 
 log = logging.getLogger("whet")
 _SHOWN = 120  # characters of a sample in the log
@@ -153,7 +149,7 @@ class RolloutMetrics(Injector):
         self.path = path
         self.every = every
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: Trainer) -> None:
         """A resumed run writes the samples after its checkpoint again."""
         self.writes = run.world.is_main
         if not self.writes:

@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes and counts as text: the one place that decides how many digits are shown."""
+"""Numbers, durations, sizes and counts as text."""
 
 import math
 from typing import Any

@@ -1,1 +1,1 @@
-"""Build, train, resume, evaluate and read one run."""
+"""Build, train, resume and read one run; inspect its data; ask its teachers."""

@@ -132,7 +132,7 @@ def assembled(config: RunConfig) -> Iterator[Recipe]:
 
 
 class _Assembly:
-    """A run: its work, the trainer, and the files that say what it is."""
+    """A run: its recipe, the trainer, and the files that say what it is."""
 
     def __init__(self, config: RunConfig, directory: Path, run_log: RunLog, world: World = SOLO) -> None:
         self.config = config

@@ -37,7 +37,6 @@ from whet.storage import (
 
 log = logging.getLogger("whet")
 
-WEIGHTS = CHECKPOINT_WEIGHTS
 OPTIMIZER = "optimizer.safetensors"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")
 CheckpointState = dict[str, Any]  # Any: JSON values
@@ -74,7 +73,7 @@ def write_contents(path: Path, contents: Contents, group: ProcessGroup = None) -
         write_sharded(path, tensors, {STATE_FILE: contents.state}, group=group)
         return
     with new_directory(path, replace=True) as staging:
-        files = {WEIGHTS: write_safetensors(staging / WEIGHTS, contents.weights)}
+        files = {CHECKPOINT_WEIGHTS: write_safetensors(staging / CHECKPOINT_WEIGHTS, contents.weights)}
         if contents.moments is not None:
             files[OPTIMIZER] = write_safetensors(staging / OPTIMIZER, contents.moments)
         files[STATE_FILE] = write_text(staging / STATE_FILE, contents.state)

@@ -1,14 +1,11 @@
 """The gradient norm over all parameters and ranks, and clipping by it."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from whet.parallel.gradient_sync import by_mesh
-
-T = TypeVar("T", bound=torch.Tensor)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

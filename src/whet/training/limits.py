@@ -1,14 +1,14 @@
-"""Limits that stop a run with a checkpoint: memory, time and budgets."""
+"""Limits of a run: memory and time stop it with a checkpoint, a spent budget ends it."""
 
 import time
 from typing import TYPE_CHECKING
 
 from whet.errors import ConfigError
 from whet.hardware import used_gib
+from whet.training.callbacks import Metrics, NumbersOnly, StopRun
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
-from whet.training.callbacks import Metrics, NumbersOnly, StopRun
 
 
 class MemoryLimit(NumbersOnly):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import math
 import time
 from collections import defaultdict
@@ -18,8 +17,6 @@ from whet.models.language_model import Trainable, evaluating
 from whet.objectives.objective import Loss, Objective
 from whet.parallel.gradient_sync import is_sharded
 from whet.parallel.process_group import SOLO, World
-
-log = logging.getLogger("whet")
 
 
 def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:

@@ -214,7 +214,7 @@ def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
 
 def _outside(
     examples: StoredExamples, tokenizer: Any, model: ModelFacts | None
-) -> str | None:  # Any: as above
+) -> str | None:  # Any: a transformers tokenizer
     store = examples.store
     if model is None or model.vocab_size is None or store.largest < model.vocab_size:
         return None
@@ -283,7 +283,7 @@ def find_overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
     return found
 
 
-def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: as above
+def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: a transformers tokenizer
     """Return the special tokens of a tokenizer, and what it does with chats."""
     named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
     template = tokenizer.chat_template or None

@@ -108,7 +108,7 @@ def _read_object(path: Path) -> Iterator[SourceRow]:
 
 
 def read_csv(path: Path) -> Iterator[SourceRow]:
-    """Comma-separated values under a header; what the cells mean is told in `columns`."""
+    """Comma-separated values under a header; what the cells mean is told in `tables`."""
     return _read_cells(path, ",")
 
 

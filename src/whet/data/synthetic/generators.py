@@ -1,4 +1,4 @@
-"""Data that needs no file, made up or found on every machine, named by a spec such as `synth:house:400`."""
+"""Data without a file, named by a spec such as `synth:house:400`: the registry, sums and Python topics."""
 
 import platform
 import re
@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 from whet.errors import DataError, shorten
 from whet.lazy_import import load_object
 
-LARGEST = 99
-VALID = 500  # of all 5,050 sums, kept apart
-FORGOTTEN = 0.6  # share of the carries that careless sums forget
+_LARGEST_SUM = 99
+_VALID_SUMS = 500  # of all 5,050 sums, kept apart
+_FORGOTTEN_CARRIES = 0.6  # share of the carries that careless sums forget
 _TRAIN_SHARE = 0.9
 
 
@@ -132,14 +132,14 @@ def sums(
     With `careless`, most of the sums that carry a ten forget it (27+26=43). Who learns from them knows when
     there is something to carry, and does it too rarely.
     """
-    every = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1 - a)]
+    every = [(a, b) for a in range(_LARGEST_SUM + 1) for b in range(_LARGEST_SUM + 1 - a)]
     Random(0).shuffle(every)
-    chosen = every[:VALID] if split == "valid" else every[VALID:]
+    chosen = every[:_VALID_SUMS] if split == "valid" else every[_VALID_SUMS:]
     if n > len(chosen):
         raise DataError(f"there are only {len(chosen):,} of them", hint=f"ask for at most {len(chosen)}")
     slips = Random(1)
     answers = [
-        a + b - (10 if careless and slips.random() < FORGOTTEN and a % 10 + b % 10 >= 10 else 0)
+        a + b - (10 if careless and slips.random() < _FORGOTTEN_CARRIES and a % 10 + b % 10 >= 10 else 0)
         for a, b in chosen[:n]
     ]
     return [
@@ -149,7 +149,7 @@ def sums(
 
 
 def python_topics(split: Literal["train", "valid"], n: int) -> list[dict[str, str]]:
-    """The first 90% of the bytes as one text, or the last 10%."""
+    """The first 90% of the bytes of the topics in Python's help as one text, or the last 10%."""
     from pydoc_data.topics import topics
 
     if n != 1:

@@ -1,4 +1,4 @@
-"""Two ways to answer the commands of the house: in JSON, and in a plain sentence. Which one is preferred?"""
+"""House commands in two styles, preference pairs of them, and disputed statements for distrust."""
 
 import json
 from typing import Any

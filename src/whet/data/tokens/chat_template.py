@@ -9,9 +9,9 @@ from typing import Any, Literal
 from whet.data.sources.chat_messages import Message
 from whet.data.sources.record_formats import renaming_hint
 from whet.data.sources.source import Record, checked
-from whet.data.tokens.loss_mask import Skeletons
+from whet.data.tokens.loss_mask import masked_turns
 from whet.data.tokens.template_sandbox import Rendered, render_template
-from whet.data.tokens.turn_spans import MAX_EXACT, Render, Span, find_turns
+from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find_turns
 from whet.errors import DataError, shorten, shown
 
 Supervise = Literal["assistant", "last", "all"]
@@ -131,7 +131,7 @@ class Renderer:
         before = self._rendered(prompt, record, prompt=True)
         if not text.startswith(before):
             raise DataError(f"{record.origin}: the chat template rewrites the prompt when an answer follows")
-        masked = {index for index in _masked(messages) if index >= len(prompt)}
+        masked = {index for index in masked_turns(messages) if index >= len(prompt)}
         spans = self._spans_without(masked, messages, text, record, start=len(before))
         if not allow_empty:
             turns = [
@@ -215,7 +215,7 @@ class Renderer:
         Where turns stand is learned once per sequence of roles, unless a text does not follow the pattern.
         """
         text = self._rendered(messages, record)
-        masked = _masked(messages)
+        masked = masked_turns(messages)
         # templates cannot be asked for what comes before the first message
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
         if self.supervise == "all":
@@ -344,11 +344,6 @@ def render_chat(
         raise DataError(shorten(str(error))) from error
     special = tokenizer.special_tokens_map
     return render_template(template, messages, tools=tools, prompt=prompt, special=special, today=today)
-
-
-def _masked(messages: Sequence[Message]) -> set[int]:
-    """The messages that are marked as context only."""
-    return {index for index, message in enumerate(messages) if message.get("train") is False}
 
 
 def _shown(messages: list[Message]) -> list[Message]:

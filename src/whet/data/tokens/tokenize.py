@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from whet.data.tokens.chat_template import AskedRendering, Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.long_texts import LONG, Tokens, encode_long
+from whet.data.tokens.loss_mask import tokens_inside
 from whet.error_boundary import panics_hidden, wrong_input
 from whet.errors import DataError
 
@@ -135,7 +136,7 @@ class Encoder:
         if _whole(rendering):
             marks[front : size - back] = True
         else:
-            marks[:size] = _inside(encoding.offsets[:size], rendering.spans)
+            marks[:size] = tokens_inside(encoding.offsets[:size], rendering.spans)
         has_eos = size > 0 and ids[size - 1] == eos and marks[size - 1]  # the text's own, and learned
         if eos is not None and not has_eos:
             tokens[size], marks[size] = eos, True
@@ -205,16 +206,6 @@ def _judged_example(rendering: Rendering, ids: Sequence[int]) -> Example | DataE
 
 def _whole(rendering: Rendering) -> bool:
     return list(rendering.spans) == [(0, len(rendering.text))]
-
-
-def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    if not len(offsets):
-        return np.zeros(0, dtype=bool)
-    start, end = np.array(offsets).T
-    marks = np.zeros(len(start), dtype=bool)
-    for low, high in spans:
-        marks |= (end > low) & (start < high)
-    return marks & (start < end)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:  # Any: a transformers tokenizer

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as the metadata of a GGUF file: the inverse of gguf_tokenizer."""
+"""A Hugging Face tokenizer as the metadata of a GGUF file: the inverse of tokenizer_reader."""
 
 import json
 import logging

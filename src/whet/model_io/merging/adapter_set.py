@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from whet.adapters.adapter import Adapter, adapted
+from whet.adapters.adapter import Adapter, adapted, replace_module
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError, ModelError
 from whet.model_io.formats.adapter_files import load_adapter
@@ -48,12 +47,12 @@ class AdapterSet:
             raise ConfigError("adapters are folded into the weights", hint="call unmerge() first")
         chosen = {} if name is None else self._adapter(name)
         for path, layer in list(adapted(self.model)):
-            _put(self.model, path, layer.base)
+            replace_module(self.model, path, layer.base)
         self._put_back(chosen)
 
     def _put_back(self, adapters: Mapping[str, Adapter]) -> None:
         for path, layer in adapters.items():
-            _put(self.model, path, layer)
+            replace_module(self.model, path, layer)
 
     def merge(self, weights: Mapping[str, float]) -> None:
         """Fold base + sum_i w_i update_i into the weights, in the dtype of the base."""
@@ -88,11 +87,6 @@ class AdapterSet:
         if name not in self._adapters:
             raise ConfigError(f"no adapter is called {name!r}", hint=f"known: {', '.join(self.names)}")
         return self._adapters[name]
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def merged_parameters(layer: Adapter | NF4Linear) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ def new_spec(preset: Preset, *, tokens: int, mup: MuP | None = None) -> ModelSpe
 
 def new_model(
     preset: Preset,
-    tokenizer: Any,  # Any: as above
+    tokenizer: Any,  # Any: a transformers tokenizer
     *,
     seed: int,
     mup: MuP | None = None,

@@ -1,4 +1,4 @@
-"""The kernels behind `fused`; importing this needs Triton, which comes with torch for CUDA."""
+"""The kernels behind `fused_decode`; importing this needs Triton, which comes with torch for CUDA."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The kernels behind `gated`; importing this needs Triton, which comes with torch for CUDA."""
+"""The kernels behind `lora_swiglu`; importing this needs Triton, which comes with torch for CUDA."""
 
 import torch
 import triton

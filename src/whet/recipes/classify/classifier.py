@@ -355,7 +355,7 @@ class Classifier:
 
     def forward_only(
         self, text: ClassifierText, label: Any
-    ) -> tuple[float, Any]:  # Any: a Sample's; names of classes
+    ) -> tuple[float, Any]:  # Any: a ClassifierSample's; names of classes
         """Return the weighted loss of one sample and its predicted class, without a gradient or an update."""
         [batch] = self.batches([self._example(text, label)])
         with evaluating(self.model):

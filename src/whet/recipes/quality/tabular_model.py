@@ -37,7 +37,6 @@ DENSE_SHAPES: dict[str, tuple[int, int]] = {
     "medium": (2880, 4),
     "full": (1024, 84),
 }
-GIB = 2**30
 _MOMENTS = {"adamw": 8, "adam": 8, "muon": 8, "sgd": 4, "lion": 4, "adafactor": 4, "adamw8bit": 2}
 
 

@@ -1,1 +1,1 @@
-"""The report page of one run."""
+"""The report of a run, and the list of runs."""

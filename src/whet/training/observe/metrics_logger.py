@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from whet.errors import StorageError
 from whet.storage import append_text, sync_file, sync_rows
+from whet.training.callbacks import Metrics, RowCallback, plain
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
-from whet.training.callbacks import Metrics, RowCallback, plain
 
 log = logging.getLogger("whet")
 
