@@ -4,7 +4,6 @@ import hashlib
 import logging
 
 import numpy as np
-import torch
 
 from whet.config.objectives.preference import PreferenceObjective
 from whet.data.batches import one_pass
@@ -15,6 +14,7 @@ from whet.objectives.objective import Objective
 from whet.objectives.preference import Preference, answer_logprobs
 from whet.recipes.objective_inputs import ObjectiveInputs
 from whet.recipes.reference_model import Reference, identity_of, load_reference, untrained_reference
+from whet.training.loss import in_precision
 
 log = logging.getLogger("whet")
 
@@ -71,12 +71,12 @@ def _references(
         return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
     log.info("reference: %d answers of %s, once before training", len(sides), name)
     found = np.zeros((len(pairs), 2))
-    device, mixed = model.device, inputs.precision.compute != inputs.precision.trained
+    device = model.device
     batches = list(one_pass(pairs, inputs.steps))
     mine = []
     with evaluating(model):
         for _, (_, batch), _ in inputs.world.rounds(batches):
-            with torch.autocast(device.type, dtype=inputs.precision.compute, enabled=mixed):
+            with in_precision(inputs.precision, device):
                 scores = answer_logprobs(model, batch.to(device))
             mine.append(scores.double().cpu().numpy().reshape(-1, 2))
     for (places, _), answers in zip(batches, inputs.world.in_order(mine, len(batches)), strict=True):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from whet.config.objectives.grpo import GRPOObjective
 from whet.data.tokens.prompts import Prompt
@@ -18,6 +17,7 @@ from whet.parallel.fsdp import gathered
 from whet.parallel.process_group import SOLO, World
 from whet.rl.rewards.worker_pool import Judged, RewardPool
 from whet.training.callbacks import Metrics
+from whet.training.loss import in_precision
 
 
 class Sampler:
@@ -84,7 +84,8 @@ class Sampler:
 
         rows = self.settings.generate_rows
         for start in range(0, len(prompts), rows):
-            with computing(self.model, self.precision):
+            # as the trainer computes: a sampler in another precision would be another policy
+            with in_precision(self.precision, self.model.device):
                 found = complete(
                     self.model,
                     [prompt.tokens for prompt in prompts[start : start + rows]],
@@ -120,12 +121,6 @@ class Sampler:
     def reward_weights(self) -> np.ndarray:
         """[rewards]."""
         return np.array([reward.weight for reward in self.settings.rewards])
-
-
-def computing(model: LanguageModel, precision: Precision) -> torch.autocast:
-    """The number format that the trainer computes in: a sampler in another one would be another policy."""
-    mixed = precision.compute != precision.trained
-    return torch.autocast(model.device.type, dtype=precision.compute, enabled=mixed)
 
 
 def evaluate_rewards(

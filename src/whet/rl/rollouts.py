@@ -20,10 +20,9 @@ from whet.generation.sampling import Sampling
 from whet.models.language_model import LanguageModel, evaluating
 from whet.objectives.grpo import RolloutBatch, advantages_of, completion_logprobs, head_logprobs
 from whet.parallel.gradient_sync import is_sharded
-from whet.rl.rollout_sampler import Sampler, computing
+from whet.rl.rollout_sampler import Sampler
 from whet.training.callbacks import Metrics
-
-Reference = LanguageModel | Literal["adapters-off"] | None
+from whet.training.loss import in_precision
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class RolloutStream:
         steps: StepSettings,
         *,
         seed: int,
-        reference: Reference = None,
+        reference: LanguageModel | Literal["adapters-off"] | None = None,
     ) -> None:
         if steps.batch_size is None:
             raise ConfigError("objective grpo counts prompts: set run.batch_size instead of run.batch_tokens")
@@ -223,7 +222,7 @@ class RolloutStream:
         mine: list[list[torch.Tensor]] = []
         for _, rows, counts in world.rounds(cut, matched=is_sharded(model)):
             batch = rows_batch(rows, examples, self.steps).to(model.device)
-            with evaluating(model), computing(model, self.sampler.precision):
+            with evaluating(model), in_precision(self.sampler.precision, model.device):
                 hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
                 found = [head_logprobs(model, hidden, batch, temperature=temperature)]
                 if temperature != 1.0:

@@ -15,6 +15,7 @@ from whet.hardware import Precision
 from whet.models.language_model import LanguageModel, evaluating
 from whet.parallel.gradient_sync import is_sharded
 from whet.parallel.process_group import SOLO, World
+from whet.training.loss import in_precision
 
 log = logging.getLogger("whet")
 
@@ -34,12 +35,11 @@ def rows_of(
     world: World = SOLO,
 ) -> np.ndarray:
     """What `compute` gives for each example, a row each, in their order; each rank computes its share."""
-    mixed = precision.compute != precision.trained
     batches = list(one_pass(examples, steps))
     mine: list[np.ndarray] = []
     with evaluating(model):
         for _, (_, batch), counts in world.rounds(batches, matched=is_sharded(model)):
-            with torch.autocast(model.device.type, dtype=precision.compute, enabled=mixed):
+            with in_precision(precision, model.device):
                 rows = compute(model, batch.to(model.device)).float().cpu().numpy()
             mine += [rows] if counts else []
     parts = world.in_order(mine, len(batches))
