@@ -189,7 +189,7 @@ def whet_run(name, method, rows, who, found):
     from whet.objectives.sft import SFT
     from whet.recipes.text_recipe import use_fp8
     from whet.training.callbacks import NumbersOnly
-    from whet.training.compile import compile_blocks, first_batch
+    from whet.training.compile import compile_blocks
     from whet.training.trainer import Trainer
 
     shape, kind = SHAPES[name], "bf16" if who == "whet-fp32-master" else "bf16-pure"
@@ -225,7 +225,7 @@ def whet_run(name, method, rows, who, found):
         rows or None, None if rows else RAGGED_TOKENS, (rows * LENGTH) or RAGGED_TOKENS, pack=not rows
     )
     stream = BatchStream(examples, full, seed=0)
-    found.compiled = compile_blocks(model, first_batch(stream), precision)
+    found.compiled = compile_blocks(model, stream.peek()[0], precision)
 
     class Clock(NumbersOnly):
         def on_step_end(self, step, metrics):

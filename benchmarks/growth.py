@@ -30,7 +30,7 @@ from whet.models import families
 from whet.models.decoder import Decoder
 from whet.objectives.sft import SFT
 from whet.training.callbacks import NumbersOnly
-from whet.training.compile import compile_blocks, first_batch
+from whet.training.compile import compile_blocks
 from whet.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
@@ -121,7 +121,7 @@ def measure(model, sizes):
     clock = Clock()
     stream = BatchStream(examples, StepSettings(count, None, sizes["batch"], pack=False), seed=0)
     precision = choose_precision("bf16-pure", torch.device("cuda"))
-    compile_blocks(model, first_batch(stream), precision)
+    compile_blocks(model, stream.peek()[0], precision)
     Trainer(model, SFT(), stream, config, [clock], precision=precision).fit()
     median = sorted(clock.times)[len(clock.times) // 2]
     return {

@@ -46,7 +46,7 @@ def test_one_class_is_torchs_cross_entropy(tiny, smoothing, weights, normalise):
     model, _ = tiny
     batch = make_batch([samples()])
     task = objective(class_weights=weights, label_smoothing=smoothing, normalise=normalise)
-    logits, targets = task.logits(model, batch).double(), batch.values[:, 0].long()
+    logits, targets = task.logits(model, batch).double(), batch.column("values")[:, 0].long()
     wide = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     reduction = "mean" if normalise == "weights" else "sum"
     expected = F.cross_entropy(logits, targets, weight=wide, label_smoothing=smoothing, reduction=reduction)
@@ -61,7 +61,7 @@ def test_focal_loss_is_the_plain_formula(tiny, gamma, smoothing):
     task = objective(class_weights=WEIGHTS, focal=gamma, label_smoothing=smoothing)
     total = 0.0
     for row, label in zip(
-        task.logits(model, batch).double().tolist(), batch.values[:, 0].tolist(), strict=True
+        task.logits(model, batch).double().tolist(), batch.column("values")[:, 0].tolist(), strict=True
     ):
         highest = max(row)
         norm = sum(math.exp(value - highest) for value in row)
@@ -80,7 +80,7 @@ def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights, soft):
     task = objective(multi_label=True, class_weights=weights)
     wide = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     expected = F.binary_cross_entropy_with_logits(
-        task.logits(model, batch).double(), batch.values.double(), pos_weight=wide
+        task.logits(model, batch).double(), batch.column("values").double(), pos_weight=wide
     )
     assert values_of(task, model, batch) == pytest.approx(expected.item(), rel=1e-5)
 
@@ -91,7 +91,7 @@ def test_several_classes_with_focal_loss_and_smoothing_are_the_plain_formula(tin
     batch = make_batch([samples(marks=True, soft=soft)])
     task = objective(multi_label=True, class_weights=WEIGHTS, focal=2.0, label_smoothing=0.2)
     p = 1 / (1 + np.exp(-task.logits(model, batch).detach().double().numpy()))
-    t = batch.values.double().numpy() * 0.8 + 0.1
+    t = batch.column("values").double().numpy() * 0.8 + 0.1
     terms = -t * WEIGHTS * (1 - p) ** 2 * np.log(p) - (1 - t) * p**2 * np.log(1 - p)
     assert values_of(task, model, batch) == pytest.approx(terms.mean(), rel=1e-5)
 

@@ -14,7 +14,7 @@ from whet.config.load_config import make_config
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
-from whet.objectives.grpo import GRPO, GRPOConfig, RolloutBatch, advantages_of, completion_logprobs, grpo_loss
+from whet.objectives.grpo import GRPO, GRPOConfig, advantages_of, completion_logprobs, grpo_loss
 from whet.ops.lm_head import Head
 from whet.training.trainer import Trainer
 
@@ -154,10 +154,13 @@ def completions(count, *, seed=0):
 def batch_of(rows, *, beta):
     """Rows of completions as a batch, as the rollouts make it."""
     flat = [item for row in rows for item in row]
-    return RolloutBatch(
-        **vars(make_batch([[example for example, *_ in row] for row in rows])),
+    batch = make_batch([[example for example, *_ in row] for row in rows]).with_columns(
+        "token",
         old_logprobs=torch.tensor([value for _, old, _, _ in flat for value in old]),
         reference_logprobs=torch.tensor([v for _, _, ref, _ in flat for v in ref]) if beta else None,
+    )
+    return batch.with_columns(
+        "document",
         advantages=torch.tensor([advantage for *_, advantage in flat]),
         lengths=torch.tensor([len(old) for _, old, _, _ in flat]),
     )
@@ -248,11 +251,13 @@ def test_at_a_ratio_of_1_the_gradient_is_that_of_reinforce(tiny):
     batch = batch_of([items], beta=False)
     # not in no_grad: a few rows without gradients take another product, with other rounding
     fresh = completion_logprobs(model, batch, temperature=1.0).detach()
-    batch = RolloutBatch(**{**vars(batch), "old_logprobs": fresh})
+    batch = batch.with_columns("token", old_logprobs=fresh)
     result = GRPO().loss(model, batch)
     assert result.metrics["log_ratio"] == 0
     assert result.metrics["clip_fraction"] == 0
-    wanted = -(completion_logprobs(model, batch, temperature=1.0) * batch.advantages[batch.examples]).sum()
+    wanted = -(
+        completion_logprobs(model, batch, temperature=1.0) * batch.column("advantages")[batch.examples]
+    ).sum()
     parameters = [p for p in model.parameters() if p.requires_grad]
     ours = torch.autograd.grad(result.sums["loss"], parameters)
     for found, expected in zip(ours, torch.autograd.grad(wanted, parameters), strict=True):

@@ -60,7 +60,7 @@ def plain_losses(model, batches):
         if batch.part == "sft":
             nll = nll - sum(logps)
         else:
-            ratios = torch.stack(logps[: len(batch.origins)]) - batch.values[:, 0]
+            ratios = torch.stack(logps[: len(batch.origins)]) - batch.column("values")[:, 0]
             margins += list(0.5 * (ratios[::2] - ratios[1::2]))
     return nll / tokens, -torch.stack(margins).sigmoid().log().mean()
 

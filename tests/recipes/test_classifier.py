@@ -318,7 +318,7 @@ def test_collected_gradients_are_those_of_autograd(tiny_directory):
         features = classifier.objective.features(classifier.model, batch).double()
     weight, bias = (p.detach().double().requires_grad_() for p in (head.weight, head.bias))
     logp = (features @ weight.T + bias).log_softmax(1)
-    classes = batch.values[:, 0].long()  # the texts of a batch are in an order of its own
+    classes = batch.column("values")[:, 0].long()  # the texts of a batch are in an order of its own
     assert sorted(classes.tolist()) == [0, 1, 1, 2, 2]
     loss = (torch.tensor([3.0, 1.0, 0.5]).double()[classes] * -logp[range(5), classes]).mean()
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, (weight, bias))])

@@ -221,9 +221,9 @@ def test_the_first_step_learns_what_was_sampled_whole_groups_together(tiny_direc
                 if list(tokens[-len(answer) :]) == answer and flat[places[0]] == tokens[-len(answer) - 1]
             )
             assert rollout.completions[index] == answer
-            assert batch.lengths[example] == len(answer)
-            assert batch.advantages[example].item() == pytest.approx(rollout.advantages[index])
-            chosen = batch.old_logprobs[torch.tensor(owners) == example]
+            assert batch.column("lengths")[example] == len(answer)
+            assert batch.column("advantages")[example].item() == pytest.approx(rollout.advantages[index])
+            chosen = batch.column("old_logprobs")[torch.tensor(owners) == example]
             assert chosen.tolist() == pytest.approx(rollout.old_logprobs[rollout.kept.index(index)])
             learned.append(index)
     assert len(learned) == 6  # two of the four groups

@@ -113,7 +113,7 @@ def test_the_loss_is_a_plain_mean_and_its_gradient_does_not_depend_on_micro_batc
         settings = StepSettings(24, None, micro, pack=True)
         batches = list(row_batches(rows, range(24), settings))
         batches = [
-            type(b)(**{**vars(b), "features": b.features.double(), "outcomes": b.outcomes.double()})
+            b.with_columns("document", **{name: column.tensor.double() for name, column in b.columns.items()})
             for b in batches
         ]
         objective = Regression(gluing=gluing)
@@ -147,8 +147,8 @@ def test_the_metrics_of_a_step_are_those_of_its_rows(tmp_path):
 
     [batch] = next(RowStream(rows, StepSettings(32, None, None, pack=True), seed=0))
     with torch.no_grad():
-        weights = model.router(batch.features).softmax(1).double().numpy()
-        decision = model.decide(batch.features)
+        weights = model.router(batch.column("features")).softmax(1).double().numpy()
+        decision = model.decide(batch.column("features"))
     top = np.argsort(-weights, axis=1)[:, :2]
     kept = np.take_along_axis(weights, top, axis=1)
     assert first["router_entropy_mean"] == pytest.approx(-(kept * np.log(kept)).sum(1).mean(), rel=1e-5)
@@ -160,7 +160,7 @@ def test_the_metrics_of_a_step_are_those_of_its_rows(tmp_path):
         shared = [sorted(row) == [int(e) for e in pair.split("-")] for row in top.tolist()]
         assert residual == pytest.approx(apart[shared].mean(), rel=1e-4)
     assert first["loss"] == pytest.approx(
-        float((decision.outputs - batch.outcomes).square().mean()), rel=1e-5
+        float((decision.outputs - batch.column("outcomes")).square().mean()), rel=1e-5
     )
     assert "pair_disagreement" not in first
 

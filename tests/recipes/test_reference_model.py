@@ -148,7 +148,9 @@ def test_grpo_measures_the_kl_to_the_named_reference(tiny_directory, other, tmp_
                 logprobs = reference(batch.tokens).logits.log_softmax(-1).flatten(0, 1)
             places = batch.supervised_positions
             expected = logprobs[places].gather(1, batch.targets.flatten()[places, None])[:, 0]
-            torch.testing.assert_close(batch.reference_logprobs.double(), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                batch.column("reference_logprobs").double(), expected, rtol=1e-4, atol=1e-4
+            )
     if method["kind"] == "full":
         result = whet.train(settings)
         assert losses(result)[0] != 0

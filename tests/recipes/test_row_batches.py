@@ -79,7 +79,7 @@ def test_every_row_comes_once_an_epoch_in_a_new_order_each_time():
     again = RowStream(rows, StepSettings(16, None, None, pack=True), seed=3)
     again.seek(stream.state())
     one, other = next(stream), next(again)
-    assert torch.equal(one[0].features, other[0].features)
+    assert torch.equal(one[0].column("features"), other[0].column("features"))
 
 
 def test_a_batch_holds_the_rows_it_names():
@@ -87,8 +87,8 @@ def test_a_batch_holds_the_rows_it_names():
     [batch] = row_batches(rows, [7, 2, 5], StepSettings(3, None, None, pack=True))
     places = batch.tokens.flatten()
     assert sorted(places.tolist()) == [2, 5, 7]
-    assert torch.equal(batch.features, rows.features[places])
-    assert torch.equal(batch.outcomes, rows.outcomes[places])
+    assert torch.equal(batch.column("features"), rows.features[places])
+    assert torch.equal(batch.column("outcomes"), rows.outcomes[places])
     assert batch.origins == tuple(f"synth:quality:9#{place + 1}" for place in places.tolist())
     assert (batch.supervised, batch.real_tokens) == (3, 3)
     halves = list(row_batches(rows, range(9), StepSettings(9, None, 4, pack=True)))

@@ -51,7 +51,8 @@ def test_the_reference_is_the_plain_gradient_in_fp64_of_rows():
     found = examine(model, Regression(), batch)
     wide = copy.deepcopy(model).double()
     expected = plain_gradients(
-        wide, lambda: (wide(batch.features.double()) - batch.outcomes.double()).square().mean()
+        wide,
+        lambda: (wide(batch.column("features").double()) - batch.column("outcomes").double()).square().mean(),
     )
     assert found.reference == "fp64"
     for row in found.results[0].rows:
@@ -117,11 +118,11 @@ def test_every_path_starts_from_the_gradient_of_the_reference():
     model, batch = tabular("dense"), rows()
     found = results(examine(model, Regression(), batch))["fp32"]
     wide = copy.deepcopy(model).double()
-    outputs = wide(batch.features.double())
-    upstream = (2 * (outputs - batch.outcomes) / outputs.numel()).detach().float()
+    outputs = wide(batch.column("features").double())
+    upstream = (2 * (outputs - batch.column("outcomes")) / outputs.numel()).detach().float()
     narrow = copy.deepcopy(model)
     narrow.zero_grad()
-    narrow(batch.features).backward(upstream)
+    narrow(batch.column("features")).backward(upstream)
     for row in found.rows:
         assert row.norm == pytest.approx(float(narrow.get_parameter(row.name).grad.norm()), rel=1e-5)
 
@@ -144,8 +145,8 @@ def test_the_simulated_path_rounds_weights_and_activations():
         return x
 
     with torch.no_grad():
-        exact = copy.deepcopy(model).double()(batch.features.double())
-        expected = float((stage(half(batch.features)).double() - exact).abs().max())
+        exact = copy.deepcopy(model).double()(batch.column("features").double())
+        expected = float((stage(half(batch.column("features"))).double() - exact).abs().max())
     assert found.largest_difference == pytest.approx(expected, rel=1e-2)
     assert expected > 1e-4
 
@@ -301,7 +302,11 @@ def test_a_model_without_fp64_is_compared_with_fp32():
 
     batch = rows(4)
     found = Examination(
-        Narrow(), batch, lambda model, b: model.decide(b.features).sum(), cut="decide", readout=lambda _, x: x
+        Narrow(),
+        batch,
+        lambda model, b: model.decide(b.column("features")).sum(),
+        cut="decide",
+        readout=lambda _, x: x,
     ).diagnose()
     assert found.reference == "fp32"
     assert [result.path.name for result in found.results] == ["bf16", "fp16", "sim-bf16", "sim-fp16"]

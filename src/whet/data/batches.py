@@ -1,20 +1,31 @@
-"""Batches: what one forward pass takes, and the order in which examples become steps."""
+"""Batches, what one forward pass takes; steps, the batches of one update; and streams of steps."""
 
+import abc
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 
 from whet.data.packing import EpochPlan, StepSettings, plan_epoch, split_step
 from whet.data.tokens.examples import Example, Pair, lengths_of
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, DataError
 from whet.ops.attention import Layout
 
 IGNORED = -100
+
+Axis = Literal["token", "document"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor that one objective reads, with a row for each supervised token or document of its batch."""
+
+    tensor: torch.Tensor
+    axis: Axis
 
 
 @dataclass(frozen=True)
@@ -31,22 +42,56 @@ class Batch:
     real_tokens: int  # positions that are not padding
     origins: tuple[str, ...]  # where its examples came from
     weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
-    values: torch.Tensor | None = None  # [examples, columns]: numbers that came with each
     real: torch.Tensor | None = None  # [B, T], bool: what is not padding; None: everything
     supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
     part: str | None = None  # of a mix: whose batch it is
-    taught_ids: torch.Tensor | None = None  # [N, teachers, k]: the likeliest tokens, as teachers said before
-    taught_logprobs: torch.Tensor | None = None  # [N, teachers, k + 1]: of those, and of all others together
+    columns: Mapping[str, Column] = field(default_factory=dict)  # what its objective reads besides
 
-    def to(self, device: torch.device) -> "Batch":
+    def __post_init__(self) -> None:
+        rows = {"token": self.supervised, "document": len(self.origins)}
+        for name, column in self.columns.items():
+            if len(column.tensor) != rows[column.axis]:
+                raise DataError(
+                    f"column {name!r} has {len(column.tensor)} rows, and the batch has {rows[column.axis]} "
+                    f"{'supervised tokens' if column.axis == 'token' else 'documents'}"
+                )
+
+    @property
+    def supervised_targets(self) -> torch.Tensor:
+        """The tokens to predict at the supervised positions, [N]."""
+        return self.targets.flatten().index_select(0, self.supervised_positions)
+
+    @property
+    def supervised_weights(self) -> torch.Tensor | None:
+        """The weights of the loss at the supervised positions, [N], or None where all are 1."""
+        if self.weights is None:
+            return None
+        return self.weights.flatten().index_select(0, self.supervised_positions)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return a column's tensor, [N, ...] or [documents, ...]."""
+        if name not in self.columns:
+            known = ", ".join(self.columns) or "none"
+            raise DataError(f"{self.origins[0]}: the batch has no column {name!r} (it has {known})")
+        return self.columns[name].tensor
+
+    def with_columns(self, axis: Axis, **tensors: torch.Tensor | None) -> Self:
+        """Return the batch with more columns; those that are None are left out."""
+        more = {name: Column(tensor, axis) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, columns={**self.columns, **more})
+
+    def to(self, device: torch.device) -> Self:
         """The same batch on a device; a GPU's host does not wait for the copy."""
         pin = device.type == "cuda" and not self.tokens.is_cuda
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+
         moved: dict[str, Any] = {  # Any: replace() cannot see that only tensor fields change
-            name: (value.pin_memory() if pin else value).to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
+            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
-        return replace(self, **moved)
+        columns = {name: Column(move(column.tensor), column.axis) for name, column in self.columns.items()}
+        return replace(self, **moved, columns=columns)
 
     def layout(self) -> Layout:
         """Which positions see which."""
@@ -84,8 +129,9 @@ def make_batch(
         real += end
     chosen = np.flatnonzero(targets != IGNORED)
     packed = any(len(row) > 1 for row in rows)
-    taught_ids, taught_logprobs = _taught([example for row in rows for example in row])
-    return Batch(
+    examples = [example for row in rows for example in row]
+    taught_ids, taught_logprobs = _taught(examples)
+    batch = Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         positions=torch.from_numpy(positions),
@@ -94,23 +140,26 @@ def make_batch(
         supervised=len(chosen),
         examples=torch.from_numpy(owner.flat[chosen]),
         real_tokens=real,
-        origins=tuple(example.origin for row in rows for example in row),
+        origins=tuple(example.origin for example in examples),
         real=None if filled.all() else torch.from_numpy(filled),
-        values=_values([example for row in rows for example in row]),
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
-        taught_ids=taught_ids,
-        taught_logprobs=taught_logprobs,
     )
+    batch = batch.with_columns("document", values=_values(examples))
+    return batch.with_columns("token", taught_ids=taught_ids, taught_logprobs=taught_logprobs)
 
 
 def _values(examples: Sequence[Example]) -> torch.Tensor | None:
+    """The numbers that came with each example, [examples, columns]."""
     if not examples[0].values:
         return None
     return torch.tensor([example.values for example in examples], dtype=torch.float32)
 
 
 def _taught(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Supervised targets are in the order of the examples, and so is what was said of them."""
+    """The likeliest tokens of each teacher [N, teachers, k], and their log-probabilities [N, teachers, k+1].
+
+    The last log-probability is that of all other tokens together.
+    """
     if not examples[0].taught:
         return None, None
     ids = np.concatenate([np.stack([t.ids for t in example.taught], 1) for example in examples])
@@ -118,7 +167,81 @@ def _taught(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Ten
     return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
-class BatchStream:
+@dataclass(frozen=True)
+class Step(Sequence[Batch]):
+    """The micro-batches of one update, and what is known of them before it."""
+
+    batches: Sequence[Batch]
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # for the step's row; Any: JSON values
+    samples: Sequence[Mapping[str, Any]] = ()  # for samples.jsonl; Any: JSON values
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: Any) -> Any:  # Any: as of any sequence, one by number or several by slice
+        return self.batches[index]
+
+
+class StepStream(abc.ABC):
+    """Steps in an order that is saved with checkpoints and continued on resume."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> Step:
+        """Return the next step."""
+
+    @abc.abstractmethod
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """Return the position, for `seek`."""
+
+    @abc.abstractmethod
+    def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Continue from a position that `state` returned."""
+
+    def steps_in(self, epoch: int) -> int | None:
+        """Return the number of steps in one pass over the data, or None where passes are not counted."""
+        return None
+
+    def peek(self) -> Step:
+        """Return the next step without moving on."""
+        before = self.state()
+        try:
+            return next(self)
+        finally:
+            self.seek(before)
+
+    def can_prefetch(self) -> bool:
+        """Return whether the next step may be taken before the metrics of this one are known."""
+        return True
+
+    def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # noqa: B027
+        """Check or count what came of a step, whose metrics these are. Any: JSON values."""
+
+
+class IteratorStream(StepStream):
+    """Lists of micro-batches from any iterable, which has no position and may end."""
+
+    def __init__(self, batches: Iterable[list[Batch]]) -> None:
+        self._batches = iter(batches)
+
+    def __next__(self) -> Step:
+        return Step(next(self._batches))
+
+    def state(self) -> dict[str, Any]:  # Any: JSON values
+        """Return nothing: a plain iterator has no position."""
+        return {}
+
+    def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
+        """Leave the iterator where it is."""
+
+    def can_prefetch(self) -> bool:
+        """Return False: what was taken from an iterator cannot be put back."""
+        return False
+
+
+class BatchStream(StepStream):
     """An endless stream of optimizer steps, each a list of micro-batches.
 
     The order is a pure function of (seed, epoch, step in the epoch), so two integers are its whole state.
@@ -154,15 +277,12 @@ class BatchStream:
             )
         self.epoch, self.index = state["epoch"], state["index"]
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> Step:
         step = self._plan(self.epoch)[self.index]
         self.index += 1
         if self.index == len(self._plan(self.epoch)):
             self.epoch, self.index = self.epoch + 1, 0
-        return self._cut(step)
+        return Step(self._cut(step))
 
     def _measure(self) -> np.ndarray:
         return check_lengths(self.examples, self.settings)

@@ -1,12 +1,12 @@
 """Curricula: streams of steps that go from short to long, or from easy to hard."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from whet.data.batches import Batch, BatchStream, check_lengths, step_batches
+from whet.data.batches import BatchStream, Step, StepStream, check_lengths, step_batches
 from whet.data.packing import StepSettings, permutation
 from whet.data.tokens.examples import Example, lengths_of
 from whet.errors import CheckpointError, ConfigError, DataError, check_positive
@@ -33,7 +33,7 @@ class Chosen(Sequence[Any]):  # Any: examples, or pairs of them
         return lengths_of(self.examples)[self.places]
 
 
-class StagedStream:
+class StagedStream(StepStream):
     """One stream after another: each stage has its examples and its number of steps.
 
     With `endless`, the last stage has no end.
@@ -55,10 +55,7 @@ class StagedStream:
         self.stage = 0
         self.done = 0  # steps of the stage
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> Step:
         if self.done >= self.steps[self.stage]:
             if self.stage < len(self.steps) - 1:
                 self.stage, self.done = self.stage + 1, 0
@@ -101,7 +98,7 @@ def _fills_a_step(lengths: np.ndarray, settings: StepSettings) -> bool:
     return int(lengths.sum()) >= (settings.batch_tokens or 0)
 
 
-class EasyToHardStream:
+class EasyToHardStream(StepStream):
     """Steps of which a growing share is hard: none at first, all of it from `ramp` steps on.
 
     `steps`: how many there are; None: no end.
@@ -135,10 +132,7 @@ class EasyToHardStream:
         """Of the step with this number, counted from 0."""
         return min(1.0, step / self.ramp) if self.ramp else 1.0
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> Step:
         if self.steps is not None and self.step >= self.steps:
             raise StopIteration
         share = self.hard_share(self.step)
@@ -155,7 +149,7 @@ class EasyToHardStream:
             if not chosen:  # the next of both is longer than its share
                 chosen = hard.take(1) if share >= 0.5 else easy.take(1)
         examples, lengths = zip(*chosen, strict=True)
-        return step_batches(range(len(chosen)), examples, np.array(lengths), self.settings)
+        return Step(step_batches(range(len(chosen)), examples, np.array(lengths), self.settings))
 
     def state(self) -> Position:
         """The position, as integers, and a mark of what it is a position in."""

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from whet.config.run_config import RunConfig
-from whet.data.batches import Batch, BatchStream, evaluation_batches
+from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
 from whet.data.class_labels import Labels
 from whet.data.packing import StepSettings
 from whet.data.sources.source import Format, Skipped, Source, Spec, holds_split, open_source
@@ -27,12 +27,10 @@ from whet.models.stop_tokens import stop_tokens
 from whet.storage import tokens_dir
 
 if TYPE_CHECKING:
-    from whet.data.curriculum import EasyToHardStream, StagedStream
     from whet.data.tokens.prompts import Prompts
 
 log = logging.getLogger("whet")
 
-Stream = Union[BatchStream, "StagedStream", "EasyToHardStream"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
@@ -248,7 +246,7 @@ class RunData:
                 message = endless_message(self.tokenizer.convert_ids_to_tokens(ends), looked_at=looked_at)
                 log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, ENDLESS_HINT)
 
-    def stream(self) -> Stream:
+    def stream(self) -> StepStream:
         """The training steps, in the order that the config asks for."""
         examples, seed = self.examples["train"], self.config.run.seed
         curriculum = self.config.data.curriculum

@@ -4,7 +4,7 @@ import abc
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from whet.ops.attention import Layout
 from whet.ops.linear import linear
 from whet.ops.lm_head import Head
+
+if TYPE_CHECKING:
+    from whet.data.batches import Batch
 
 
 class Trainable(nn.Module, abc.ABC):
@@ -50,6 +53,11 @@ class LanguageModel(Trainable):
         cache: Any = None,  # Any: what this model's own new_cache returned
     ) -> torch.Tensor:
         """Final hidden states [B, T, D] of tokens [B, T]."""
+
+    def states(self, batch: "Batch") -> torch.Tensor:
+        """Return the hidden states [N, D] at a batch's supervised positions, beside `supervised_targets`."""
+        hidden = self.hidden(batch.tokens, batch.positions, batch.layout())
+        return hidden.flatten(0, 1).index_select(0, batch.supervised_positions)
 
     @abc.abstractmethod
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

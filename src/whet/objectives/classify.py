@@ -52,8 +52,8 @@ class Classify:
 
     def targets(self, batch: Batch) -> torch.Tensor:
         """The class of each text [texts], or its marks [texts, classes]."""
-        assert batch.values is not None
-        return batch.values[:, : self.classes].float() if self.multi_label else batch.values[:, 0].long()
+        values = batch.column("values")
+        return values[:, : self.classes].float() if self.multi_label else values[:, 0].long()
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Texts, or the sum of the weights of their classes."""

@@ -114,13 +114,11 @@ class Distillation:
                 divergence=self.divergence,
             )
         for teacher_index, weight in enumerate(self.taught):
-            assert batch.taught_ids is not None
-            assert batch.taught_logprobs is not None
             soft = soft + weight * linear_topk_kl(
                 hidden,
                 head,
-                batch.taught_ids[:, teacher_index],
-                batch.taught_logprobs[:, teacher_index],
+                batch.column("taught_ids")[:, teacher_index],
+                batch.column("taught_logprobs")[:, teacher_index],
                 temperature=self.temperature,
                 divergence=self.divergence,
             )

@@ -80,16 +80,9 @@ class Distrust:
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """The sums of this micro-batch."""
-        assert batch.values is not None
-        squares = squared_distance(batch.values)
-        hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-        chosen = batch.supervised_positions
+        squares = squared_distance(batch.column("values"))
         each = 1 - self.strength + self.strength * squares / self.mean_square
-        tokens = (
-            hidden.flatten(0, 1).index_select(0, chosen),
-            model.head(),
-            batch.targets.flatten().index_select(0, chosen),
-        )
+        tokens = (model.states(batch), model.head(), batch.supervised_targets)
         if self.mode == "additive":
             summed = linear_cross_entropy(*tokens)
             added = self.alpha * squares.sum().to(summed.dtype)

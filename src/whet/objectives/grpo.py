@@ -20,7 +20,7 @@ from whet.models.language_model import LanguageModel
 from whet.objectives.objective import Loss
 from whet.ops.logprobs import token_logprobs
 
-__all__ = ["GRPO", "GRPOConfig", "RolloutBatch", "advantages_of", "completion_logprobs", "grpo_loss"]
+__all__ = ["GRPO", "GRPOConfig", "advantages_of", "completion_logprobs", "grpo_loss"]
 
 _STD_FLOOR = (
     1e-4  # added to a group's std: rewards that differ by rounding alone must not count as much as any
@@ -137,19 +137,6 @@ def grpo_loss(
     return (losses.sum(1) / counts.clamp(min=1)).sum() / (counts > 0).sum()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutBatch(Batch):
-    """Completions with what was found out about them when they were sampled.
-
-    The per-token fields are in the order of `supervised_positions`, the others in that of `origins`.
-    """
-
-    old_logprobs: torch.Tensor  # [N], of the policy that sampled
-    reference_logprobs: torch.Tensor | None  # [N], of the untrained model
-    advantages: torch.Tensor  # [examples]
-    lengths: torch.Tensor  # [examples] supervised tokens of each
-
-
 def completion_logprobs(model: LanguageModel, batch: Batch, *, temperature: float) -> torch.Tensor:
     """log p of each supervised token [N] at a temperature; logits exist only in chunks."""
     hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
@@ -169,7 +156,11 @@ def head_logprobs(
 
 
 class GRPO:
-    """The clipped objective on batches of completions."""
+    """The clipped objective on batches of completions.
+
+    Their columns, by token: `old_logprobs` of the policy that sampled them and, with beta,
+    `reference_logprobs`; by document: `advantages`, and the `lengths` of the completions in tokens.
+    """
 
     coefficients: Mapping[str, float] = {"loss": 1.0}
     heads: nn.Module | None = None
@@ -201,19 +192,18 @@ class GRPO:
 
         Metrics are means over tokens where the loss is one, else over completions of means over tokens.
         """
-        assert isinstance(batch, RolloutBatch)
         found = _token_losses(
             logprobs := completion_logprobs(model, batch, temperature=self.temperature),
-            batch.old_logprobs,
-            batch.advantages.index_select(0, batch.examples),
-            batch.reference_logprobs,
+            batch.column("old_logprobs"),
+            batch.column("advantages").index_select(0, batch.examples),
+            batch.column("reference_logprobs") if "reference_logprobs" in batch.columns else None,
             epsilon=self.epsilon,
             epsilon_high=self.epsilon_high,
             beta=self.beta,
         )
         shares = None
         if self.aggregation != "token":
-            shares = batch.lengths.to(logprobs.dtype).reciprocal().index_select(0, batch.examples)
+            shares = batch.column("lengths").to(logprobs.dtype).reciprocal().index_select(0, batch.examples)
 
         def summed(values: torch.Tensor) -> torch.Tensor:
             values = values.to(logprobs.dtype)

@@ -58,9 +58,9 @@ class MultiTokenPrediction:
         """The sums of this micro-batch; only supervised positions ever meet the output head."""
         layout = batch.layout()
         chosen = batch.supervised_positions
-        targets = batch.targets.flatten().index_select(0, chosen)
+        targets = batch.supervised_targets
         places = batch.positions.flatten().index_select(0, chosen)
-        given = None if batch.weights is None else batch.weights.flatten().index_select(0, chosen)
+        given = batch.supervised_weights
         hidden = model.hidden(batch.tokens, batch.positions, layout)
         head = model.head()
         sums = {

@@ -137,12 +137,12 @@ class Preference:
 
     def _reference_logprobs(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         if self.reference is None:
-            if batch.values is None:
+            if "values" not in batch.columns:
                 raise ConfigError(
                     f"{self.kind} needs a reference for {batch.origins[0]}: its log-probabilities, a model, "
                     "or adapters"
                 )
-            return batch.values[:, 0]
+            return batch.column("values")[:, 0]
         with torch.no_grad(), _reference_of(model, self.reference) as reference:
             return answer_logprobs(reference, batch)
 
@@ -160,14 +160,8 @@ def _reference_of(
 
 def answer_logprobs(model: LanguageModel, batch: Batch) -> torch.Tensor:
     """log p of each example's supervised tokens together, [examples]."""
-    hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-    chosen = batch.supervised_positions
-    found = token_logprobs(
-        hidden.flatten(0, 1).index_select(0, chosen),
-        model.head(),
-        batch.targets.flatten().index_select(0, chosen),
-    )
-    return found.new_zeros(len(batch.origins)).index_add(0, batch.examples, found)
+    logprobs = token_logprobs(model.states(batch), model.head(), batch.supervised_targets)
+    return logprobs.new_zeros(len(batch.origins)).index_add(0, batch.examples, logprobs)
 
 
 def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:

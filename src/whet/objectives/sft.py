@@ -21,21 +21,13 @@ class SFT:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised tokens, or the sum of their weights."""
-        if batch.weights is None:
-            return {"loss": float(batch.supervised)}
-        return {"loss": float(batch.weights.flatten()[batch.supervised_positions].sum())}
+        weights = batch.supervised_weights
+        return {"loss": float(batch.supervised if weights is None else weights.sum())}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """The summed loss; only supervised positions ever meet the head."""
-        hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-        chosen = batch.supervised_positions
-        summed = linear_cross_entropy(
-            hidden.flatten(0, 1).index_select(0, chosen),
-            model.head(),
-            batch.targets.flatten().index_select(0, chosen),
-            weights=None if batch.weights is None else batch.weights.flatten().index_select(0, chosen),
-        )
-        return Loss({"loss": summed})
+        states, targets, weights = model.states(batch), batch.supervised_targets, batch.supervised_weights
+        return Loss({"loss": linear_cross_entropy(states, model.head(), targets, weights=weights)})
 
 
 def next_token_loss(

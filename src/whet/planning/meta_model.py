@@ -240,8 +240,7 @@ def make_fake_batch(shape: BatchShape, *, device: str, taught: int = 0) -> Batch
     rows = 1 if in_one_row else shape.documents  # elsewhere packed documents take what rows of them do
     places = torch.zeros(rows, shape.positions // rows, dtype=torch.long)
     chosen = torch.zeros(shape.positions, dtype=torch.long)
-    ids = torch.zeros(shape.positions, taught, _TAUGHT, dtype=torch.long) if taught else None
-    return Batch(
+    batch = Batch(
         tokens=places,
         targets=places.clone(),
         positions=places.clone(),
@@ -251,9 +250,13 @@ def make_fake_batch(shape: BatchShape, *, device: str, taught: int = 0) -> Batch
         examples=chosen.clone(),
         real_tokens=shape.positions,
         origins=("",) * shape.documents,
-        values=torch.zeros(shape.documents, 1),
-        taught_ids=ids,
-        taught_logprobs=torch.zeros(shape.positions, taught, _TAUGHT + 1) if taught else None,
+    ).with_columns("document", values=torch.zeros(shape.documents, 1))
+    if not taught:
+        return batch
+    return batch.with_columns(
+        "token",
+        taught_ids=torch.zeros(shape.positions, taught, _TAUGHT, dtype=torch.long),
+        taught_logprobs=torch.zeros(shape.positions, taught, _TAUGHT + 1),
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from whet.config.objectives.mix import MixObjective
 from whet.config.run_config import RunConfig
-from whet.data.batches import Batch
-from whet.data.run_data import EvaluationSplit, RunData, Stream
+from whet.data.batches import Step, StepStream
+from whet.data.run_data import EvaluationSplit, RunData
 from whet.models.language_model import LanguageModel
 from whet.recipes.registry import needs_of
 
@@ -78,17 +78,15 @@ class MixData:
         )
 
 
-class MixStream:
+class MixStream(StepStream):
     """Several endless streams, a step of each at a time; the parts' positions are its position."""
 
-    def __init__(self, streams: Mapping[str, Stream]) -> None:
+    def __init__(self, streams: Mapping[str, StepStream]) -> None:
         self.streams = streams
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
-        return [replace(batch, part=part) for part, stream in self.streams.items() for batch in next(stream)]
+    def __next__(self) -> Step:
+        steps = {part: next(stream) for part, stream in self.streams.items()}
+        return Step([replace(batch, part=part) for part, step in steps.items() for batch in step])
 
     def state(self) -> dict[str, dict[str, int]]:
         """The position of each part."""

@@ -140,9 +140,8 @@ class TextRecipe(Recipe):
         """What a run begins with; a few tokens where that is not known yet, or the model is to be cut."""
         if not hasattr(self, "stream") or self.config.parallel.kind == "fsdp":
             return make_batch([[Example([0] * 9, [True] * 9, "a trial")]])
-        from whet.training.compile import first_batch
-
-        return first_batch(self.stream)
+        first: Batch = self.stream.peek()[0]
+        return first
 
     def _untrained(self, dtype: torch.dtype) -> LanguageModel:
         config, name = self.config, self.config.language_model

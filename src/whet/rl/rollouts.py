@@ -18,7 +18,7 @@ from whet.data.tokens.prompts import Prompt
 from whet.errors import CheckpointError, ConfigError, RunError
 from whet.generation.sampling import Sampling
 from whet.models.language_model import LanguageModel, evaluating
-from whet.objectives.grpo import RolloutBatch, advantages_of, completion_logprobs, head_logprobs
+from whet.objectives.grpo import advantages_of, completion_logprobs, head_logprobs
 from whet.parallel.gradient_sync import is_sharded
 from whet.rl.rollout_sampler import Sampler
 from whet.training.callbacks import Metrics
@@ -128,15 +128,18 @@ class RolloutStream:
                 found.append([place for place, index in enumerate(rollout.kept) if index // size in groups])
         return [step for step in found if step]  # all of a step's completions may have been truncated
 
-    def _batches(self, rollout: Rollout, step: Sequence[int]) -> Iterator[RolloutBatch]:
+    def _batches(self, rollout: Rollout, step: Sequence[int]) -> Iterator[Batch]:
         examples = self._examples(rollout)
         for rows in split_step(step, [example.length for example in examples], self.steps):
             places = [place for row in rows for place in row]
             reference = rollout.reference_logprobs
-            yield RolloutBatch(
-                **vars(rows_batch(rows, examples, self.steps)),
+            batch = rows_batch(rows, examples, self.steps).with_columns(
+                "token",
                 old_logprobs=_joined(rollout.old_logprobs, places),
                 reference_logprobs=None if reference is None else _joined(reference, places),
+            )
+            yield batch.with_columns(
+                "document",
                 advantages=torch.tensor([rollout.advantages[rollout.kept[place]] for place in places]),
                 lengths=torch.tensor([len(rollout.completions[rollout.kept[place]]) for place in places]),
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.data.batches import Batch
+from whet.data.batches import Batch, Column
 
 
 class _Rounded(torch.autograd.Function):
@@ -49,12 +49,18 @@ def in_format(batch: Batch, dtype: torch.dtype | None, *, rounding: bool) -> Bat
     """A batch whose numbers are in a format: widened to it, or with `rounding` rounded to it in fp32."""
     if dtype is None:
         return batch
-    changed: dict[str, Any] = {  # Any: replace() cannot see that only tensor fields change
-        name: value.to(dtype).float() if rounding else value.to(dtype)
-        for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "outcomes"
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype).float() if rounding else tensor.to(dtype)
+
+    columns = {
+        name: column if name == "outcomes" else Column(converted(column.tensor), column.axis)
+        for name, column in batch.columns.items()
     }
-    return dataclasses.replace(batch, **changed)
+    weights = None if batch.weights is None else converted(batch.weights)
+    return dataclasses.replace(batch, weights=weights, columns=columns)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:  # Any: as in `mapped`

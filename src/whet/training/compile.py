@@ -1,7 +1,6 @@
 """torch.compile, layer by layer, with a way back."""
 
 import time
-from typing import Any
 
 import torch
 
@@ -12,14 +11,6 @@ from whet.training.loss import in_precision
 from whet.training.prefetch import device_random, restore_device_random
 
 _MOST_GRAPHS = 64
-
-
-def first_batch(stream: Any) -> Batch:  # Any: whatever has a state that it can seek
-    """The first micro-batch of a stream of steps, which stays where it is."""
-    before = stream.state()
-    batch: Batch = next(stream)[0]
-    stream.seek(before)
-    return batch
 
 
 def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> str:

@@ -7,7 +7,6 @@ from torch import nn
 
 from whet.data.batches import Batch
 from whet.objectives.objective import Loss
-from whet.recipes.quality.row_batches import RowBatch
 from whet.recipes.quality.tabular_model import Decision, TabularModel, disagreement, shared_by
 
 
@@ -30,11 +29,10 @@ class Regression:
 
     def loss(self, model: TabularModel, batch: Batch) -> Loss:
         """The summed loss, and what the router did."""
-        assert isinstance(batch, RowBatch)
-        decision = model.decide(batch.features)
+        decision = model.decide(batch.column("features"))
         outputs = decision.outputs
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        error = (wide - batch.outcomes).square().mean(-1)
+        error = (wide - batch.column("outcomes")).square().mean(-1)
         sums = {"loss": error.sum()}
         metrics = {} if decision.routing is None else _router_metrics(decision)
         if "gluing" in self.coefficients and decision.sections is not None:

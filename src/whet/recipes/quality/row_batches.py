@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -18,14 +18,6 @@ _TENTHS: dict[int, RowPart] = {0: "valid", 1: "test"}
 
 
 @dataclass(frozen=True)
-class RowBatch(Batch):
-    """A micro-batch of rows; what a batch says of tokens holds for rows, of which `tokens` are the places."""
-
-    features: torch.Tensor = field(kw_only=True)  # [B, inputs]
-    outcomes: torch.Tensor = field(kw_only=True)  # [B, outputs]
-
-
-@dataclass(frozen=True)
 class QualityRows:
     """A source of tabular records, read as a whole."""
 
@@ -37,13 +29,13 @@ class QualityRows:
     def __len__(self) -> int:
         return len(self.origins)
 
-    def batch(self, places: Sequence[int]) -> RowBatch:
-        """Some of the rows."""
+    def batch(self, places: Sequence[int]) -> Batch:
+        """Some of the rows: their indices as `tokens`, their numbers as the columns features and outcomes."""
         chosen = torch.tensor(places, dtype=torch.long)
         count = len(places)
         column = torch.zeros((count, 1), dtype=torch.long)
         every = torch.arange(count)
-        return RowBatch(
+        batch = Batch(
             tokens=chosen[:, None],
             targets=column,
             positions=column,
@@ -53,9 +45,8 @@ class QualityRows:
             examples=every,
             real_tokens=count,
             origins=tuple(self.origins[place] for place in places),
-            features=self.features[chosen],
-            outcomes=self.outcomes[chosen],
         )
+        return batch.with_columns("document", features=self.features[chosen], outcomes=self.outcomes[chosen])
 
     def only(self, part: RowPart, *, among: Sequence[RowPart]) -> "QualityRows":
         """The rows that fall to one of several parts of the same source, by a hash of their keys.

@@ -1,21 +1,20 @@
 """The batches that probes look at: the same ones throughout a run, and in every part of it."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
-from whet.data.batches import Batch
+from whet.data.batches import Batch, StepStream
 from whet.objectives.objective import Objective
 
 PIECES = 4  # parts whose gradients are compared
 TEXT_TOKENS = 512  # at most so many are looked at one by one
 
 
-def probe_batches(stream: Any, objective: Objective) -> list[list[Batch]]:
+def probe_batches(stream: StepStream, objective: Objective) -> list[list[Batch]]:
     """From each of the first steps of a stream, one micro-batch (of a mix, one of each part).
 
-    `stream` has `state` and `seek`: it is left where it was. No piece is larger than what a step has at once.
+    The stream is left where it was. No piece is larger than what a step has at once.
     """
     before = stream.state()
     try:
