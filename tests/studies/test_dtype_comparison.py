@@ -14,7 +14,7 @@ from whet.data.sources.source import open_source
 from whet.errors import DataError
 from whet.models.from_scratch.init_weights import from_scratch
 from whet.models.from_scratch.presets import preset_spec
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.objectives.router_losses import RoutedObjective
 from whet.objectives.sft import SFT
 from whet.recipes.quality.regression import Regression
@@ -85,7 +85,7 @@ def test_the_reference_is_the_plain_gradient_in_fp64_of_texts(tiny, adapters):
         assert row.reference == pytest.approx(expected[row.name], rel=1e-4)
 
 
-class Guess:
+class Guess(Objective):
     """An objective with a head of its own: the mean square of what it makes of the hidden states."""
 
     def __init__(self):

@@ -17,7 +17,7 @@ from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, evaluation_batches, make_batch
 from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, Injector, StopRun, named, stored_states
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
@@ -205,7 +205,7 @@ def test_early_stopping_copes_with_nan():
 def test_terms_are_divided_by_their_own_weights_and_metrics_by_the_first(tiny_directory):
     """Two terms, one of which has no units in one micro-batch, and none at all in the evaluation."""
 
-    class Two:
+    class Two(Objective):
         coefficients: ClassVar = {"a": 1.0, "b": 0.5}
 
         def weights(self, batch):

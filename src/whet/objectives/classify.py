@@ -6,18 +6,17 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.heads import ClassificationHead, pool
 from whet.models.language_model import LanguageModel
 from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 
 EFFECTIVE_BETA = 0.999  # of the effective number of samples (arXiv 1901.05555)
 
 
-class Classify:
+class Classify(Objective):
     """The weighted loss of each text, summed, over the number of texts (or over their weights).
 
     Of one class: -sum_c q_c w_c (1 - p_c)^gamma ln p_c, where q is the smoothed target. Without a gamma that
@@ -25,11 +24,8 @@ class Classify:
     multiply the term of the classes that a text has.
     """
 
-    likelihood = False
-    coefficients: Mapping[str, float] = {
-        "texts": 0.0,
-        "loss": 1.0,
-    }  # the first is what metrics are a mean over
+    coefficients: Mapping[str, float] = {"texts": 0.0, "loss": 1.0}  # metrics are means over the first
+    reads_lm_head = False
 
     def __init__(
         self,
@@ -41,7 +37,7 @@ class Classify:
         label_smoothing: float = 0.0,
         focal: float = 0.0,
     ) -> None:
-        self.heads: nn.Module | None = head
+        self.heads = head
         self.head = head
         self.classes = head.score.out_features
         self.multi_label = multi_label

@@ -1,16 +1,15 @@
 """Distillation: a student learns what a teacher thinks of every token, not only which one came."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.objectives.hidden_matching import HiddenMatching, layer_outputs
-from whet.objectives.objective import Loss
+from whet.objectives.objective import FrozenForward, Loss, Objective
 from whet.ops.cross_entropy import linear_cross_entropy
 from whet.ops.kl_divergence import Divergence, linear_kl, linear_topk_kl
 
@@ -46,7 +45,7 @@ def distillation_loss(
     return loss
 
 
-class Distillation:
+class Distillation(Objective):
     """alpha * T^2 * divergence + (1 - alpha) * CE, both means over the supervised tokens.
 
     With `matching`, the distance of hidden states from those of the one teacher is added, as weighted there.
@@ -73,19 +72,18 @@ class Distillation:
         ]
         self.taught = [weight / total for weight in taught]
         self.matching = matching
-        self.heads: nn.Module | None = None if matching is None else matching.projections
+        self.heads = None if matching is None else matching.projections
         self.temperature = temperature
         self.divergence: Divergence = divergence
-        self.coefficients: Mapping[str, float] = {
+        self.coefficients = {
             "soft_loss": alpha * temperature**2,
             **({"hard_loss": 1 - alpha} if alpha < 1 else {}),
             **({"hidden_loss": matching.weight} if matching is not None else {}),
         }
 
-    @property
-    def frozen_models(self) -> list[LanguageModel]:
-        """The teachers that are here."""
-        return [teacher for teacher, _ in self.teachers]
+    def frozen_forwards(self, model: LanguageModel) -> list[FrozenForward]:
+        """Return those of the teachers that are here."""
+        return [FrozenForward(teacher) for teacher, _ in self.teachers]
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised tokens."""
@@ -97,7 +95,7 @@ class Distillation:
         with layer_outputs(model, matching.student_layers if matching else ()) as own:
             hidden = model.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
         hidden = hidden.index_select(0, chosen)
-        head, targets = model.head(), batch.targets.flatten().index_select(0, chosen)
+        head, targets = model.head(), batch.supervised_targets
         soft = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for teacher, weight in self.teachers:
             with (

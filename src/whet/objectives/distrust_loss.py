@@ -1,17 +1,15 @@
 """Distrust: cross-entropy weighted by how little authority and how much provenance a text has."""
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from whet.data.batches import Batch
 from whet.errors import DataError
 from whet.models.language_model import LanguageModel
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.ops.cross_entropy import linear_cross_entropy
 from whet.ops.logprobs import token_logprobs
 
@@ -43,7 +41,7 @@ def squared_distance(values: torch.Tensor) -> torch.Tensor:
     return (torch.log1p(1e-8 - values[..., 0]) + values[..., 1]).square()
 
 
-class Distrust:
+class Distrust(Objective):
     """The usual loss, in which each example counts 1 - strength + strength * d^2 / mean(d^2).
 
     The mean is that of the training set, so that a step of one example is weighted, too; alpha cancels. With
@@ -51,7 +49,6 @@ class Distrust:
     on the weights of the model, so its gradient is zero and it changes nothing but the number.
     """
 
-    heads: nn.Module | None = None
     likelihood = "cross_entropy"
 
     def __init__(
@@ -69,9 +66,7 @@ class Distrust:
         self.mode = mode
         self.strength = strength
         self.alpha = alpha
-        self.coefficients: Mapping[str, float] = {"loss": 1.0} | (
-            {"distrust": scale} if mode == "additive" else {}
-        )
+        self.coefficients = {"loss": 1.0} | ({"distrust": scale} if mode == "additive" else {})
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Supervised tokens: weights are not divided out. The additive term is a mean over examples."""

@@ -5,19 +5,17 @@ is the distribution that was sampled from, temperature included: only then is th
 that of the expected reward.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from whet.config.objectives.grpo import Advantage, Aggregation
 from whet.config.objectives.grpo import GRPOObjective as GRPOConfig
 from whet.data.batches import Batch
 from whet.errors import ConfigError, DataError
 from whet.models.language_model import LanguageModel
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.ops.logprobs import token_logprobs
 
 __all__ = ["GRPO", "GRPOConfig", "advantages_of", "completion_logprobs", "grpo_loss"]
@@ -139,32 +137,24 @@ def grpo_loss(
 
 def completion_logprobs(model: LanguageModel, batch: Batch, *, temperature: float) -> torch.Tensor:
     """log p of each supervised token [N] at a temperature; logits exist only in chunks."""
-    hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-    return head_logprobs(model, hidden, batch, temperature=temperature)
+    return head_logprobs(model, model.states(batch), batch, temperature=temperature)
 
 
 def head_logprobs(
-    model: LanguageModel, hidden: torch.Tensor, batch: Batch, *, temperature: float
+    model: LanguageModel, states: torch.Tensor, batch: Batch, *, temperature: float
 ) -> torch.Tensor:
-    """The same, from hidden states that are there already."""
-    chosen = batch.supervised_positions
-    return token_logprobs(
-        hidden.flatten(0, 1).index_select(0, chosen),
-        model.head().tempered(temperature),
-        batch.targets.flatten().index_select(0, chosen),
-    )
+    """The same, from states [N, D] that are there already."""
+    return token_logprobs(states, model.head().tempered(temperature), batch.supervised_targets)
 
 
-class GRPO:
+class GRPO(Objective):
     """The clipped objective on batches of completions.
 
     Their columns, by token: `old_logprobs` of the policy that sampled them and, with beta,
     `reference_logprobs`; by document: `advantages`, and the `lengths` of the completions in tokens.
     """
 
-    coefficients: Mapping[str, float] = {"loss": 1.0}
-    heads: nn.Module | None = None
-    likelihood = False
+    recomputes_logits = True
 
     def __init__(
         self,

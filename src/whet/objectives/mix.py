@@ -6,10 +6,10 @@ from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
-from whet.objectives.objective import Loss, Objective, frozen_models
+from whet.objectives.objective import FrozenForward, Loss, Objective
 
 
-class Mix:
+class Mix(Objective):
     """Adds up objectives; a batch says by `part` whose it is.
 
     A term is called `part.term`, and is divided by the units of its own part only, so that the sum is that of
@@ -17,30 +17,32 @@ class Mix:
     as `part.loss`, and its other metrics.
     """
 
-    likelihood = False
-
     def __init__(self, parts: Mapping[str, Objective], weights: Mapping[str, float]) -> None:
-        self.parts = dict(parts)
-        self.coefficients: Mapping[str, float] = {
+        self._parts = dict(parts)
+        self.coefficients = {
             f"{name}.{term}": weights[name] * coefficient
             for name, objective in parts.items()
             for term, coefficient in objective.coefficients.items()
         }
-        self.reports: Mapping[str, Mapping[str, float]] = {
+        self.reports = {
             f"{name}.{metric}": {f"{name}.{term}": share for term, share in shares.items()}
             for name, objective in parts.items()
             for metric, shares in {
                 "loss": objective.coefficients,
-                **getattr(objective, "reports", {}),
+                **objective.reports,
             }.items()
         }
         heads = {name: objective.heads for name, objective in parts.items() if objective.heads is not None}
-        self.heads: nn.Module | None = nn.ModuleDict(heads) if heads else None
+        self.heads = nn.ModuleDict(heads) if heads else None
 
     @property
-    def frozen_models(self) -> list[LanguageModel]:
-        """Those of the parts."""
-        return [model for objective in self.parts.values() for model in frozen_models(objective)]
+    def parts(self) -> Mapping[str, Objective]:
+        """The objectives by the name of their part."""
+        return self._parts
+
+    def frozen_forwards(self, model: LanguageModel) -> list[FrozenForward]:
+        """Return those of the parts."""
+        return [forward for part in self.parts.values() for forward in part.frozen_forwards(model)]
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Those of the batch's part."""

@@ -1,20 +1,18 @@
 """Multi-token prediction: heads beside the model learn the tokens after the next one."""
 
-from collections.abc import Mapping
-
 import torch
 
 from whet.data.batches import Batch, make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
 from whet.models.language_model import LanguageModel
-from whet.models.mtp import new_heads
+from whet.models.mtp import PredictionHeads, new_heads
 from whet.models.spec import BlockSpec
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.ops.cross_entropy import linear_cross_entropy
 
 
-class MultiTokenPrediction:
+class MultiTokenPrediction(Objective):
     """main_loss + mtp_weight * mtp_loss, which is the mean over heads of each head's mean loss.
 
     Head k reads, at position t, the model's hidden state of t and the tokens t + 1 ... t + k, and learns
@@ -32,13 +30,14 @@ class MultiTokenPrediction:
     ) -> None:
         if not mtp_weight > 0:
             raise ConfigError(f"mtp_weight={mtp_weight}: heads that count nothing learn nothing")
-        self.heads = new_heads(model, n_predict, block_config)
+        self.heads: PredictionHeads = new_heads(model, n_predict, block_config)
+        self.prediction_heads = self.heads
         depths = range(1, n_predict + 1)
-        self.coefficients: Mapping[str, float] = {
+        self.coefficients = {
             "main_loss": 1.0,
             **{_term(depth): mtp_weight / n_predict for depth in depths},
         }
-        self.reports: Mapping[str, Mapping[str, float]] = {
+        self.reports = {
             "main_loss": {"main_loss": 1.0},
             "mtp_loss": {_term(depth): 1 / n_predict for depth in depths},
             "total_loss": self.coefficients,

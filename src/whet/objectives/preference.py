@@ -1,18 +1,17 @@
 """Learning from pairs: DPO and IPO against a reference, ORPO and SimPO without one."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from whet.adapters.adapter import adapters_off
 from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
-from whet.objectives.objective import Loss
+from whet.objectives.objective import FrozenForward, Loss, Objective
 from whet.ops.logprobs import token_logprobs
 
 
@@ -68,11 +67,10 @@ def _log_odds(logprob: torch.Tensor) -> torch.Tensor:
     return logprob - torch.log1p(-logprob.exp().clamp(max=1 - torch.finfo(logprob.dtype).eps))
 
 
-class Preference:
+class Preference(Objective):
     """Pairs in batches: examples 2i are chosen, 2i + 1 rejected. Only answers are scored."""
 
-    heads: nn.Module | None = None
-    likelihood = False
+    recomputes_logits = True
 
     def __init__(
         self,
@@ -90,14 +88,17 @@ class Preference:
         self.label_smoothing = label_smoothing
         self.logprobs = logprobs  # of IPO
         self.reference = reference  # None: batches bring what the reference said, or none is needed
-        self.coefficients: Mapping[str, float] = (
+        self.coefficients = (
             {"loss": beta, "chosen_loss": 1.0} if kind == "orpo" else {"loss": 1.0, "tokens": 0.0}
         )
 
-    @property
-    def frozen_models(self) -> list[LanguageModel]:
-        """The reference, where it is a model of its own."""
-        return [self.reference] if isinstance(self.reference, LanguageModel) else []
+    def frozen_forwards(self, model: LanguageModel) -> list[FrozenForward]:
+        """Return that of an online reference."""
+        if self.reference is None:
+            return []
+        if isinstance(self.reference, LanguageModel):
+            return [FrozenForward(self.reference)]
+        return [FrozenForward(model, adapters=False)]
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Pairs, and tokens: for ORPO those of the chosen answers, whose loss is a mean over them."""

@@ -4,15 +4,13 @@ Both come from the forward that the objective makes anyway.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
 from whet.models.moe import MixtureOfExperts, Routing, recording, scores_of
-from whet.objectives.objective import Loss, Objective
+from whet.objectives.objective import FrozenForward, Loss, Objective
 
 LOAD_BALANCING = "load_balancing_loss"
 Z_LOSS = "router_z_loss"
@@ -46,7 +44,7 @@ def router_z_losses(routing: Routing) -> torch.Tensor:
     return wide.logsumexp(-1).square()
 
 
-class RoutedObjective:
+class RoutedObjective(Objective):
     """An objective, and terms of the model's routers beside it; evaluations have only its own terms.
 
     The z-loss is a mean over tokens and layers. The load-balancing loss is no sum over tokens: it is a mean
@@ -66,24 +64,29 @@ class RoutedObjective:
         self.scoring = self.layers[0].spec.scoring
         wanted = {LOAD_BALANCING: load_balancing, Z_LOSS: z_loss}
         self.added = {term: weight for term, weight in wanted.items() if weight}
-        self.coefficients: Mapping[str, float] = {**inner.coefficients, **self.added}
-        self.likelihood = inner.likelihood
-        self.auxiliary = frozenset(self.added)
-        self.per_micro_batch = self.auxiliary & {LOAD_BALANCING}
+        self.coefficients = {**inner.coefficients, **self.added}
+        self.auxiliary = inner.auxiliary | self.added.keys()
+        self.per_micro_batch = inner.per_micro_batch | (self.added.keys() & {LOAD_BALANCING})
         # each by name: a __getattr__ is not asked for what a base class has, and heads would stop training
-        self.reports: Mapping[str, Mapping[str, float]] = getattr(inner, "reports", {})
-        if hasattr(inner, "summarise"):
-            self.summarise = inner.summarise
+        self.heads = inner.heads
+        self.likelihood = inner.likelihood
+        self.reports = inner.reports
+        self.reads_lm_head = inner.reads_lm_head
+        self.recomputes_logits = inner.recomputes_logits
+        self.prediction_heads = inner.prediction_heads
 
     @property
-    def heads(self) -> nn.Module | None:
-        """Return the heads of the inner objective, which train beside the model."""
-        return getattr(self.inner, "heads", None)
+    def parts(self) -> Mapping[str, Objective]:
+        """The parts of the inner objective."""
+        return self.inner.parts
 
-    @property
-    def frozen_models(self) -> Sequence[Any]:  # Any: models of the kind the inner objective is for
-        """Return the models that the inner objective asks and does not train."""
-        return getattr(self.inner, "frozen_models", ())
+    def frozen_forwards(self, model: LanguageModel) -> Sequence[FrozenForward]:
+        """Return those of the inner objective."""
+        return self.inner.frozen_forwards(model)
+
+    def summarise(self, outputs: Sequence[torch.Tensor], batches: Sequence[Batch]) -> dict[str, float]:
+        """Return what the inner objective makes of an evaluation."""
+        return self.inner.summarise(outputs, batches)
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """The objective's units, and tokens."""

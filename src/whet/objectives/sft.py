@@ -1,22 +1,17 @@
 """Supervised fine-tuning: next-token cross-entropy on the supervised positions."""
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn
 
 from whet.data.batches import Batch
 from whet.errors import DataError
 from whet.models.language_model import LanguageModel
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.ops.cross_entropy import linear_cross_entropy
 
 
-class SFT:
+class SFT(Objective):
     """Mean negative log-likelihood of the supervised tokens."""
 
-    coefficients: Mapping[str, float] = {"loss": 1.0}
-    heads: nn.Module | None = None
     likelihood = True
 
     def weights(self, batch: Batch) -> dict[str, float]:

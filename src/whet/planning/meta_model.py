@@ -1,11 +1,9 @@
 """Models, objectives and batches without numbers: what a config describes, on the meta device."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
-from torch import nn
 
 from whet.adapters.attach import make_trainable
 from whet.adapters.nf4 import code_table
@@ -138,12 +136,10 @@ def _compares_online(section: AnyObjective | MixObjective) -> bool:
     return isinstance(section, GRPOObjective) and section.beta > 0
 
 
-class Logprobs:
+class Logprobs(Objective):
     """Log-probabilities of the supervised tokens: all that GRPO keeps for its gradient."""
 
-    coefficients: Mapping[str, float] = {"loss": 1.0}
-    heads: nn.Module | None = None
-    likelihood = False
+    recomputes_logits = True
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Tokens."""
@@ -151,21 +147,18 @@ class Logprobs:
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """Their sum."""
-        hidden = model.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
-        chosen = batch.supervised_positions
-        targets = batch.targets.flatten().index_select(0, chosen)
-        return Loss({"loss": token_logprobs(hidden.index_select(0, chosen), model.head(), targets).sum()})
+        logprobs = token_logprobs(model.states(batch), model.head(), batch.supervised_targets)
+        return Loss({"loss": logprobs.sum()})
 
 
-class Pooled:
+class Pooled(Objective):
     """A head on whole texts: all that a classifier keeps for its gradient."""
 
-    coefficients: Mapping[str, float] = {"loss": 1.0}
-    likelihood = False
+    reads_lm_head = False
 
     def __init__(self, head: ClassificationHead) -> None:
         self.head = head
-        self.heads: nn.Module | None = head
+        self.heads = head
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Texts."""

@@ -13,7 +13,7 @@ from whet.config.run_config import RunConfig
 from whet.data.run_data import EvaluationSplit
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel, Trainable
-from whet.objectives.objective import Objective, frozen_models
+from whet.objectives.objective import Objective
 from whet.parallel.process_group import SOLO, World
 from whet.run_directory import ARCH_FILE, began_on
 from whet.training.callbacks import Callback, Metrics
@@ -64,7 +64,8 @@ class Recipe(abc.ABC):
 
     def frozen_models(self) -> list[LanguageModel]:
         """Models that the run asks and does not train."""
-        return frozen_models(self.objective)
+        forwards = self.objective.frozen_forwards(self.model)
+        return [forward.model for forward in forwards if forward.model is not self.model]
 
     def files(self) -> dict[str, str]:
         """What describes the run, beside its config and its origins."""

@@ -226,10 +226,10 @@ class RolloutStream:
         for _, rows, counts in world.rounds(cut, matched=is_sharded(model)):
             batch = rows_batch(rows, examples, self.steps).to(model.device)
             with evaluating(model), in_precision(self.sampler.precision, model.device):
-                hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-                found = [head_logprobs(model, hidden, batch, temperature=temperature)]
+                states = model.states(batch)
+                found = [head_logprobs(model, states, batch, temperature=temperature)]
                 if temperature != 1.0:
-                    found.append(head_logprobs(model, hidden, batch, temperature=1.0))
+                    found.append(head_logprobs(model, states, batch, temperature=1.0))
                 if reference is not None:
                     found.append(self._reference_logprobs(batch))
             mine += [[values.float().cpu() for values in found]] if counts else []

@@ -47,7 +47,7 @@ def try_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
     else:
         objective = _objective(config, model, work.precision)
     objective, _ = with_routers(objective, model, config.experts, compute=work.precision.compute)
-    heads = getattr(objective, "heads", None)
+    heads = objective.heads
     create_optimizer(config.optim_groups, model if heads is None else WithHeads(model, heads), quiet=True)
 
 

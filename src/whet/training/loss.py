@@ -25,8 +25,7 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
     for batch in batches:
         for term, weight in objective.weights(batch).items():
             totals[term] += weight
-    auxiliary = getattr(objective, "auxiliary", ())
-    if not any(weight for term, weight in totals.items() if term not in auxiliary):
+    if not any(weight for term, weight in totals.items() if term not in objective.auxiliary):
         origins = ", ".join(origin for batch in batches for origin in batch.origins)
         raise DataError(f"a batch has no supervised token (records: {origins})")
     return totals
@@ -34,8 +33,7 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
 
 def loss_weight(objective: Objective, batches: Sequence[Batch]) -> float:
     """Return how many units (supervised tokens, pairs, texts) the loss over some batches is a mean over."""
-    auxiliary = getattr(objective, "auxiliary", ())
-    counted = {term for term, factor in objective.coefficients.items() if factor and term not in auxiliary}
+    counted = {t for t, factor in objective.coefficients.items() if factor and t not in objective.auxiliary}
     return sum(
         weight for batch in batches for term, weight in objective.weights(batch).items() if term in counted
     )
@@ -96,7 +94,7 @@ def _shares(
         for name, value in result.metrics.items()
         if (weight := weights[result.units.get(name, first)])  # of no units there is no mean
     }
-    for name, shares in getattr(objective, "reports", {}).items():  # of the means of several terms
+    for name, shares in objective.reports.items():  # of the means of several terms
         there = {term: share for term, share in shares.items() if term in result.sums}
         if not there:  # those of another part of a mix
             continue
@@ -139,7 +137,7 @@ def evaluate_loss(
                 sums[name] = sums[name] + value
     totals = world.sums({name: value.tolist() for name, value in sums.items()})
     found: dict[str, Any] = {f"eval_{name}": value for name, value in totals.items()}
-    likelihood = getattr(objective, "likelihood", True)
+    likelihood = objective.likelihood
     mean = found[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
     if likelihood:
         found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
@@ -147,7 +145,6 @@ def evaluate_loss(
     if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
         found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
-    if hasattr(objective, "summarise"):
-        outputs = world.in_order(mine, len(batches))
-        found |= objective.summarise(outputs, batches)
+    if world.from_main(bool(mine)):
+        found |= objective.summarise(world.in_order(mine, len(batches)), batches)
     return {**found, "eval_s": time.perf_counter() - started}

@@ -61,8 +61,7 @@ class TrainStep(abc.ABC):
             from whet.models.pad_row import freeze_pad_row
 
             freeze_pad_row(model)
-        heads = getattr(objective, "heads", None)
-        self.learner: nn.Module = model if heads is None else WithHeads(model, heads)
+        self.learner: nn.Module = model if objective.heads is None else WithHeads(model, objective.heads)
         self.optimizer = create_optimizer(config.optim_groups, self.learner)
         self.lr_at = create_schedule(config.optim, self.total_steps)
         self.trained = [p for p in self.learner.parameters() if p.requires_grad]

@@ -1,27 +1,21 @@
 """Squared error of the quality task, what its router does, and how far experts that share rows agree."""
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn
 
 from whet.data.batches import Batch
-from whet.objectives.objective import Loss
+from whet.objectives.objective import Loss, Objective
 from whet.recipes.quality.tabular_model import Decision, TabularModel, disagreement, shared_by
 
 
-class Regression:
+class Regression(Objective):
     """Mean squared error over rows and outputs.
 
     Each expert is a section over the rows it reads. Two sections glue when they say the same where both are
     defined; how far they do not is reported for each pair, and penalised with weight `gluing`.
     """
 
-    heads: nn.Module | None = None
-    likelihood = False
-
     def __init__(self, *, gluing: float = 0.0) -> None:
-        self.coefficients: Mapping[str, float] = {"loss": 1.0, **({"gluing": gluing} if gluing else {})}
+        self.coefficients = {"loss": 1.0, **({"gluing": gluing} if gluing else {})}
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Rows: each is read by one pair of experts, so they are the units of both terms."""

@@ -35,7 +35,7 @@ def _first_of_each_part(step: Iterable[Batch], objective: Objective) -> list[Bat
 
 def units(objective: Objective, batches: Iterable[Batch]) -> float:
     """What the loss of these batches is a mean over: tokens, pairs or texts, those of its first term."""
-    auxiliary = getattr(objective, "auxiliary", ())
+    auxiliary = objective.auxiliary
     total = 0.0
     for batch in batches:
         weights = objective.weights(batch).items()

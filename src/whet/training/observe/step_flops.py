@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -10,20 +10,14 @@ from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape
 from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.modules_to_save import ModuleToSave
 from whet.adapters.nf4 import NF4Linear
-from whet.lazy_import import is_instance_of
 from whet.models.costs import score_flops
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
+from whet.objectives.objective import Objective
 
 if TYPE_CHECKING:
+    from whet.models.mtp import PredictionHeads
     from whet.models.transformers_bridge import Bridge
-    from whet.objectives.distill import Distillation
-    from whet.objectives.mix import Mix
-    from whet.objectives.mtp import MultiTokenPrediction
-    from whet.objectives.preference import Preference
-
-# by name: a run of one kind does not import the objectives of others
-CLASSIFY, GRPO = "whet.objectives.classify:Classify", "whet.objectives.grpo:GRPO"
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class StepFlops:
 
 
 def training_flops_per_token(
-    model: nn.Module, objective: object = None, *, length: int, supervised: float = 1.0
+    model: nn.Module, objective: Objective | None = None, *, length: int, supervised: float = 1.0
 ) -> float:
     """FLOPs that training takes for each token, in documents of `length`: for MFU, so nothing twice.
 
@@ -67,26 +61,29 @@ def training_flops_per_token(
 
 
 def step_flops(
-    model: nn.Module, objective: object = None, *, length: int, supervised: float = 1.0
+    model: nn.Module, objective: Objective | None = None, *, length: int, supervised: float = 1.0
 ) -> StepFlops:
     """The same by kind."""
     if not isinstance(model, LanguageModel):
         weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
         return StepFlops(2.0 * weights, 2.0 * weights, 2.0 * weights)
-    objective = getattr(objective, "inner", objective)  # what watches routers wraps another
-    if _is_mix(objective):
+    if objective is not None and objective.parts:
         parts = [
             step_flops(model, part, length=length, supervised=supervised) for part in objective.parts.values()
         ]
         return sum(parts, StepFlops()) * (1 / len(parts))  # a batch of each, taken to be as large
-    blocks, live = _all_blocks(model, length, live=_embedding_learns(model))
-    found = blocks
-    if not is_instance_of(objective, CLASSIFY):
-        again = _is_preference(objective) or is_instance_of(objective, GRPO)
-        found += _head(model, live=live, again=again) * supervised
-    if _predicts_several(objective):
-        found += _prediction_heads(model, objective, length=length, supervised=supervised)
-    return found + StepFlops(others=_others(model, objective, length=length, supervised=supervised))
+    flops, live = _all_blocks(model, length, live=_embedding_learns(model))
+    if objective is None:
+        return flops + _head(model, live=live, again=False) * supervised
+    if objective.reads_lm_head:
+        flops += _head(model, live=live, again=objective.recomputes_logits) * supervised
+    if objective.prediction_heads is not None:
+        flops += _prediction_heads(model, objective.prediction_heads, length=length, supervised=supervised)
+    frozen = sum(
+        forward_flops_per_token(other, length=length, supervised=supervised, adapters=adapters)
+        for other, adapters in objective.frozen_forwards(model)
+    )
+    return flops + StepFlops(others=frozen)
 
 
 def forward_flops_per_token(
@@ -95,20 +92,6 @@ def forward_flops_per_token(
     """One forward pass, with or without the adapters."""
     blocks, _ = _all_blocks(model, length, live=False, adapters=adapters)
     return blocks.forward + supervised * _head(model, live=False, again=False).forward
-
-
-def _others(model: LanguageModel, objective: object, *, length: int, supervised: float) -> float:
-    if _is_preference(objective) and objective.reference is not None:
-        off = objective.reference == "adapters-off"
-        other = model if off else objective.reference
-        assert isinstance(other, LanguageModel)
-        return forward_flops_per_token(other, length=length, supervised=supervised, adapters=not off)
-    if _distils(objective):
-        return sum(
-            forward_flops_per_token(teacher, length=length, supervised=supervised)
-            for teacher, _ in objective.teachers
-        )
-    return 0.0
 
 
 def _head(model: LanguageModel, *, live: bool, again: bool) -> StepFlops:
@@ -124,9 +107,8 @@ def _head(model: LanguageModel, *, live: bool, again: bool) -> StepFlops:
 
 
 def _prediction_heads(
-    model: LanguageModel, objective: "MultiTokenPrediction", *, length: int, supervised: float
+    model: LanguageModel, heads: "PredictionHeads", *, length: int, supervised: float
 ) -> StepFlops:
-    heads = objective.heads
     scores = [score_flops(block.attention, length) / length for block in heads.spec.blocks]
     chosen = max((each.top_k for each in heads.spec.mixtures), default=0)
     blocks, _ = _many_blocks(
@@ -247,19 +229,3 @@ def _adapted(layer: LoRALinear) -> Product:
     weights = 2 * rank * (inputs + outputs) + 2 * rank * outputs
     back = 2 * inputs * outputs + 2 * rank * inputs
     return 2.0 * (inputs * outputs + rank * (inputs + outputs)), float(back), float(weights)
-
-
-def _is_mix(objective: object) -> "TypeGuard[Mix]":
-    return is_instance_of(objective, "whet.objectives.mix:Mix")
-
-
-def _is_preference(objective: object) -> "TypeGuard[Preference]":
-    return is_instance_of(objective, "whet.objectives.preference:Preference")
-
-
-def _predicts_several(objective: object) -> "TypeGuard[MultiTokenPrediction]":
-    return is_instance_of(objective, "whet.objectives.mtp:MultiTokenPrediction")
-
-
-def _distils(objective: object) -> "TypeGuard[Distillation]":
-    return is_instance_of(objective, "whet.objectives.distill:Distillation")
