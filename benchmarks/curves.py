@@ -29,7 +29,7 @@ from whet.models.from_scratch.init_weights import from_scratch
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
 from whet.recipes.text_recipe import use_fp8
-from whet.training.compile import compile_blocks, first_batch
+from whet.training.compile import compile_blocks
 from whet.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -93,7 +93,7 @@ def ours(folder, stream, steps, device, kind):
     if kind == "whet-fp8":
         use_fp8(model, "full")
     if device.type == "cuda" and kind != "whet":
-        compile_blocks(model, first_batch(stream), precision)
+        compile_blocks(model, stream.peek()[0], precision)
     config = make_config(
         {
             "model": "random",

@@ -81,7 +81,7 @@ def measure(method: str, case: str, device: torch.device) -> dict[str, float]:
     loaded = taken(device)
     started = time.perf_counter()
     for _ in range(2):
-        trainer.step(next(trainer.batches))
+        trainer.step(next(trainer.stream))
     return {
         "loaded_mib": loaded / MIB,
         "peak_mib": peak(device) / MIB,

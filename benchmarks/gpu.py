@@ -188,7 +188,7 @@ def whet_run(name, method, rows, who, found):
     from whet.models.decoder import Decoder
     from whet.objectives.sft import SFT
     from whet.recipes.text_recipe import use_fp8
-    from whet.training.callbacks import NumbersOnly
+    from whet.training.callbacks import Callback
     from whet.training.compile import compile_blocks
     from whet.training.trainer import Trainer
 
@@ -227,7 +227,7 @@ def whet_run(name, method, rows, who, found):
     stream = BatchStream(examples, full, seed=0)
     found.compiled = compile_blocks(model, stream.peek()[0], precision)
 
-    class Clock(NumbersOnly):
+    class Clock(Callback):
         def on_step_end(self, step, metrics):
             found.done(metrics["loss"], metrics["tokens"])
 

@@ -29,7 +29,7 @@ from whet.hardware import choose_precision
 from whet.models import families
 from whet.models.decoder import Decoder
 from whet.objectives.sft import SFT
-from whet.training.callbacks import NumbersOnly
+from whet.training.callbacks import Callback
 from whet.training.compile import compile_blocks
 from whet.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ GROWTH = {
 WARMUP, STEPS = 3, 4
 
 
-class Clock(NumbersOnly):
+class Clock(Callback):
     """Seconds and memory of the steps after the first few, and what was compiled meanwhile."""
 
     def __init__(self):

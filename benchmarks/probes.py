@@ -57,7 +57,8 @@ def measure(case, *, rounds, plain_steps, device, directory):
         }
         trainer = Trainer(work.model, work.objective, work.stream, config, precision=work.precision)
         for probe in probes.values():
-            probe.on_train_begin(trainer)
+            probe.trainer = trainer
+            probe.on_train_begin(trainer.view)
         steps, seconds = [], {name: [] for name in probes}
         trainer.step(next(work.stream))  # the first one warms up
         for _ in range(rounds):

@@ -11,7 +11,7 @@ import whet
 import whet.errors
 from whet.parallel.fsdp import local_bytes_of
 from whet.training import step
-from whet.training.callbacks import Callback, EvaluationStoppedError
+from whet.training.callbacks import Callback, EvaluationStoppedError, ModelCallback
 
 
 def _hash(tensors):
@@ -21,7 +21,7 @@ def _hash(tensors):
     return digest.hexdigest()
 
 
-class Watch(Callback):
+class Watch(ModelCallback):
     """Remembers, of each step, the loss, a hash of the weights, and the records this rank computed."""
 
     def __init__(self):
@@ -29,13 +29,10 @@ class Watch(Callback):
         self.gradient = None
         self._now = []
 
-    def on_train_begin(self, run):
-        self.run = run
-
     def on_step_end(self, step, metrics):
         self.losses.append(metrics["loss"])
         self.norms.append(metrics["grad_norm"])
-        self.hashes.append(_hash(whole(p) for p in self.run.learner.parameters()))
+        self.hashes.append(_hash(whole(p) for p in self.trainer.learner.parameters()))
         self.records.append(self._now)
         self._now = []
 
@@ -54,8 +51,8 @@ class Watch(Callback):
 
     def _bytes(self):
         """Of weights and moments that this rank holds."""
-        moments = [value for state in self.run.optimizer.state.values() for value in state.values()]
-        return local_bytes_of([*self.run.learner.parameters(), *moments])
+        moments = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
+        return local_bytes_of([*self.trainer.learner.parameters(), *moments])
 
 
 def whole(tensor):
@@ -73,7 +70,7 @@ def watched_train(config, again=None, stop_at=None):
             yield place, batch, counts
 
     def noted_step(optimizer, **rest):
-        found = [p.grad for p in watch.run.trained if p.grad is not None]
+        found = [p.grad for p in watch.trainer.trained if p.grad is not None]
         watch.gradient = torch.cat([whole(g).detach().double().flatten() for g in found])
         if (divisor := rest.get("divisor")) is not None:  # the optimizer clips them itself
             watch.gradient /= divisor.double()
@@ -115,17 +112,14 @@ def train_on(world, out, config=None, again=None, stop_at=None):
     return watched_train(config, again=again, stop_at=stop_at).found()
 
 
-class FillWithRank(Callback):
+class FillWithRank(ModelCallback):
     """After the last step, what a rank holds of each trained weight becomes the rank's number."""
 
-    def on_train_begin(self, run):
-        self.run = run
-
     def on_step_end(self, step, metrics):
-        if step == self.run.total_steps:
+        if step == self.trainer.total_steps:
             with torch.no_grad():
-                for p in self.run.trained:
-                    p.to_local().fill_(self.run.world.rank)
+                for p in self.trainer.trained:
+                    p.to_local().fill_(self.trainer.world.rank)
 
 
 def train_and_fill(world, out, config):

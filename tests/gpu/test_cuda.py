@@ -148,7 +148,7 @@ def test_every_precision_learns(tiny_directory, precision, method):
     run = trainer(tiny_directory, precision, method)
     expected = torch.bfloat16 if precision == "bf16-pure" else torch.float32
     assert all(p.dtype == expected for p in run.trained)
-    batch = next(run.batches)
+    batch = next(run.stream)
     losses = [run.step(batch)["loss"] for _ in range(25)]
     assert losses[-1] < losses[0] - 0.5
 
@@ -161,7 +161,7 @@ def test_bf16_gradients_point_where_fp32_gradients_point(tiny_directory):
         run.optimizer.register_step_pre_hook(
             lambda *_, run=run, grads=grads: grads.extend(p.grad.flatten().float().cpu() for p in run.trained)
         )
-        run.step(next(run.batches))
+        run.step(next(run.stream))
         found.append(torch.cat(grads))
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.99
 
@@ -192,14 +192,14 @@ OPTIMIZERS = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_nonfinite_step_is_masked_on_the_device(tiny_directory, optimizer):
     run = trainer(tiny_directory, "bf16", "full", optimizer)
-    run.step(next(run.batches))
+    run.step(next(run.stream))
     before = [p.detach().clone() for p in run.trained]
     original = run.objective.loss
     run.objective.loss = lambda model, batch: type(r := original(model, batch))(
         {"loss": r.sums["loss"] * math.nan}
     )
     with pytest.raises(whet.WhetError, match="weights were left as they were"):
-        run.step(next(run.batches))
+        run.step(next(run.stream))
     assert all(torch.equal(a, b) for a, b in zip(before, run.trained, strict=True))
 
 
@@ -213,8 +213,8 @@ def test_nothing_in_a_step_waits_for_the_device_before_its_numbers_are_read(
 def step_without_waiting(run, monkeypatch):
     """A step in which waiting for the device is an error, up to the one read of its numbers."""
     monkeypatch.setattr(adamw, "_LARGE", 1000)  # whet's own kernel, and torch's for the smallest tensors
-    run.step(next(run.batches))
-    batches = [batch.to(CUDA) for batch in next(run.batches)]
+    run.step(next(run.stream))
+    batches = [batch.to(CUDA) for batch in next(run.stream)]
     original = torch.Tensor.cpu
 
     def read(tensor):
@@ -265,7 +265,7 @@ def test_routers_are_reported_without_waiting_for_the_device(experts_directory, 
     run = trainer(experts_directory, "bf16", "full")
     run.objective = RoutedObjective(SFT(), mixtures(run.model), load_balancing=0.01, z_loss=0.01)
     step_without_waiting(run, monkeypatch)
-    metrics = run.step(next(run.batches))
+    metrics = run.step(next(run.stream))
     RouterMetrics(mixtures(run.model), [0, 1]).on_step_end(1, metrics)
     assert sum(metrics["per_expert_share"]) == pytest.approx(1, abs=1e-4)
 

@@ -20,7 +20,7 @@ from whet.models.moe import Routing, mixtures
 from whet.objectives.objective import FrozenForward, Loss, Objective
 from whet.objectives.router_losses import RoutedObjective, load_balancing_loss, router_z_losses
 from whet.objectives.sft import SFT
-from whet.training.callbacks import NumbersOnly
+from whet.training.callbacks import ModelCallback
 from whet.training.router_balancing import RouterMetrics
 from whet.training.trainer import Trainer
 
@@ -286,6 +286,8 @@ class Inner(Objective):
     auxiliary = frozenset({"own"})
     per_micro_batch = frozenset({"own"})
     reports: ClassVar = {"part": {"own": 1.0}}
+    unit = "rows"
+    progress: ClassVar = {"own": "own"}
     reads_lm_head = False
     recomputes_logits = True
     prediction_heads = torch.nn.Linear(2, 2)
@@ -323,10 +325,10 @@ def test_heads_beside_a_model_with_experts_are_trained_and_counted(objective, ti
     """Each recipe with heads, on an MoE model: parameters, gradients, FLOPs and the saved result."""
     seen = {}
 
-    class Look(NumbersOnly):
+    class Look(ModelCallback):
         def on_train_begin(self, run):
-            heads = list(run.objective.heads.parameters())
-            assert {id(p) for p in heads} <= {id(p) for p in run.trained}
+            heads = list(self.trainer.objective.heads.parameters())
+            assert {id(p) for p in heads} <= {id(p) for p in self.trainer.trained}
             seen.update(heads=heads, before=[p.detach().clone() for p in heads])
 
     config = run_config(

@@ -76,7 +76,7 @@ def test_a_step_clips(tiny_directory, tmp_path, name):
     with assembled(config) as work:
         run = Trainer(work.model, work.objective, work.stream, config, total_steps=1)
         before = [p.detach().clone() for p in run.trained]
-        metrics = run.step(next(run.batches))
+        metrics = run.step(next(run.stream))
         assert metrics["grad_norm"] > 0.01
         if name == "sgd":
             went = [a - b for a, b in zip(before, run.trained, strict=True)]
@@ -92,7 +92,7 @@ def test_a_model_in_float64_is_clipped_in_float64(tiny_directory, tmp_path):
         work.model.double()
         precision = Precision(torch.float64, torch.float64, torch.float64, "exact")
         run = Trainer(work.model, work.objective, work.stream, config, total_steps=1, precision=precision)
-        run.step(next(run.batches))
+        run.step(next(run.stream))
         firsts = [run.optimizer.state[p]["exp_avg"] for p in run.trained]
         # 1e-6 is added to the norm before it divides
         assert total_norm(firsts).item() == pytest.approx(0.1 * 1e-3, rel=1e-5)

@@ -60,7 +60,7 @@ def test_a_gradient_that_no_scale_mends_is_reported_and_the_scale_stays(tiny_dir
     run = trainer(tiny_directory, tmp_path, scale=2.0**5, run={"on_nonfinite": "skip"})
     run.trained[-1].register_hook(lambda gradient: gradient * math.nan)
     before = [p.detach().clone() for p in run.trained]
-    assert run.step(run._next_batches())["skipped"]
+    assert run.step(next(run.stream))["skipped"]
     assert run.state.loss_scale.value == 2.0**5
     assert all(torch.equal(a, b) for a, b in zip(before, run.trained, strict=True))
     assert (tmp_path / "nonfinite-step-000001.json").is_file()

@@ -61,7 +61,7 @@ def test_a_checkpoint_keeps_heads_and_going_on_is_exact(tiny_directory, tmp_path
     whole.fit()
     first = trainer(tiny_directory, tmp_path / "first")
     for _ in range(2):
-        first.step(next(first.batches))
+        first.step(next(first.stream))
     first.save()
     first._wait_for_save()
     path = checkpoint_path(tmp_path / "first", 2)
@@ -69,7 +69,7 @@ def test_a_checkpoint_keeps_heads_and_going_on_is_exact(tiny_directory, tmp_path
     second = trainer(tiny_directory, tmp_path / "second")
     second.restore(path)
     for _ in range(2):
-        second.step(next(second.batches))
+        second.step(next(second.stream))
     for one, other in zip(everything(whole), everything(second), strict=True):
         assert torch.equal(one, other)
 

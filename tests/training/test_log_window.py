@@ -7,8 +7,8 @@ import pytest
 
 import whet
 from tiny import run_config
-from whet.training import step as train_step
-from whet.training.callbacks import Callback, NumbersOnly, StopRun
+from whet.training import trainer as train_step
+from whet.training.callbacks import Callback, StopRun
 from whet.training.observe.log_window import LogWindow
 from whet.training.observe.metrics_logger import MetricsLogger
 from whet.training.state import RunState
@@ -24,7 +24,7 @@ TIMES = (
 )
 
 
-class StopAt(NumbersOnly):
+class StopAt(Callback):
     def __init__(self, step):
         self.step = step
 

@@ -35,7 +35,7 @@ def trainer(tiny_directory, tmp_path=None, full=False, callbacks=(), **sections)
 
 def in_data_weights(run, value):
     """One token of the second micro-batch has this weight."""
-    first, second, *rest = run._next_batches()
+    first, second, *rest = next(run.stream)
     weights = torch.ones(second.tokens.shape)
     weights.flatten()[second.supervised_positions[0]] = value
     return [first, replace(second, weights=weights), *rest]
@@ -46,13 +46,13 @@ def in_model_weights(run, value):
     linear = run.model.layers[0].mlp.down_proj
     with torch.no_grad():
         getattr(linear, "base", linear).weight[0, 0] = value
-    return run._next_batches()
+    return next(run.stream)
 
 
 def in_gradients(run, value):
     """Only the gradient: the loss itself is finite."""
     run.trained[-1].register_hook(lambda gradient: gradient * value)
-    return run._next_batches()
+    return next(run.stream)
 
 
 def memory(run):
@@ -67,8 +67,8 @@ def memory(run):
 def test_nothing_changes(tiny_directory, tmp_path, inject, optimizer, value):
     sections = {"optim": {"name": optimizer, "weight_decay": 0.1}, "run": {"on_nonfinite": "skip"}}
     run = trainer(tiny_directory, tmp_path, **sections)
-    run.step(run._next_batches())
-    run.step(run._next_batches())
+    run.step(next(run.stream))
+    run.step(next(run.stream))
     before = memory(run)
     batches = inject(run, value)
     metrics = run.step(batches)
@@ -86,7 +86,7 @@ def test_nothing_changes(tiny_directory, tmp_path, inject, optimizer, value):
 @pytest.mark.parametrize("full", [False, True])
 def test_a_broken_weight_spreads_to_no_other(tiny_directory, tmp_path, optimizer, full):
     run = trainer(tiny_directory, tmp_path, full, optim={"name": optimizer}, run={"on_nonfinite": "skip"})
-    run.step(run._next_batches())
+    run.step(next(run.stream))
     batches = in_model_weights(run, math.nan)
     before = memory(run)
     assert run.step(batches)["skipped"]

@@ -13,7 +13,7 @@ from whet.data.batches import BatchStream, make_batch
 from whet.data.packing import StepSettings
 from whet.errors import RunError
 from whet.objectives.sft import SFT
-from whet.training.callbacks import Callback, NumbersOnly, StopRun
+from whet.training.callbacks import Callback, ModelCallback, StopRun
 from whet.training.checkpoint import newest_valid, read_state
 from whet.training.prefetch import Reading
 from whet.training.trainer import Trainer
@@ -21,7 +21,7 @@ from whet.training.trainer import Trainer
 SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=True)
 
 
-class StopAt(NumbersOnly):
+class StopAt(Callback):
     """Asks for a stop after a step."""
 
     def __init__(self, step):
@@ -42,14 +42,16 @@ def trainer(tiny_directory, directory, *, ahead, callbacks=(), steps=7, evaluate
     held = [make_batch([[example]]) for example in random_examples(2, seed=1)] if evaluates else ()
     stream = BatchStream(random_examples(20), SETTINGS, seed=0)
     run = Trainer(model, SFT(), stream, config, callbacks, eval_batches=held, directory=directory)
-    run.looks_ahead = ahead
+    run.prefetches = ahead
     return run
 
 
 def order_of(run, monkeypatch):
     """When a step's gradients are computed and when its numbers are read."""
-    seen, compute, read = [], run._gradients, Reading.values
-    monkeypatch.setattr(run, "_gradients", lambda batches: seen.append("compute") or compute(batches))
+    seen, compute, read = [], run.train_step.gradients, Reading.values
+    monkeypatch.setattr(
+        run.train_step, "gradients", lambda batches: seen.append("compute") or compute(batches)
+    )
     monkeypatch.setattr(Reading, "values", lambda reading: seen.append("read") or read(reading))
     return seen
 
@@ -98,7 +100,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been_computed(tiny_dire
     whole.fit()
     first = trainer(tiny_directory, tmp_path / "cut", ahead=True, callbacks=[StopAt(step)])
     assert first.fit().unfinished
-    assert first._ahead is None
+    assert first.queue.prefetched is None
     assert all(p.grad is None for p in first.trained)
     again = trainer(tiny_directory, tmp_path / "cut", ahead=True)
     again.restore(newest_valid(tmp_path / "cut"))
@@ -125,7 +127,7 @@ def spoil(run, step):
 def test_a_step_that_is_not_finite_stops_the_run_where_it_stood(tiny_directory, tmp_path, ahead):
     one_each = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=512, pack=True)
     run = trainer(tiny_directory, tmp_path, ahead=ahead, evaluates=False, checkpoint={"every": 100})
-    run.source.settings = one_each
+    run.stream.settings = one_each
     spoil(run, step=2)
     with pytest.raises(RunError, match="step 2: loss nan"):
         run.fit()
@@ -141,7 +143,7 @@ def test_a_step_that_is_skipped_leaves_the_next_one_as_it_would_be(tiny_director
         run = trainer(
             tiny_directory, tmp_path / str(ahead), ahead=ahead, evaluates=False, run={"on_nonfinite": "skip"}
         )
-        run.source.settings = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=512, pack=True)
+        run.stream.settings = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=512, pack=True)
         spoil(run, step=2)
         run.fit()
         assert run.history[1]["skipped"]
@@ -153,10 +155,9 @@ def test_a_step_that_is_skipped_leaves_the_next_one_as_it_would_be(tiny_director
 
 
 def test_a_callback_that_may_touch_the_model_gets_it_alone(tiny_directory, tmp_path, monkeypatch):
-    """Callbacks of other people are such, unless they say otherwise."""
     gradients = []
 
-    class Theirs(Callback):
+    class Theirs(ModelCallback):
         def on_step_end(self, step, metrics):
             gradients.append([p.grad for p in run.trained if p.grad is not None])
 
@@ -172,7 +173,7 @@ def test_a_cpu_and_fp16_never_look_ahead(tiny_directory, tmp_path):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4)
     config = make_config(run_config(tiny_directory, tmp_path))
-    assert not Trainer(model, SFT(), [], config).looks_ahead
+    assert not Trainer(model, SFT(), [], config).prefetches
 
 
 class Machine:
@@ -181,7 +182,7 @@ class Machine:
     def __init__(self, monkeypatch, run, *, host_s, device_s):
         self.now = self.done = 0.0
         self.host_s, self.device_s = host_s, device_s
-        machine, compute = self, run._gradients
+        machine, compute = self, run.train_step.gradients
 
         class FakeMark:
             def __init__(self, device):
@@ -194,11 +195,11 @@ class Machine:
                 assert max(self.at, later.at) <= machine.now, "not reached yet"
                 return later.at - self.at
 
-        monkeypatch.setattr(run, "_gradients", lambda batches: machine.queue() or compute(batches))
+        monkeypatch.setattr(run.train_step, "gradients", lambda batches: machine.queue() or compute(batches))
         monkeypatch.setattr("whet.training.prefetch.Mark", FakeMark)
-        monkeypatch.setattr("whet.training.step.Mark", FakeMark)
-        monkeypatch.setattr("whet.training.step.time.perf_counter", lambda: machine.now)
-        run._clock = run._step_ended = 0.0
+        monkeypatch.setattr("whet.training.trainer.Mark", FakeMark)
+        monkeypatch.setattr("whet.training.prefetch.time.perf_counter", lambda: machine.now)
+        run.clock.began = run.clock.step_ended = 0.0
 
     def queue(self):
         """The device begins with the first piece, and cannot end before it has the last one."""
@@ -224,11 +225,14 @@ def test_no_step_seems_faster_than_it_was(tiny_directory, tmp_path, monkeypatch,
         assert row["mfu"] == pytest.approx(1e9 * row["mean_tokens_per_s"] / 1e12)
 
 
-class LooksAhead(NumbersOnly):
+class LooksAhead(ModelCallback):
     """Computes ahead on a CPU, too, wherever no callback wants the model."""
 
     def on_train_begin(self, run):
-        run.looks_ahead = True
+        self.trainer.prefetches = True
+
+    def touches_model(self, step):
+        return False
 
 
 EXPERTS = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2, "experts": 4}

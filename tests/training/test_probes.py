@@ -243,7 +243,7 @@ def test_what_counts_as_sparse_can_be_set(measured, tiny_directory, eps):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     pieces = measured["pieces"]
     probe = whet.ActivationStats(pieces[0], eps=eps)
-    probe.run = SimpleNamespace(
+    probe.trainer = SimpleNamespace(
         model=model, device=model.device, precision=choose_precision("fp32", model.device)
     )
     outputs = []
@@ -599,10 +599,10 @@ def test_looking_leaves_no_trace(tiny):
 def test_only_steps_with_a_measurement_are_not_computed_ahead(tiny_directory, tmp_path, monkeypatch):
     """A GPU is given the next step before this one's numbers are read: not where a probe looks at the model."""
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", run={"steps": 6}))
-    seen, may = {}, Trainer._may_look_ahead
-    monkeypatch.setattr(Trainer, "_may_look_ahead", lambda run, step: seen.setdefault(step, may(run, step)))
+    seen, may = {}, Trainer._may_prefetch
+    monkeypatch.setattr(Trainer, "_may_prefetch", lambda run, step: seen.setdefault(step, may(run, step)))
     monkeypatch.setattr(
-        Trainer, "looks_ahead", property(lambda run: True, lambda run, value: None), raising=False
+        Trainer, "prefetches", property(lambda run: True, lambda run, value: None), raising=False
     )
     log = {
         "probes": {"gradients": 3, "weights": 3},

@@ -14,7 +14,7 @@ import torch
 import whet
 from tiny import random_examples, run_config
 from whet.config.load_config import make_config
-from whet.data.batches import BatchStream, evaluation_batches, make_batch
+from whet.data.batches import BatchStream, IteratorStream, evaluation_batches, make_batch
 from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
 from whet.objectives.objective import Loss, Objective
@@ -49,7 +49,7 @@ class Recorder(Callback):
         self.calls = []
 
     def on_train_begin(self, run):
-        self.calls.append(("begin", run.state.step))
+        self.calls.append(("begin", run.step))
 
     def on_step_end(self, step, metrics):
         self.calls.append(("step", step))
@@ -113,7 +113,7 @@ def test_grad_norm_is_reported_before_clipping_and_the_update_is_clipped(tiny_di
         tiny_directory, optim={"clip": 1e-4, "name": "sgd", "momentum": 0.0, "lr": 1.0, "warmup": 0}
     )
     before = [p.detach().clone() for p in run.trained]
-    metrics = run.step(next(run.batches))
+    metrics = run.step(next(run.stream))
     assert metrics["grad_norm"] > 1e-3
     moved = torch.stack([(p - b).norm() for p, b in zip(run.trained, before, strict=True)]).norm().item()
     assert moved == pytest.approx(1e-4 * metrics["lr"], rel=1e-2)
@@ -148,7 +148,7 @@ def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_director
         def on_step_end(self, step, metrics):
             weights[step] = [p.detach().clone() for p in run.trained]
 
-    run.callbacks.append(Keep())
+    run.callbacks.callbacks.append(Keep())
     with pytest.raises(
         RunError, match=r"step 3: loss nan.*weights were left as they were.*nonfinite-step-000003"
     ) as e:
@@ -183,7 +183,7 @@ def test_a_nonfinite_step_can_be_skipped(tiny_directory):
 
 def test_a_step_without_supervised_tokens_is_an_error_that_names_the_records(tiny_directory):
     run = trainer(tiny_directory)
-    batch = next(run.batches)[0]
+    batch = next(run.stream)[0]
     empty = type(batch)(**{**vars(batch), "supervised": 0})
     with pytest.raises(DataError, match=r"no supervised token .records: example"):
         run.step([empty])
@@ -226,7 +226,7 @@ def test_terms_are_divided_by_their_own_weights_and_metrics_by_the_first(tiny_di
             )
 
     run = trainer(tiny_directory)
-    run.objective = Two()
+    run.objective = run.train_step.objective = Two()
     long, short = (
         make_batch([[e]]) for e in (random_examples(1, shortest=40)[0], random_examples(1, longest=9)[0])
     )
@@ -239,7 +239,7 @@ def test_terms_are_divided_by_their_own_weights_and_metrics_by_the_first(tiny_di
 
 def test_batches_that_run_out_are_an_error_with_a_reason(tiny_directory):
     run = trainer(tiny_directory)
-    run.batches = iter([next(run.batches)])
+    run.queue.stream = IteratorStream([next(run.stream)])
     with pytest.raises(RunError, match="the batches ran out after step 1 of 4"):
         run.fit()
 
@@ -317,7 +317,7 @@ def test_checkpoints_at_intervals_the_best_and_the_last_are_kept(tiny_directory,
 
 def test_a_checkpoint_round_trips_weights_optimizer_and_metadata(tiny_directory, tmp_path):
     run = trainer(tiny_directory)
-    run.step(next(run.batches))
+    run.step(next(run.stream))
     save_checkpoint(tmp_path / "c", run.model, run.optimizer, 1, {"note": "hello"})
     other = trainer(tiny_directory)
     metadata = load_checkpoint(tmp_path / "c", other.model, other.optimizer)

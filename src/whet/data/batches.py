@@ -185,6 +185,8 @@ class Step(Sequence[Batch]):
 class StepStream(abc.ABC):
     """Steps in an order that is saved with checkpoints and continued on resume."""
 
+    can_rewind = True  # `seek` also goes back
+
     def __iter__(self) -> Self:
         return self
 
@@ -214,31 +216,56 @@ class StepStream(abc.ABC):
 
     def can_prefetch(self) -> bool:
         """Return whether the next step may be taken before the metrics of this one are known."""
-        return True
+        return self.can_rewind
 
     def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # noqa: B027
         """Check or count what came of a step, whose metrics these are. Any: JSON values."""
 
 
 class IteratorStream(StepStream):
-    """Lists of micro-batches from any iterable, which has no position and may end."""
+    """Lists of micro-batches from any iterable, which may end.
 
-    def __init__(self, batches: Iterable[list[Batch]]) -> None:
+    Its position is the number of steps taken: a resumed run takes as many from a fresh iterable first.
+    """
+
+    can_rewind = False
+
+    def __init__(self, batches: Iterable[Sequence[Batch]]) -> None:
         self._batches = iter(batches)
+        self._taken = 0
+        self._peeked: Step | None = None
 
     def __next__(self) -> Step:
-        return Step(next(self._batches))
+        step = self.peek()
+        self._taken, self._peeked = self._taken + 1, None
+        return step
+
+    def peek(self) -> Step:
+        """Return the next step, and keep it for `next`."""
+        if self._peeked is None:
+            batches = next(self._batches)
+            self._peeked = batches if isinstance(batches, Step) else Step(batches)
+        return self._peeked
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
-        """Return nothing: a plain iterator has no position."""
-        return {}
+        """Return the number of steps taken."""
+        return {"taken": self._taken}
 
     def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Leave the iterator where it is."""
-
-    def can_prefetch(self) -> bool:
-        """Return False: what was taken from an iterator cannot be put back."""
-        return False
+        """Skip the steps that were taken before `state`; an iterator cannot go back."""
+        wanted = state.get("taken", self._taken)  # older checkpoints have no position of iterators
+        if wanted < self._taken:
+            raise CheckpointError(
+                f"{self._taken} steps were taken from this iterator, and the checkpoint is at {wanted}",
+                hint="restore into a trainer with a fresh iterator",
+            )
+        for _ in range(wanted - self._taken):
+            try:
+                next(self)
+            except StopIteration:
+                raise CheckpointError(
+                    f"the data ends after {self._taken} steps, and the checkpoint is at {wanted}"
+                ) from None
 
 
 class BatchStream(StepStream):

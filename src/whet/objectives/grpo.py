@@ -5,6 +5,7 @@ is the distribution that was sampled from, temperature included: only then is th
 that of the expected reward.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -155,6 +156,7 @@ class GRPO(Objective):
     """
 
     recomputes_logits = True
+    progress: Mapping[str, str] = {"reward_mean": "reward"}
 
     def __init__(
         self,

@@ -52,6 +52,10 @@ class Objective(abc.ABC):
     # metric -> {term: share}: metrics that are sums of the means of several terms
     reports: Mapping[str, Mapping[str, float]] = {}
 
+    unit: str = "tok"  # what throughput is counted in
+    # metric -> label: what a progress line shows beside the loss
+    progress: Mapping[str, str] = {}
+
     # what a step costs, for plans and MFU
     reads_lm_head: bool = True  # supervised positions meet the output head
     recomputes_logits: bool = False  # logits are computed again for their gradient

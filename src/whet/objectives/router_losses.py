@@ -71,6 +71,8 @@ class RoutedObjective(Objective):
         self.heads = inner.heads
         self.likelihood = inner.likelihood
         self.reports = inner.reports
+        self.unit = inner.unit
+        self.progress = inner.progress
         self.reads_lm_head = inner.reads_lm_head
         self.recomputes_logits = inner.recomputes_logits
         self.prediction_heads = inner.prediction_heads

@@ -12,7 +12,7 @@ from whet.config.run_config import RunConfig
 from whet.data.packing import StepSettings
 from whet.data.run_data import EvaluationSplit, Needs, RunData
 from whet.data.tokens.prompts import Prompt, fitting
-from whet.errors import ConfigError, RunError, StorageError
+from whet.errors import ConfigError, StorageError
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.objectives.grpo import GRPO
@@ -27,8 +27,7 @@ from whet.rl.rollout_sampler import Sampler, evaluate_rewards
 from whet.rl.rollouts import RolloutStream
 from whet.run_directory import SAMPLES_FILE, set_aside_later_rows
 from whet.storage import append_text
-from whet.training.callbacks import Callback, Injector, Metrics
-from whet.training.trainer import Trainer
+from whet.training.callbacks import Callback, Injector, Metrics, RunView
 
 log = logging.getLogger("whet")
 _SHOWN = 120  # characters of a sample in the log
@@ -84,7 +83,7 @@ class GRPORecipe(TextRecipe):
     def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
         """The one that reports rollouts, too."""
         every = self.rollouts.sampler.settings.samples_every
-        samples = RolloutMetrics(self.stream, self.directory / SAMPLES_FILE, every=every)
+        samples = RolloutSamples(self.directory / SAMPLES_FILE, every=every)
         return [*super().callbacks(pause), samples]
 
     def evaluators(self, split: str, found: EvaluationSplit | None, pause: Callable[[], None]) -> Evaluators:
@@ -141,44 +140,33 @@ class Reinforcement:
         return lambda: evaluate_rewards(self.sampler, self.prompts[name], pause=pause)
 
 
-class RolloutMetrics(Injector):
-    """Writes what is known of a step's rollout into its row, and some completions into samples.jsonl."""
+class RolloutSamples(Injector):  # so that a step's samples are written before its row
+    """Writes some completions of a step into samples.jsonl, and into the log."""
 
-    def __init__(self, stream: RolloutStream, path: Path, *, every: int) -> None:
-        self.stream = stream
+    main_only = True
+
+    def __init__(self, path: Path, *, every: int) -> None:
         self.path = path
         self.every = every
 
-    def on_train_begin(self, run: Trainer) -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """A resumed run writes the samples after its checkpoint again."""
-        self.writes = run.world.is_main
-        if not self.writes:
-            return
+        self.run = run
         with contextlib.suppress(StorageError):
-            set_aside_later_rows(self.path, step=run.state.step, evaluated_step=None)
+            set_aside_later_rows(self.path, step=run.step, evaluated_step=None)
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """Complete the row; the first step on a rollout must find the policy that sampled it."""
-        metrics |= self.stream.metrics
-        apart, tolerance = metrics.get("log_ratio", 0.0), self.stream.tolerance
-        if self.stream.shown_step == 0 and apart > tolerance:
-            raise RunError(
-                f"step {step}: the trainer's log-probabilities are {apart:.3g} away from its own of a moment "
-                f"before, and {tolerance:g} is tolerated: something is random in the model",
-                hint="turn off what drops or routes at random, or raise objective.mismatch_tolerance",
-            )
-        if self.writes and (step == 1 or step % self.every == 0):
-            self._write(step)
+        """Write the samples that came with the step."""
+        if self.run.last_step is not None and (step == 1 or step % self.every == 0):
+            self._write(step, self.run.last_step.samples)
 
-    def _write(self, step: int) -> None:
-        lines = [
-            json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in self.stream.samples
-        ]
+    def _write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON values
+        lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
         try:
             append_text(self.path, "".join(lines))
         except StorageError as error:
             log.warning("%s; these samples are not kept", error.message)
-        for sample in self.stream.samples:
+        for sample in samples:
             prompt, text = (_short(sample[key]) for key in ("prompt", "completion"))
             log.info("step %d: reward %.3g: %s -> %s", step, sample["reward"], prompt, text)
 

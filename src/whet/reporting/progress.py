@@ -13,30 +13,27 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from whet.config.quality import Quality
-from whet.training.callbacks import Metrics, NumbersOnly
+from whet.training.callbacks import Callback, Metrics, RunView
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
-    from whet.training.trainer import Trainer
 
 _PLAIN_LINES = 20  # about as many lines a run prints when nobody watches it live
 
 
-class RunProgress(NumbersOnly):
+class RunProgress(Callback):
     """Loss, speed and time left."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: Progress | None = None
-        self.total = 0
-        self.unit = "tok"
+        self.total: int | None = None
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Open the bar."""
         self.total = run.total_steps
-        self.unit = "rows" if isinstance(run.config.model, Quality) else "tok"
-        self.started_at, self.started = run.state.step, time.perf_counter()
+        self.unit, self.shown = run.unit, run.progress
+        self.started_at, self.started = run.step, time.perf_counter()
         if not self.console.is_terminal:
             return
         self.bar = Progress(
@@ -50,7 +47,7 @@ class RunProgress(NumbersOnly):
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.task = self.bar.add_task("", total=self.total, completed=run.state.step, loss="-", speed="")
+        self.task = self.bar.add_task("", total=self.total, completed=run.step, loss="-", speed="")
         self.bar.start()
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
@@ -62,14 +59,19 @@ class RunProgress(NumbersOnly):
                 loss=self._loss(metrics),
                 speed=self._speed(metrics),
             )
-        elif step in (1, self.total) or step % max(1, self.total // _PLAIN_LINES) == 0:
-            done = step - self.started_at
-            left = (time.perf_counter() - self.started) / done * (self.total - step)
+        elif step in (1, self.total) or step % max(1, (self.total or 0) // _PLAIN_LINES) == 0:
             self.console.print(
-                f"step {step}/{self.total}  loss {self._loss(metrics)}  lr {metrics['lr']:.3g}  "
-                f"{self._speed(metrics)}  {metrics['peak_gib']:.2f} GiB  {left:.0f} s left",
+                f"step {step}{f'/{self.total}' if self.total else ''}  loss {self._loss(metrics)}  "
+                f"lr {metrics['lr']:.3g}  {self._speed(metrics)}  {metrics['peak_gib']:.2f} GiB"
+                f"{self._time_left(step)}",
                 highlight=False,
             )
+
+    def _time_left(self, step: int) -> str:
+        if self.total is None:
+            return ""
+        per_step = (time.perf_counter() - self.started) / (step - self.started_at)
+        return f"  {per_step * (self.total - step):.0f} s left"
 
     def on_eval_end(self, step: int, metrics: Metrics) -> None:
         """One line an evaluation."""
@@ -80,13 +82,9 @@ class RunProgress(NumbersOnly):
         self.close()
 
     def _loss(self, metrics: Metrics) -> str:
-        """Return the loss; of the quality models also what shows early that a router collapses."""
-        shown = f"{metrics['loss']:.4f}"
-        if self.unit == "rows":
-            shown += f"  grad norm {metrics['grad_norm']:.4f}"
-            if "router_entropy_mean" in metrics:
-                shown += f"  router entropy {metrics['router_entropy_mean']:.4f}"
-        return shown
+        """Return the loss, and what the objective shows beside it."""
+        values = {label: metrics[name] for name, label in self.shown.items() if name in metrics}
+        return "  ".join([f"{metrics['loss']:.4f}", *(f"{label} {v:.4f}" for label, v in values.items())])
 
     def _speed(self, metrics: Metrics) -> str:
         """Tokens or rows per second, and what share of the device that takes, where its peak is known."""

@@ -3,7 +3,7 @@
 import random
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from whet.adapters.adapter import adapters_off
-from whet.data.batches import Batch, rows_batch
+from whet.data.batches import Batch, Step, StepStream, rows_batch
 from whet.data.packing import StepSettings, permutation, split_step
 from whet.data.tokens.examples import Example
 from whet.data.tokens.prompts import Prompt
@@ -39,7 +39,14 @@ class Rollout:
     samples: list[dict[str, Any]]  # Any: JSON values
 
 
-class RolloutStream:
+@dataclass(frozen=True)
+class RolloutStep(Step):
+    """A step on completions."""
+
+    is_fresh: bool = False  # the first on its rollout: the policy is still the one that sampled
+
+
+class RolloutStream(StepStream):
     """An endless stream of optimizer steps over completions that are sampled as the model changes.
 
     Which prompts, seeds and completions are in a step are pure functions of (seed, rollout, step). What the
@@ -66,9 +73,6 @@ class RolloutStream:
         self.number = 0  # of the rollout that the next step is from
         self.step = 0  # within it
         self.current: Rollout | None = None
-        self.metrics: Metrics = {}  # of the rollout whose step was handed out last
-        self.samples: list[dict[str, Any]] = []  # Any: JSON values
-        self.shown_step = 0  # the step within its rollout that was handed out last
         self._ordered: tuple[int, np.ndarray] | None = None
         self._per_step = steps.batch_size
         self._per_rollout = steps.batch_size * self.settings.minibatches
@@ -98,21 +102,31 @@ class RolloutStream:
         self.number, self.step = state["rollout"], state["step"]
         self.current = None if state["current"] is None else Rollout(**state["current"])
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> RolloutStep:
         if self.current is None:
             self.current = self._roll()
         rollout = self.current
         plan = self._plan(rollout)
-        self.shown_step = self.step
-        self.metrics, self.samples = rollout.metrics, rollout.samples
-        batches: list[Batch] = list(self._batches(rollout, plan[self.step]))
+        batches = list(self._batches(rollout, plan[self.step]))
+        step = RolloutStep(batches, rollout.metrics, rollout.samples, is_fresh=self.step == 0)
         self.step += 1
         if self.step == len(plan):
             self.number, self.step, self.current = self.number + 1, 0, None
-        return batches
+        return step
+
+    def can_prefetch(self) -> bool:
+        """Return whether the next step needs no new completions: these cost too much to discard."""
+        return self.current is not None
+
+    def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # Any: JSON values
+        """Check that the first step on a rollout found the policy that sampled it."""
+        apart = metrics.get("log_ratio", 0.0)
+        if isinstance(step, RolloutStep) and step.is_fresh and apart > self.tolerance:
+            raise RunError(
+                f"step {number}: the trainer's log-probabilities are {apart:.3g} away from its own of a "
+                f"moment before, and {self.tolerance:g} is tolerated: something is random in the model",
+                hint="turn off what drops or routes at random, or raise objective.mismatch_tolerance",
+            )
 
     def _plan(self, rollout: Rollout) -> list[list[int]]:
         """Places in `kept` of the completions of each step; whole groups, in another order in each epoch."""

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +56,7 @@ from whet.storage import (
     replace_text,
     write_text,
 )
-from whet.training.callbacks import Callback, EvaluationStoppedError, Injector, Metrics, NumbersOnly
+from whet.training.callbacks import Callback, EvaluationStoppedError, Injector
 from whet.training.checkpoint import newest_valid, prune, read_state
 from whet.training.early_stopping import EarlyStopping
 from whet.training.limits import MemoryLimit, TimeLimit
@@ -185,7 +185,25 @@ class _Assembly:
             self.began_after = trainer.state.step
             if again and self.world.is_main:
                 self._tidy(checkpoint)
-            return trainer.fit()
+            result = trainer.train()
+            if not result.unfinished:
+                with self.world.watch.patiently("finishing"):
+                    self._write_final()
+                    if test is not None or self.judges:
+                        self._test(result, test.batches if test else [])
+            trainer.end(result)
+            return result
+
+    def _test(self, result: RunResult, batches: list[Batch]) -> None:
+        """Evaluate a finished run on its test records, into its summary."""
+        try:
+            metrics = self.trainer.evaluate(batches) if batches else {}
+            for judge in self.judges:
+                metrics |= judge()
+        except EvaluationStoppedError:
+            log.warning("the test records were not evaluated to the end; whet eval does it")
+            return
+        result.summary["test"] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     def _tidy(self, checkpoint: Path | None) -> None:
         """Leave of a run that is resumed what its checkpoint knows of."""
@@ -247,13 +265,10 @@ class _Assembly:
         own: list[Callback] = [
             MetricsLogger(self.directory / METRICS_FILE, every=config.log.every),
             _Description(self.directory, self.description),
-            _FinalAtEnd(self._write_final),
             *self.work.callbacks(self._pause),
             *watchers(config, self.directory, self.work, held),
         ]
-        judges = self.work.evaluators("test", test, self._pause)
-        if test is not None or judges:
-            own.append(_TestAtEnd(test.batches if test else [], judges))
+        self.judges = self.work.evaluators("test", test, self._pause)
         if (early := config.eval.early_stop) is not None:
             own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
         if config.run.max_memory is not None:
@@ -301,7 +316,7 @@ class _Assembly:
             self.world.barrier()
 
 
-class _Description(NumbersOnly, Injector):
+class _Description(Injector):
     """The files that say what a run is, put back where somebody removed them: without them no resume."""
 
     def __init__(self, directory: Path, files: dict[str, str]) -> None:
@@ -314,41 +329,6 @@ class _Description(NumbersOnly, Injector):
             for name, text in self.files.items():
                 if not (self.directory / name).exists():
                     replace_text(self.directory / name, text)
-
-
-class _FinalAtEnd(NumbersOnly, Injector):
-    """`final/`, written before anything else at the end can fail."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self.write = write
-
-    def on_train_end(self, result: RunResult) -> None:
-        """Write what a finished run came to."""
-        if not result.unfinished:
-            self.write()
-
-
-class _TestAtEnd(NumbersOnly, Injector):
-    """The test set, evaluated once, into the summary."""
-
-    def __init__(self, batches: list[Batch], evaluators: Sequence[Callable[[], Metrics]]) -> None:
-        self.batches = batches
-        self.evaluators = evaluators
-
-    def on_train_begin(self, run: Trainer) -> None:
-        """Remember who evaluates."""
-        self.run = run
-
-    def on_train_end(self, result: RunResult) -> None:
-        """Evaluate a finished run on its test records."""
-        if not result.unfinished:
-            try:
-                found = self.run.evaluate(self.batches) if self.batches else {}
-                for evaluator in self.evaluators:
-                    found |= evaluator()
-                result.summary["test"] = {name.removeprefix("eval_"): value for name, value in found.items()}
-            except EvaluationStoppedError:
-                log.warning("the test records were not evaluated to the end; whet eval does it")
 
 
 def _seed(seed: int) -> None:

@@ -4,18 +4,15 @@ import logging
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whet.parallel.launch import catch_stop_signals
-from whet.training.callbacks import Metrics, NumbersOnly, StopRun
-
-if TYPE_CHECKING:
-    from whet.training.trainer import Trainer
+from whet.training.callbacks import Callback, Metrics, RunView, StopRun
 
 log = logging.getLogger("whet")
 
 
-class StopOnSignal(NumbersOnly):
+class StopOnSignal(Callback):
     """A callback that asks the run to stop once a signal has come.
 
     Before the run has begun there is nothing to finish and nothing to save: the signal ends it at once.
@@ -52,7 +49,7 @@ class StopOnSignal(NumbersOnly):
     def _nothing_to_save(self) -> str:
         return f"{self.received}: stopped before the first step, so there is nothing to save"
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """From now on a step can be finished and saved."""
         self._begun = True
 

@@ -1,4 +1,4 @@
-"""Callbacks: injectors write into a step's metrics, all others read them; any may ask the run to stop."""
+"""Callbacks: all see metrics and may stop the run; injectors write metrics, model callbacks use the model."""
 
 import abc
 from collections import Counter
@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from whet.config.run_config import RunConfig
+from whet.data.batches import Step
 from whet.errors import check_positive
 from whet.training.observe.log_window import LogWindow
 
@@ -42,10 +44,46 @@ class EvaluationStoppedError(Exception):
     """Raised between the batches of an evaluation that must not go on: it is done again on resume."""
 
 
+class RunView:
+    """What every callback may know of a run: where it is and what it has counted, but not the model."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self.directory: Path | None = trainer.directory
+        self.config: RunConfig | None = trainer.config
+        self.device = trainer.device
+        self.total_steps: int | None = trainer.total_steps
+        self.unit = trainer.objective.unit  # what throughput is counted in
+        self.progress = trainer.objective.progress  # metric -> label: what to show beside the loss
+        self.is_main: bool = trainer.world.is_main  # of several processes, the one that writes
+        self.loss_weight = 0.0  # what the loss of the last step is a mean over: tokens, pairs or texts
+        self.weighted: frozenset[str] = frozenset()  # the metrics of the last step that are such means, too
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return self._trainer.state.step
+
+    @property
+    def last_step(self) -> Step | None:
+        """The batches and samples of the last step."""
+        return self._trainer.last_step
+
+    def note_step(self, *, weight: float, weighted: frozenset[str]) -> None:
+        """Take note of what a step's loss and metrics are means over."""
+        self.loss_weight, self.weighted = weight, weighted
+
+    def __getattr__(self, name: str) -> Any:  # Any: never returns
+        raise AttributeError(
+            f"a callback sees no {name} here: inherit from whet.ModelCallback, use self.trainer"
+        )
+
+
 class Callback:
     """Hooks of a run; each but `on_train_end` may return a StopRun.
 
-    On several processes each has its own, and all stop where one wants to.
+    A callback sees metrics only, so a GPU is given the next step before they are known. What reads or changes
+    the model is a ModelCallback. On several processes each has its own, and all stop where one wants to.
     """
 
     # the name its state has in checkpoints; the class's name where none is given, so that a renamed class
@@ -53,7 +91,7 @@ class Callback:
     state_key: ClassVar[str | None] = None
     main_only = False  # called on rank 0 alone: because it writes, or shows, what all have in common
 
-    def on_train_begin(self, run: "Trainer") -> StopRun | None:
+    def on_train_begin(self, run: RunView) -> StopRun | None:
         """Before the first evaluation."""
 
     def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
@@ -61,13 +99,6 @@ class Callback:
 
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
         """After an evaluation; step 0 is the one before the first update."""
-
-    def touches_model(self, step: int) -> bool:
-        """Whether `on_step_end` of this step may read or change the model, its gradients or random numbers.
-
-        Where nobody does, a GPU is given the next step before this one's numbers are known.
-        """
-        return True
 
     def on_pause(self) -> StopRun | None:
         """Between the batches and answers of an evaluation: a StopRun breaks it off."""
@@ -90,15 +121,17 @@ class Injector(Callback):
     """A callback that writes into the step's metrics; injectors run before all others."""
 
 
-class NumbersOnly(Callback):
-    """A callback that knows a step by its numbers alone."""
+class ModelCallback(Callback):
+    """A callback that uses the model, its gradients or the random state, through `self.trainer`."""
+
+    trainer: "Trainer"  # there from on_train_begin on
 
     def touches_model(self, step: int) -> bool:
-        """Never."""
-        return False
+        """Return whether `on_step_end` of this step uses it: where not, the next step may be prefetched."""
+        return True
 
 
-class RowCallback(NumbersOnly, abc.ABC):
+class RowCallback(Callback, abc.ABC):
     """Takes training rows every `every` steps, with every probe and of the last step, all evaluation rows.
 
     A training row is about all steps since the one before it: see LogWindow.
@@ -113,14 +146,14 @@ class RowCallback(NumbersOnly, abc.ABC):
         self._left: tuple[int, Metrics] | None = None  # the newest training row, where it was not due
         self._window = LogWindow()
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Know which step is the last."""
         self.run = run
         self._last_step = run.total_steps
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Take a training row that is due."""
-        self._window.add(metrics, weight=self.run.loss_weight, weighted=self.run.objective_metrics)
+        self._window.add(metrics, weight=self.run.loss_weight, weighted=self.run.weighted)
         due = step % self.every == 0 or "probe_s" in metrics or step == self._last_step
         self._left = None if due else (step, metrics)
         if due:
@@ -177,8 +210,3 @@ def stored_states(states: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON val
         key, _, number = name.rpartition("-")
         found[f"{_CLASS_NAMES.get(key, key)}-{number}"] = state
     return found
-
-
-def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Injectors first, each kind in the order given."""
-    return sorted(callbacks, key=lambda callback: not isinstance(callback, Injector))

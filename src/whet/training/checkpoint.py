@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,12 @@ def contents_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: CheckpointState | None
 ) -> Contents:
     """What a checkpoint of this moment holds: the tensors themselves, not copies."""
-    moments = None if optimizer is None else _optimizer_tensors(model, optimizer)
-    return Contents(
-        trained_parameters(model), moments, json.dumps({"step": step, **(metadata or {})}, indent=2) + "\n"
-    )
+    moments, state = None, {"step": step, **(metadata or {})}
+    if optimizer is not None:
+        moments = _optimizer_tensors(model, optimizer)
+        if values := _optimizer_values(model, optimizer):
+            state["optimizer"] = values
+    return Contents(trained_parameters(model), moments, json.dumps(state, indent=2) + "\n")
 
 
 def write_contents(path: Path, contents: Contents, group: ProcessGroup = None) -> None:
@@ -124,7 +126,7 @@ def load_checkpoint(
         check_manifest(path, share=slice(world.rank, None, world.size))
     weights, state = read_trained(model, path), read_state(path)
     if optimizer is not None:
-        _restore_optimizer(model, optimizer, path)
+        _restore_optimizer(model, optimizer, path, state.get("optimizer", {}))
     put_trained(model, weights)
     return state
 
@@ -137,16 +139,47 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{names[parameter]}{MOMENT}{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if value is not None
+        entry: value
+        for entry, value in _optimizer_entries(model, optimizer)
+        if isinstance(value, torch.Tensor)
     }
 
 
-def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def _optimizer_values(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:  # Any: JSON values
+    """Return the numbers that an optimizer keeps beside its tensors; anything else is an error."""
+    values = {
+        entry: value
+        for entry, value in _optimizer_entries(model, optimizer)
+        if not isinstance(value, torch.Tensor)
+    }
+    for entry, value in values.items():
+        if not isinstance(value, bool | int | float | str):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps {entry} as {type(value).__name__}, which cannot be saved",
+                hint="train without a directory, or with an optimizer whose state is tensors and numbers",
+            )
+    return values
+
+
+def _optimizer_entries(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Any]]:  # Any: whatever an optimizer keeps
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is not None:
+                yield f"{names[parameter]}{MOMENT}{key}", value
+
+
+def _restore_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    path: Path,
+    values: Mapping[str, Any],  # Any: JSON values
+) -> None:
     parameters = dict(model.named_parameters())
     if has_shards(path) or any(is_cut(parameter) for parameter in parameters.values()):
         tensors = {
@@ -160,10 +193,13 @@ def _restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path:
             tensors = load_file(path / OPTIMIZER)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path / OPTIMIZER} cannot be read: {error}") from error
-    state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    state: dict[torch.Tensor, dict[str, Any]] = {}  # Any: tensors and numbers
     for entry, tensor in tensors.items():
         parameter = _parameter_of(entry, parameters, path)
         state.setdefault(parameter, {})[entry.rpartition(MOMENT)[2]] = tensor.to(parameter.device)
+    for entry, value in values.items():
+        parameter = _parameter_of(entry, parameters, path)
+        state.setdefault(parameter, {})[entry.rpartition(MOMENT)[2]] = value
     optimizer.state.clear()
     optimizer.state.update(state)
 

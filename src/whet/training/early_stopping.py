@@ -10,14 +10,14 @@ from torch import nn
 from whet.config.metric_direction import falls
 from whet.errors import CheckpointError, ConfigError, check_positive
 from whet.parallel.process_group import SOLO, World
-from whet.training.callbacks import Metrics, NumbersOnly, StopRun
+from whet.training.callbacks import Callback, Metrics, StopRun
 from whet.training.checkpoint import checkpoint_path, load_checkpoint
 from whet.training.state import RunState
 
 log = logging.getLogger("whet")
 
 
-class EarlyStopping(NumbersOnly):
+class EarlyStopping(Callback):
     """Stops when an evaluation metric has not improved for `patience` evaluations."""
 
     state_key = "early-stopping"
@@ -64,6 +64,17 @@ def is_better(metric: str, value: float, best: float | None, *, min_delta: float
     if best is None:
         return True
     return value < best - min_delta if falls(metric) else value > best + min_delta
+
+
+def note_best(state: RunState, metrics: Metrics, metric: str | None) -> bool:
+    """Note whether an evaluation is the best of a run so far, by `metric` or else its loss or reward."""
+    watched = metric or ("eval_loss" if "eval_loss" in metrics else "eval_reward")
+    before = None if state.best is None else state.best["value"]
+    if watched not in metrics or not is_better(watched, metrics[watched], before):
+        return False
+    state.best = {"metric": watched, "value": metrics[watched], "step": state.step}
+    state.best_steps.append(state.step)
+    return True
 
 
 def restore_best_weights(

@@ -1,23 +1,19 @@
 """Limits of a run: memory and time stop it with a checkpoint, a spent budget ends it."""
 
 import time
-from typing import TYPE_CHECKING
 
 from whet.errors import ConfigError
 from whet.hardware import used_gib
-from whet.training.callbacks import Metrics, NumbersOnly, StopRun
-
-if TYPE_CHECKING:
-    from whet.training.trainer import Trainer
+from whet.training.callbacks import Callback, Metrics, RunView, StopRun
 
 
-class MemoryLimit(NumbersOnly):
+class MemoryLimit(Callback):
     """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
 
     def __init__(self, limit_gib: float) -> None:
         self.limit_gib = limit_gib
 
-    def on_train_begin(self, run: "Trainer") -> StopRun | None:
+    def on_train_begin(self, run: RunView) -> StopRun | None:
         """Measure where the run computes."""
         self.device = run.device
         return self._check()
@@ -35,13 +31,13 @@ class MemoryLimit(NumbersOnly):
         )
 
 
-class TimeLimit(NumbersOnly):
+class TimeLimit(Callback):
     """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
 
     def __init__(self, minutes: float) -> None:
         self.minutes = minutes
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Start the clock."""
         self.deadline = time.monotonic() + self.minutes * 60
 
@@ -52,7 +48,7 @@ class TimeLimit(NumbersOnly):
         return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
 
 
-class Budget(NumbersOnly):
+class Budget(Callback):
     """Ends a run, as finished, when its steps together have cost enough; resumed ones go on counting."""
 
     def __init__(

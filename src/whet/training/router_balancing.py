@@ -15,7 +15,7 @@ from whet.models.moe import BALANCE_BIAS, MixtureOfExperts, mixtures
 from whet.objectives.objective import Objective
 from whet.objectives.router_losses import LOAD_BALANCING, STATISTICS, SUMS, Z_LOSS, RoutedObjective
 from whet.ops.grouped_experts import describe_grouped
-from whet.training.callbacks import Injector, Metrics
+from whet.training.callbacks import Injector, Metrics, ModelCallback
 
 log = logging.getLogger("whet")
 
@@ -25,7 +25,7 @@ _EVEN = 1e-5  # of the mean load: what rounding may make of none at all, in what
 _JUDGED = 8  # choices an expert must have had a chance of in a step, for the step to tell anything
 
 
-class RouterMetrics(Injector):
+class RouterMetrics(ModelCallback, Injector):
     """Turns the routers' statistics of a step into numbers to read, and moves the bias where asked to."""
 
     state_key = "router-metrics"
@@ -37,6 +37,10 @@ class RouterMetrics(Injector):
         self.numbers = list(numbers)  # of the layers in the model
         self.bias_rate = bias_rate
         self.warned = False
+
+    def touches_model(self, step: int) -> bool:
+        """Return whether it moves the bias, which the next step must see."""
+        return self.bias_rate > 0
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Write this step's numbers."""

@@ -78,3 +78,27 @@ class RunResult:
     stopped_because: str
     unfinished: bool  # there was more to do: whet resume goes on
     summary: Metrics = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        state: RunState,
+        history: list[Metrics],
+        directory: Path | None,
+        *,
+        because: str,
+        unfinished: bool,
+        fingerprint: str,
+    ) -> "RunResult":
+        """Return the result of a run that ends in this state."""
+        place = {"directory": str(directory) if directory else None, "fingerprint": fingerprint}
+        return cls(
+            directory=directory,
+            steps=state.step,
+            metrics=state.latest,
+            best=state.best,
+            history=history,
+            stopped_because=because,
+            unfinished=unfinished,
+            summary=state.summary(because) | place,
+        )

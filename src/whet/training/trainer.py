@@ -5,117 +5,196 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from whet.config.load_config import to_dict
 from whet.config.run_config import RunConfig
-from whet.data.batches import Batch
+from whet.data.batches import Batch, IteratorStream, Step, StepStream
 from whet.errors import RunError, check_positive
-from whet.hardware import Precision
+from whet.hardware import Precision, choose_precision, peak_gib
+from whet.models.heads import WithHeads
 from whet.models.language_model import Trainable
 from whet.objectives.objective import Objective
 from whet.parallel.process_group import SOLO, World
-from whet.training.callbacks import (
-    Callback,
-    EvaluationStoppedError,
-    Injector,
-    Metrics,
-    StopRun,
-    in_order,
-    named,
-    plain,
-    stored_states,
-)
-from whet.training.checkpoint import (
-    contents_of,
-    load_checkpoint,
-    random_state,
-    restore_random_state,
-)
+from whet.training.callback_list import CallbackList
+from whet.training.callbacks import Callback, EvaluationStoppedError, Metrics, RunView, StopRun
+from whet.training.checkpoint import contents_of, load_checkpoint, random_state, restore_random_state
 from whet.training.checkpoint_writer import CheckpointWriter
-from whet.training.early_stopping import is_better, restore_best_weights
-from whet.training.loss import evaluate_loss
+from whet.training.early_stopping import note_best, restore_best_weights
+from whet.training.loss import evaluate_loss, loss_weight
+from whet.training.nonfinite import report_nonfinite
+from whet.training.optim.lr_schedules import Schedule, create_schedule
+from whet.training.optim.optimizers import adopt_optimizer, create_optimizer
+from whet.training.prefetch import Computed, Mark, PendingUpdate, StepClock, StepQueue
+from whet.training.settings import TrainSettings
 from whet.training.state import RunResult, RunState
 from whet.training.step import TrainStep
 
 log = logging.getLogger("whet")
 
 
-class Trainer(TrainStep):
+class Trainer:
     """Steps a model through batches towards an objective.
 
-    `batches` yields, for each optimizer step, the list of its micro-batches. `evaluators` add their own
-    numbers (exact match, say) to the loss on `eval_batches`. In a `world` of several processes all of them
-    get the same batches, and each computes its share.
+    Args:
+        model: What is trained: parameters with `requires_grad`.
+        objective: What is optimised.
+        steps: A StepStream, or any iterable that yields the list of micro-batches of each step.
+        config: A whole config, from which optimizer, schedule, total_steps and settings are taken. Without
+            one, give an `optimizer`.
+        callbacks: See Callback.
+        optimizer: Any torch optimizer over the parameters that train.
+        schedule: `step -> learning rate`, counted from 1, of the first parameter group; the others keep their
+            ratio to it. Default: the rates that the optimizer has.
+        total_steps: Where to stop; None with neither a config: where `steps` ends.
+        eval_batches: What the evaluation loss is computed on.
+        evaluators: Each returns metrics that are added to an evaluation, such as exact match.
+        directory: Where checkpoints are written; None: nowhere.
+        precision: Dtypes, where they were chosen already.
+        settings: Clipping, checkpoints, evaluations and the like, where there is no config.
+        world: The processes that share each step: all get the same batches, and each computes its share.
     """
 
     def __init__(
         self,
         model: Trainable,
         objective: Objective,
-        batches: Iterable[list[Batch]],
-        config: RunConfig,
+        steps: StepStream | Iterable[Sequence[Batch]],
+        config: RunConfig | None = None,
         callbacks: Iterable[Callback] = (),
         *,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: Schedule | None = None,
         total_steps: int | None = None,
         eval_batches: Sequence[Batch] = (),
         evaluators: Sequence[Callable[[], Metrics]] = (),
         directory: str | Path | None = None,
         precision: Precision | None = None,
+        settings: TrainSettings | None = None,
         world: World = SOLO,
     ) -> None:
-        steps = config.run.steps if total_steps is None else total_steps
-        if steps is None:
+        if not isinstance(objective, Objective):
+            raise RunError(
+                f"{type(objective).__name__} is not an objective", hint="let it inherit from whet.Objective"
+            )
+        if config is None and optimizer is None:
+            raise RunError("a trainer needs an optimizer, or a config that describes one")
+        self.model = model
+        self.objective = objective
+        self.config = config
+        self.settings = settings or (TrainSettings() if config is None else TrainSettings.of(config))
+        self.stream = steps if isinstance(steps, StepStream) else IteratorStream(steps)
+        self.world = world
+        self.directory = None if directory is None else Path(directory)
+        self.device = model.device
+        self.precision = precision or choose_precision(self.settings.precision, self.device)
+        self.total_steps = total_steps if total_steps is not None or config is None else config.run.steps
+        if self.total_steps is not None:
+            check_positive(total_steps=self.total_steps)
+        elif config is not None:
             raise RunError("a trainer needs total_steps when the config counts epochs")
-        check_positive(total_steps=steps)
-        super().__init__(
+        if self.settings.freeze_pad_row:
+            from whet.models.pad_row import freeze_pad_row
+
+            freeze_pad_row(model)
+        self.learner = model if objective.heads is None else WithHeads(model, objective.heads)
+        if optimizer is None:
+            assert config is not None
+            self.optimizer = create_optimizer(config.optim_groups, self.learner)
+            self.lr_at = schedule or create_schedule(config.optim, self.total_steps)
+        else:
+            self.optimizer = optimizer
+            self.lr_at = adopt_optimizer(optimizer, schedule)
+        self.train_step = TrainStep(
             model,
             objective,
-            batches,
-            config,
-            total_steps=steps,
-            directory=None if directory is None else Path(directory),
-            precision=precision,
+            self.learner,
+            self.optimizer,
+            precision=self.precision,
+            max_norm=self.settings.clip,
             world=world,
         )
-        self.callbacks = in_order(c for c in callbacks if world.is_main or not c.main_only)
+        self.trained = self.train_step.trained
+        self.state = RunState(loss_scale=self.train_step.loss_scale)
+        self.queue = StepQueue(self.stream, self.train_step)
+        # on a CPU there is nothing to gain, fp16 may compute a step again, and ranks must agree in between
+        self.prefetches = (
+            self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
+        )
+        self.callbacks = CallbackList(callbacks, world)
         self.eval_batches = eval_batches
         self.evaluators = evaluators
         self.history: list[Metrics] = []
-        self.stop: StopRun | None = None
+        self.last_step: Step | None = None
+        self.view = RunView(self)
         self._saver = (
-            None if self.directory is None else CheckpointWriter(self.directory, config.checkpoint, world)
+            None
+            if self.directory is None
+            else CheckpointWriter(self.directory, self.settings.checkpoint, world)
         )
+        self.clock = StepClock()
 
     def fit(self) -> RunResult:
+        """Train, and tell the callbacks how it ended."""
+        result = self.train()
+        self.end(result)
+        return result
+
+    def train(self) -> RunResult:
         """Run to the end, or to wherever a callback stops it."""
         try:
-            return self._fit()
+            return self._train()
         except Exception:
             self._wait_for_save()  # what was begun before a failure is still worth having
             raise
 
-    def _fit(self) -> RunResult:
-        self._clock = time.perf_counter() - self.state.elapsed_s
-        self._tell("on_train_begin", self)
-        self._agree_on_stop()
+    def _train(self) -> RunResult:
+        self.clock.start(self.state.elapsed_s)
+        self.callbacks.begin(self)
         self._evaluate_if_due()
-        while self.state.step < self.total_steps and self.stop is None:
+        while self.state.step != self.total_steps and self.stop is None:
             metrics = self._next_step()
-            self._tell_numbers("on_step_end", metrics)
+            if metrics is None:
+                break
+            self.callbacks.step_end(self.state.step, metrics)
             self._remember(metrics)
-            self._agree_on_stop()
             self._evaluate_if_due()
             # the last step is saved once, at the end, after its evaluation
-            if self._saver is not None and self.state.step < self.total_steps:
+            if self._saver is not None and self.state.step != self.total_steps:
                 due = self._saver.due(self.state.step)
-                if self.world.from_main(due) if self.config.checkpoint.minutes else due:
+                if self.world.from_main(due) if self.settings.checkpoint.minutes else due:
                     self.save()
-                self._tell_of_saves()
+                self.callbacks.saved(self._saver.written())
         return self._finish()
 
+    def step(self, micro_batches: Sequence[Batch]) -> Metrics:
+        """Make one update from all micro-batches: their sums, divided once by the weights of all of them."""
+        began, mark = self.clock.step_began(prefetched=False), Mark(self.device)
+        step = micro_batches if isinstance(micro_batches, Step) else Step(micro_batches)
+        return self._complete(Computed(step, self.train_step.gradients(step), mark), began=began)
+
+    def collect_gradients(
+        self, micro_batches: Sequence[Batch], weights: dict[str, float] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Put the gradients of some micro-batches into the parameters, without an update.
+
+        Sums are divided by `weights`, or by the weights of these micro-batches. Returns the loss and metrics.
+        """
+        return self.train_step.unscaled_gradients(micro_batches, weights)
+
+    def apply_gradients(self) -> Metrics:
+        """Make one update from the gradients in the parameters, clipped and at the schedule's rate."""
+        lr = self.lr_at(self.state.step + 1)
+        norm, skipped = self.train_step.update_from_unscaled(lr=lr)
+        if skipped:
+            raise RunError(f"the gradient norm is {norm}: no weight was changed")
+        self.state.loss_scale.note_good_step()
+        self.state.step += 1
+        return {"lr": lr, "grad_norm": norm}
+
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """Loss over batches, weighted by tokens, and its perplexity."""
+        """Return the loss over batches, weighted by tokens, and its perplexity."""
         return evaluate_loss(
             self.model,
             self.objective,
@@ -126,71 +205,147 @@ class Trainer(TrainStep):
         )
 
     def pause_point(self) -> None:
-        """Called often during an evaluation: break it off where a callback wants the run to stop."""
+        """Break off an evaluation where a callback wants the run to stop; called often during one."""
         self.world.watch.doing("evaluating")
-        for callback in self.callbacks:
-            if isinstance(answer := callback.on_pause(), StopRun):
-                self._obey(answer)
-                raise EvaluationStoppedError
+        self.callbacks.pause()
 
     def save(self) -> None:
         """Save a checkpoint of this step, once; a run without a directory has none.
 
-        It may still be copied from the model when this returns; `step` waits for that before it updates.
+        It may still be copied from the model when this returns; the next update waits for that.
         """
-        self._stay_here()
+        self.queue.cancel()
         if self._saver is None or self.world.from_main(self._saver.saved_step == self.state.step):
             return
         contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
         with self.world.watch.patiently("saving"):
             self._saver.save(self.state.step, contents, best_steps=tuple(self.state.best_steps))
 
-    def _before_update(self) -> None:
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint: everything the run needs, or an error."""
+        state = load_checkpoint(path, self.learner, self.optimizer, world=self.world)
+        self.state = RunState.from_checkpoint(state["run"])
+        self.train_step.loss_scale = self.state.loss_scale
         if self._saver is not None:
-            self._saver.before_update()
+            self._saver.saved_step = self.state.step
+        self.callbacks.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
+        streams = [state["random"], *state.get("random_elsewhere", ())]
+        if self.world.rank < len(streams):  # else: one of more ranks than before, seeded as such
+            restore_random_state(streams[self.world.rank])
+        self.stream.seek(state["data"])
+        self.callbacks.restore(state["callbacks"])
 
-    def _model_is_wanted_after(self, step: int) -> bool:
+    def _next_step(self) -> Metrics | None:
+        """Return the metrics of the next step, or None where a stream of unknown length has ended.
+
+        On a GPU the step after it is queued before they are read.
+        """
+        began = self.clock.step_began(prefetched=self.queue.prefetched is not None)
+        try:
+            computed = self.queue.take()
+        except StopIteration:
+            if self.total_steps is None:
+                return None
+            raise RunError(
+                f"the batches ran out after step {self.state.step} of {self.total_steps}",
+                hint="batches must yield one list of micro-batches for each step",
+            ) from None
+        return self._complete(computed, began=began, prefetch=self._may_prefetch(self.state.step + 1))
+
+    def _may_prefetch(self, step: int) -> bool:
+        """Whether nothing but metrics is wanted between this step and the next."""
         return (
-            (self._evaluates and self._due_at(step, self.config.eval.every))
-            or (self._saver is not None and self._saver.due(step))
-            or any(callback.touches_model(step) for callback in self.callbacks)
+            self.prefetches
+            and step != self.total_steps
+            and not (self._evaluates and self._due_at(step, self.settings.eval_every))
+            and not (self._saver is not None and self._saver.due(step))
+            and not self.callbacks.touch_model(step)
+            and self.stream.can_prefetch()
         )
+
+    def _complete(self, computed: Computed, *, began: float, prefetch: bool = False) -> Metrics:
+        """Update, and return the row of the step."""
+        lr, scale, step = self.lr_at(self.state.step + 1), self.state.loss_scale, computed.step
+        scale_before = scale.value
+        pending = self._update(computed.sums, lr=lr)
+        if prefetch:
+            self.queue.prefetch()
+        metrics, norm, skipped = pending.read()
+        while skipped and scale.shrink_after(metrics["loss"]):  # an overflow of fp16: the same again, smaller
+            pending = self._update(self.train_step.gradients(step), lr=lr)
+            metrics, norm, skipped = pending.read()
+        if skipped:
+            scale.value = scale_before  # it was not to blame
+            self._report_nonfinite(computed, metrics["loss"], norm)
+            metrics["skipped"] = True
+        else:
+            scale.note_good_step()
+        if self.precision.compute == torch.float16:
+            metrics["loss_scale"] = scale.value
+        self.state.nonfinite_in_a_row = self.state.nonfinite_in_a_row + 1 if skipped else 0
+        self.state.step += 1
+        self.world.watch.at_step(self.state.step)
+        on_device = computed.began.seconds_until(pending.reading.arrived)
+        seconds, self.state.elapsed_s = self.clock.end_step(began, on_device)
+        self.last_step = step
+        self.view.note_step(weight=loss_weight(self.objective, step), weighted=frozenset(metrics))
+        tokens = sum(batch.real_tokens for batch in step)
+        supervised = sum(batch.supervised for batch in step)
+        row = {
+            **metrics,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": tokens,
+            "supervised_tokens": supervised,
+            **self.state.count(tokens, supervised),
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds,
+            "elapsed_s": self.state.elapsed_s,
+            "peak_gib": self.state.peak(peak_gib(self.device)),
+            **step.metrics,
+        }
+        self.stream.after_update(step, self.state.step, row)
+        return row
+
+    def _update(self, sums: dict[str, torch.Tensor], *, lr: float) -> PendingUpdate:
+        wait = (lambda: None) if self._saver is None else self._saver.before_update
+        return self.train_step.update(sums, lr=lr, before_update=wait)
+
+    def _report_nonfinite(self, computed: Computed, loss: float, norm: float) -> None:
+        """Warn that the weights were left as they were, or stop with a checkpoint of before this step."""
+        directory = self.directory if self.world.is_main else None
+        in_a_row = self.state.nonfinite_in_a_row + 1
+        error = report_nonfinite(
+            self.state.step + 1,
+            computed.step,
+            directory,
+            self.settings,
+            loss=loss,
+            norm=norm,
+            in_a_row=in_a_row,
+        )
+        if error is not None:
+            self.queue.cancel()
+            self.queue.rewind(computed)
+            self.save()
+            raise error
 
     def _wait_for_save(self) -> None:
         if self._saver is not None:
             with self.world.watch.patiently("saving"):
                 self._saver.wait()
-            self._tell_of_saves()
-
-    def _tell_of_saves(self) -> None:
-        for step, path in self._saver.written() if self._saver is not None else ():
-            self._tell("on_save", step, path)
-
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint: everything the run needs, or an error."""
-        state = load_checkpoint(path, self.learner, self.optimizer, world=self.world)
-        self.state = RunState.from_checkpoint(state["run"])
-        if self._saver is not None:
-            self._saver.saved_step = self.state.step
-        self.stop = None if self.state.stopped is None else StopRun(self.state.stopped)
-        streams = [state["random"], *state.get("random_elsewhere", ())]
-        if self.world.rank < len(streams):  # else: one of more ranks than before, seeded as such
-            restore_random_state(streams[self.world.rank])
-        self.source.seek(state["data"])  # type: ignore[attr-defined]  # a stream that was saved can seek
-        states = stored_states(state["callbacks"])
-        for name, callback in named(self.callbacks):
-            if name in states:
-                callback.restore(states[name])
+            self.callbacks.saved(self._saver.written())
 
     def _run_state(self) -> Metrics:
         here, *elsewhere = self.world.gather(random_state())
+        self.state.stopped = None if self.stop is None or self.stop.unfinished else self.stop.reason
         return {
-            "config": to_dict(self.config),
+            "config": {} if self.config is None else to_dict(self.config),
             "run": asdict(self.state),
             "random": here,
             **({"random_elsewhere": elsewhere} if elsewhere else {}),
-            "data": self.source.state() if hasattr(self.source, "state") else {},
-            "callbacks": {name: state for name, c in named(self.callbacks) if (state := c.state())},
+            "data": self.stream.state(),
+            "callbacks": self.callbacks.state(),
         }
 
     @staticmethod
@@ -200,11 +355,11 @@ class Trainer(TrainStep):
     def _evaluate_if_due(self) -> None:
         """Before the first step and at intervals; a run that must stop now does it when it is resumed."""
         hurry = self.stop is not None and self.stop.unfinished
-        if not hurry and (self.state.step == 0 or self._due_at(self.state.step, self.config.eval.every)):
-            self._evaluate_and_tell()
+        if not hurry and (self.state.step == 0 or self._due_at(self.state.step, self.settings.eval_every)):
+            self._evaluate_now()
 
-    def _evaluate_and_tell(self) -> None:
-        """Evaluate, once a step, tell the callbacks, and keep a checkpoint when it is the best so far."""
+    def _evaluate_now(self) -> None:
+        """Evaluate, once a step, call the callbacks, and save a checkpoint when it is the best so far."""
         if not self._evaluates or self.state.evaluated_step == self.state.step:
             return
         started = time.perf_counter()
@@ -213,98 +368,55 @@ class Trainer(TrainStep):
             for evaluator in self.evaluators:
                 metrics |= evaluator()
         except EvaluationStoppedError:
-            self._agree_on_stop()
+            self.callbacks.agree_on_stop()
             return
         metrics["eval_s"] = time.perf_counter() - started
         self.state.evaluated_step = self.state.step
-        self._tell_numbers("on_eval_end", metrics)
+        self.callbacks.eval_end(self.state.step, metrics)
         self._remember(metrics)
-        self._agree_on_stop()
-        early = self.config.eval.early_stop
-        usual = "eval_loss" if "eval_loss" in metrics else "eval_reward"
-        watched = early.metric if early is not None else usual
-        best = self.state.best
-        if watched in metrics and is_better(watched, metrics[watched], best["value"] if best else None):
-            self.state.best = {"metric": watched, "value": metrics[watched], "step": self.state.step}
-            self.state.best_steps.append(self.state.step)
-            if self.state.step or early is not None:  # nobody asks for untouched weights back otherwise
-                self.save()
+        # untouched weights are saved only where they may be asked for again
+        is_best = note_best(self.state, metrics, self.settings.best_metric)
+        if is_best and (self.state.step or self.settings.restores_best):
+            self.save()
 
     @property
     def _evaluates(self) -> bool:
         return bool(self.eval_batches or self.evaluators)
+
+    @property
+    def stop(self) -> StopRun | None:
+        """Why the run is to stop, or None."""
+        return self.callbacks.stop
 
     def _remember(self, metrics: Metrics) -> None:
         row = {"step": self.state.step, **metrics}
         self.history.append(row)
         self.state.latest |= row
 
-    def _tell_numbers(self, hook: str, metrics: Metrics) -> None:
-        """Injectors first; what they write is plain for all who read it, checkpoints too."""
-        writers = [callback for callback in self.callbacks if isinstance(callback, Injector)]
-        readers = [callback for callback in self.callbacks if not isinstance(callback, Injector)]
-        self._tell(hook, self.state.step, metrics, to=writers)
-        metrics.update(plain(metrics))
-        self._tell(hook, self.state.step, metrics, to=readers)
-
-    def _tell(
-        self,
-        hook: str,
-        *arguments: Any,  # Any: what the hook takes
-        to: Sequence[Callback] | None = None,
-    ) -> None:
-        for callback in self.callbacks if to is None else to:
-            answer = getattr(callback, hook)(*arguments)
-            if isinstance(answer, StopRun):
-                self._obey(answer)
-
-    def _obey(self, stop: StopRun) -> None:
-        if self.stop is None:
-            self.stop = stop
-            self.state.stopped = None if stop.unfinished else stop.reason
-            log.info("stopping: %s", stop.reason)
-
-    def _agree_on_stop(self) -> None:
-        """What one rank stops for, all stop for: after the same step, for the same reason."""
-        if self.world.size == 1:
-            return
-        for rank, fields in enumerate(self.world.gather(None if self.stop is None else asdict(self.stop))):
-            if fields is not None:
-                stop = StopRun(**fields)
-                if self.stop is None:
-                    log.info("stopping: rank %d: %s", rank, stop.reason)
-                self.stop = stop
-                self.state.stopped = None if stop.unfinished else stop.reason
-                return
-
     def _finish(self) -> RunResult:
-        self._stay_here()
+        self.queue.cancel()
         finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
         if finished:
-            self._evaluate_and_tell()
+            self._evaluate_now()
             finished = not self._evaluates or self.state.evaluated_step == self.state.step
         self.save()
         self._wait_for_save()
         self.world.barrier()
-        if finished and self.config.eval.early_stop is not None and self.directory is not None:
+        if finished and self.settings.restores_best and self.directory is not None:
             restore_best_weights(self.directory, self.learner, self.state, world=self.world)
-        because = "finished" if self.stop is None else self.stop.reason
-        result = RunResult(
-            directory=self.directory,
-            steps=self.state.step,
-            metrics=self.state.latest,
-            best=self.state.best,
-            history=self.history,
-            stopped_because=because,
+        return RunResult.of(
+            self.state,
+            self.history,
+            self.directory,
+            because="finished" if self.stop is None else self.stop.reason,
             unfinished=not finished,
-            summary=self.state.summary(because)
-            | {
-                "directory": str(self.directory) if self.directory else None,
-                "fingerprint": self.model.fingerprint,
-            },
+            fingerprint=self.model.fingerprint,
         )
+
+    def end(self, result: RunResult) -> None:
+        """Call the callbacks' on_train_end; raises where the last checkpoint could not be written."""
         with self.world.watch.patiently("finishing"):
-            self._tell("on_train_end", result)
+            self.callbacks.end(result)
         if self._saver is not None and self._saver.failure is not None:
             raise RunError(
                 f"the last checkpoint is missing: {self._saver.failure.message}",
@@ -312,4 +424,3 @@ class Trainer(TrainStep):
                 if result.unfinished
                 else None,
             )
-        return result

@@ -34,9 +34,8 @@ from whet.parallel.process_group import SOLO, World
 from whet.recipes.classify.calibration import fitted_temperature, rows_of
 from whet.run_directory import CLASSIFICATION_FILE, FINAL, PROBE_FILE
 from whet.storage import read_json, replace_text
-from whet.training.callbacks import Injector, NumbersOnly
+from whet.training.callbacks import Injector, RunView
 from whet.training.state import RunResult
-from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
@@ -80,7 +79,7 @@ def report_on(
     return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": speed}
 
 
-class ClassificationEnd(NumbersOnly, Injector):
+class ClassificationEnd(Injector):
     """Calibrates and keeps the head, and writes classification.json, after a run has finished."""
 
     def __init__(
@@ -136,7 +135,7 @@ class ClassificationEnd(NumbersOnly, Injector):
         log.info("linear probe of the untrained model: macro F1 %.3f", scores["f1_macro"])
         return scores
 
-    def on_train_begin(self, run: Trainer) -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Keep what the probe found: a resumed run has other weights by then."""
         path = self.directory / PROBE_FILE
         if self.probe is not None and self.world.is_main and not path.is_file():

@@ -37,7 +37,7 @@ from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
 from whet.recipes.recipe import Recipe
 from whet.run_directory import ARCH_FILE, CONFIG_FILE, FINAL, LOG_FILE, METRICS_FILE, PROVENANCE_FILE
 from whet.storage import append_text, new_directory, read_json, write_json, write_text
-from whet.training.callbacks import Callback, Injector, Metrics, NumbersOnly
+from whet.training.callbacks import Callback, Injector, Metrics
 from whet.training.loss import evaluate_loss
 from whet.training.optim.lr_schedules import create_schedule
 from whet.training.state import RunResult
@@ -138,7 +138,7 @@ def glue(metrics: Metrics, *, prefix: str = "") -> None:
         }
 
 
-class QualityRow(NumbersOnly, Injector):
+class QualityRow(Injector):
     """Adds to every training row what parsers of this task's metrics expect beside whet's own names."""
 
     def __init__(self, spec: QualitySpec) -> None:
@@ -204,17 +204,17 @@ def summary_line(fields: Mapping[str, Any]) -> str:  # Any: as above
     return "SUMMARY: " + " ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def write_final(trainer: Trainer, directory: Path) -> None:
+def write_final(trainer: Trainer, directory: Path, *, seed: int) -> None:
     """`final/`: the model to use, and the checkpoint that the task's other tools read."""
-    model, run = trainer.model, trainer.config.run
+    model = trainer.model
     assert isinstance(model, TabularModel)
-    steps = trainer.total_steps
+    steps = trainer.total_steps or trainer.state.step
     with new_directory(directory / FINAL) as staging:
         save_quality(model, staging)
         write_tkp1(
             staging / CHECKPOINT,
             step=steps,
-            config={"size": model.spec.size, "seed": run.seed, "steps": steps},
+            config={"size": model.spec.size, "seed": seed, "steps": steps},
             count=model.spec.tensor_count(),
             records=tkp1_records(model, trainer.optimizer.state.__getitem__, step=trainer.state.step),
         )
@@ -357,4 +357,4 @@ class QualityRecipe(Recipe):
         """The model, and the checkpoint that the task's other tools read."""
         with self.world.abreast():
             if self.world.is_main:
-                write_final(trainer, self.directory)
+                write_final(trainer, self.directory, seed=self.config.run.seed)

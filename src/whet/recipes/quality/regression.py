@@ -1,5 +1,7 @@
 """Squared error of the quality task, what its router does, and how far experts that share rows agree."""
 
+from collections.abc import Mapping
+
 import torch
 
 from whet.data.batches import Batch
@@ -13,6 +15,10 @@ class Regression(Objective):
     Each expert is a section over the rows it reads. Two sections glue when they say the same where both are
     defined; how far they do not is reported for each pair, and penalised with weight `gluing`.
     """
+
+    unit = "rows"
+    # the last shows early that a router collapses
+    progress: Mapping[str, str] = {"grad_norm": "grad norm", "router_entropy_mean": "router entropy"}
 
     def __init__(self, *, gluing: float = 0.0) -> None:
         self.coefficients = {"loss": 1.0, **({"gluing": gluing} if gluing else {})}

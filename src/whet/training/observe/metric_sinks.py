@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from whet.config.load_config import to_dict
 from whet.errors import StorageError
 from whet.storage import append_text
-from whet.training.callbacks import Metrics, RowCallback
+from whet.training.callbacks import Metrics, RowCallback, RunView
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
-    from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
@@ -81,16 +80,17 @@ class SinkCallback(RowCallback):
         self._failed = self._behind = False
         self._thread: threading.Thread | None = None
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Open it, in the background."""
         super().on_train_begin(run)
-        directory = run.directory or run.config.directory
+        config = run.config
+        directory = run.directory or (Path() if config is None else config.directory)
         facts = RunFacts(
-            name=run.config.run.name,
+            name=directory.resolve().name if config is None else config.run.name,
             project=directory.resolve().parent.name,
             directory=directory,
-            config=to_dict(run.config),
-            step=run.state.step,
+            config={} if config is None else to_dict(config),
+            step=run.step,
             identity=self.identity,
         )
         self.path = directory / f"sink-{self.name}.jsonl"

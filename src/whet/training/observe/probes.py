@@ -17,7 +17,7 @@ from whet.data.batches import Batch
 from whet.errors import ConfigError, StorageError, check_positive
 from whet.models.language_model import LanguageModel
 from whet.storage import new_file, write_safetensors
-from whet.training.callbacks import Injector, Metrics, NumbersOnly
+from whet.training.callbacks import Injector, Metrics, ModelCallback, RunView
 from whet.training.loss import total_weights, weighted_loss
 from whet.training.observe.activation_capture import ActivationCapture
 from whet.training.observe.attention_maps import visit_attention
@@ -43,7 +43,7 @@ _SMALLEST_NORM = 1e-10  # a mean of gradient norms below it has no meaningful ra
 _SMALLEST_SIDE = 4  # of a matrix whose rank says anything
 
 
-class Probe(Injector, abc.ABC):
+class Probe(ModelCallback, Injector, abc.ABC):
     """Measures every `every` steps and writes what it found into the step's row.
 
     The run goes on exactly as it would without: gradients, random streams and modes are left as they are. A
@@ -57,10 +57,9 @@ class Probe(Injector, abc.ABC):
         check_positive(every=every)
         self.every = every
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Remember what to look at."""
-        self.run = run
-        self.layers = Layers(run.model)
+        self.layers = Layers(self.trainer.model)
 
     def touches_model(self, step: int) -> bool:
         """Where it is time to measure."""
@@ -72,7 +71,7 @@ class Probe(Injector, abc.ABC):
             return
         started = time.perf_counter()
         try:
-            with preserve_state(self.run.learner, self.run.model):
+            with preserve_state(self.trainer.learner, self.trainer.model):
                 metrics |= self.measure()
         except Exception as error:  # whatever goes wrong in looking at a run is no reason to end it
             self.failed = True
@@ -89,7 +88,7 @@ class Probe(Injector, abc.ABC):
 
     def gradients(self, batches: Sequence[Batch]) -> list[torch.Tensor | None]:
         """The gradients of the trained parameters on some micro-batches; `.grad` is not touched."""
-        run, scale = self.run, self.run.state.loss_scale.value
+        run, scale = self.trainer, self.trainer.state.loss_scale.value
         weights = total_weights(run.objective, batches)
         totals: list[torch.Tensor | None] = [None] * len(run.trained)
         for batch in batches:
@@ -114,7 +113,7 @@ class GradientStats(Probe):
     def measure(self) -> Metrics:
         """exp_grad_norm_mean and _std over tensors, _layer (each), _rest (outside them), _largest_layer."""
         norms = _norms(self.gradients(self.batches))
-        by_layer, rest = self.layers.root_sums(self.run.trained, norms)
+        by_layer, rest = self.layers.root_sums(self.trainer.trained, norms)
         of_tensors = [norm for norm in norms if norm is not None]
         known = [norm for norm in by_layer if norm is not None]
         found: Metrics = {"exp_grad_norm_layer": by_layer, "exp_grad_norm_rest": rest}
@@ -137,10 +136,10 @@ class GradientNoise(Probe):
 
     def measure(self) -> Metrics:
         """exp_simple_noise_scale, in tokens (or pairs, or texts), and what it is the quotient of."""
-        sizes = [units(self.run.objective, piece) for piece in self.pieces]
+        sizes = [units(self.trainer.objective, piece) for piece in self.pieces]
         total = sum(sizes)
         squares: list[float] = []
-        of_all: list[torch.Tensor | None] = [None] * len(self.run.trained)
+        of_all: list[torch.Tensor | None] = [None] * len(self.trainer.trained)
         for size, piece in zip(sizes, self.pieces, strict=True):
             gradients = self.gradients(piece)
             squares.append(sum(norm**2 for norm in _norms(gradients) if norm is not None))
@@ -153,7 +152,7 @@ class GradientNoise(Probe):
         return metrics if found.scale is None else metrics | {"exp_simple_noise_scale": found.scale}
 
 
-class LossCurvature(Injector, NumbersOnly):
+class LossCurvature(Injector):
     """How much the gradient norm varies: std / mean over the last `window` steps, in every row.
 
     It reads the norms that each step has anyway, and costs nothing.
@@ -193,16 +192,16 @@ class WeightStats(Probe):
         super().__init__(every)
         self.start: dict[str, torch.Tensor] | Path | None = None
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """Keep the start, or find the one that was kept."""
         super().on_train_begin(run)
-        self.named = {name: p for name, p in run.learner.named_parameters() if p.requires_grad}
+        self.named = {name: p for name, p in self.trainer.learner.named_parameters() if p.requires_grad}
         if run.directory is None:
             self.start = {name: p.detach().clone() for name, p in self.named.items()}
             return
         path = run.directory / START
         try:
-            if run.state.step == 0:
+            if run.step == 0:
                 path.unlink(missing_ok=True)  # of a beginning that came to nothing
                 with new_file(path) as staging:
                     write_safetensors(staging, dict(self.named))
@@ -275,13 +274,13 @@ class ActivationStats(_OnTexts):
 
     def measure(self) -> Metrics:
         """exp_act_norm_ratio (last to first layer), exp_act_sparsity_mean, and both of each layer."""
-        model = self.run.model
+        model = self.trainer.model
         assert isinstance(model, LanguageModel)
         sums: dict[str, torch.Tensor] = {}
         keep = functools.partial(_summed, eps=self.eps)
         for text in self.texts:
-            with torch.no_grad(), _precision(self.run), ActivationCapture(model, keep=keep) as captured:
-                model.hidden(text.to(self.run.device))
+            with torch.no_grad(), _precision(self.trainer), ActivationCapture(model, keep=keep) as captured:
+                model.hidden(text.to(self.trainer.device))
             for name, found in captured.outputs.items():
                 sums[name] = sums[name] + found if name in sums else found
         measured = Reading(*sums.values()).values()
@@ -300,7 +299,7 @@ class AttentionEntropy(_OnTexts):
 
     def measure(self) -> Metrics:
         """exp_attn_entropy_mean and _std over layers, and _layer: each; null: it has no attention."""
-        model = self.run.model
+        model = self.trainer.model
         assert isinstance(model, LanguageModel)
         sums: dict[int, torch.Tensor] = {}
 
@@ -309,8 +308,8 @@ class AttentionEntropy(_OnTexts):
             sums[layer] = sums.get(layer, torch.zeros((), device=weights.device)) + entropies.sum()
 
         for text in self.texts:
-            with _precision(self.run):
-                visit_attention(model, text.to(self.run.device), visit)
+            with _precision(self.trainer):
+                visit_attention(model, text.to(self.trainer.device), visit)
         positions = sum(text.numel() for text in self.texts)
         totals = dict(zip(sums, Reading(*sums.values()).values(), strict=True))
         by_layer = [totals[n] / positions if n in totals else None for n in range(len(self.layers))]
@@ -330,7 +329,7 @@ class EffectiveRank(Probe):
 
     def measure(self) -> Metrics:
         """exp_effective_rank_mean over matrices, and _layer: the mean of each layer's."""
-        chosen = [p for p in self.run.trained if p.ndim >= 2 and min(p.shape[-2:]) >= _SMALLEST_SIDE]
+        chosen = [p for p in self.trainer.trained if p.ndim >= 2 and min(p.shape[-2:]) >= _SMALLEST_SIDE]
         ranks = [effective_rank(p).reshape(-1) for p in chosen]
         # a matrix of zeros (a fresh lora_B) has none
         lists = [[rank for rank in found.tolist() if not math.isnan(rank)] for found in ranks]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import StorageError
+from whet.errors import ConfigError, StorageError
 from whet.generation.engine import check_prompts, generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.models.language_model import LanguageModel
@@ -15,19 +15,18 @@ from whet.models.stop_tokens import stop_tokens
 from whet.parallel.fsdp import gathered
 from whet.run_directory import set_aside_later_rows
 from whet.storage import append_text
-from whet.training.callbacks import Injector, Metrics
+from whet.training.callbacks import Injector, Metrics, ModelCallback, RunView
 from whet.training.observe.preserve_state import preserve_state
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
-    from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
 _SHOWN = 160  # characters of a line
 
 
-class SampleGenerations(Injector):  # so that its last rows are written before the summary
+class SampleGenerations(ModelCallback, Injector):  # so that its last rows are written before the summary
     """Greedy answers to some prompts, as rows {step, prompt, completion} of a file.
 
     Before the first step, every `every` steps, and after the last with the weights that `final/` has.
@@ -49,23 +48,22 @@ class SampleGenerations(Injector):  # so that its last rows are written before t
         self.max_tokens = max_tokens
         self._written: int | None = None
 
-    def on_train_begin(self, run: "Trainer") -> None:
+    def on_train_begin(self, run: RunView) -> None:
         """What it says untrained; of a resumed run, rows after its checkpoint come again."""
-        assert isinstance(run.model, LanguageModel)
-        self.run, step = run, run.state.step
+        model, step = self._model(), run.step
         self._encoded = [encode_prompt(self.tokenizer, prompt) for prompt in self.prompts]
-        check_prompts(run.model, self._encoded)
-        ended = step == run.total_steps or run.state.stopped is not None
+        check_prompts(model, self._encoded)
+        ended = step == run.total_steps or self.trainer.stop is not None
         kept = step - 1 if ended and not self.touches_model(step) else step  # the last rows come again, too
         with contextlib.suppress(StorageError):
-            if run.world.is_main:
+            if run.is_main:
                 set_aside_later_rows(self.path, step=kept if step else -1, evaluated_step=None)
         if step == 0:
             self._write(0)
 
     def touches_model(self, step: int) -> bool:
         """Where answers are due; those of the last step come at the end."""
-        return self.every is not None and step % self.every == 0 and step < self.run.total_steps
+        return self.every is not None and step % self.every == 0 and step != self.trainer.total_steps
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """What it says now."""
@@ -74,14 +72,14 @@ class SampleGenerations(Injector):  # so that its last rows are written before t
 
     def on_train_end(self, result: "RunResult") -> None:
         """What it says at last."""
-        early = self.run.config.eval.early_stop is not None  # then these may be the weights of another step
+        early = self.trainer.settings.restores_best  # then these may be the weights of another step
         if not result.unfinished and (early or self._written != result.steps):
             self._write(result.steps)
 
     def _write(self, step: int) -> None:
         self._written = step
-        with gathered(self.run.model):  # by all ranks, for the one that answers
-            if not self.run.world.is_main:
+        with gathered(self.trainer.model):  # by all ranks, for the one that answers
+            if not self.trainer.world.is_main:
                 return
             completions = self._complete()
         rows = [
@@ -95,10 +93,14 @@ class SampleGenerations(Injector):  # so that its last rows are written before t
         for row in rows:
             log.info("step %d: %s -> %s", step, _short(str(row["prompt"])), _short(str(row["completion"])))
 
+    def _model(self) -> LanguageModel:
+        if not isinstance(self.trainer.model, LanguageModel):
+            raise ConfigError("samples are answers of a language model, and this model is not one")
+        return self.trainer.model
+
     def _complete(self) -> list[str]:
-        model = self.run.model
-        assert isinstance(model, LanguageModel)
-        with preserve_state(self.run.learner, model), gathered(model):
+        model = self._model()
+        with preserve_state(self.trainer.learner, model), gathered(model):
             found = generate_tokens(
                 model,
                 self._encoded,

@@ -3,10 +3,10 @@
 from collections import deque
 
 from whet.errors import ConfigError
-from whet.training.callbacks import Injector, Metrics, NumbersOnly
+from whet.training.callbacks import Injector, Metrics
 
 
-class ThroughputMonitor(Injector, NumbersOnly):
+class ThroughputMonitor(Injector):
     """Rates over the last `every` steps, with everything that happens between them but evaluations.
 
     With `flops_per_token`, what training takes for one, it also counts FLOPs; with the device's `peak_tflops`

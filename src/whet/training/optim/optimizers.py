@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from whet.config.optim import Optim
+from whet.errors import RunError
 from whet.lazy_import import load_object
 from whet.parallel.gradient_sync import by_mesh
+from whet.training.optim.lr_schedules import Schedule
+from whet.training.optim.masked_optimizer import MaskedOptimizer
 from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
 
 log = logging.getLogger("whet")
@@ -82,7 +85,28 @@ def divides_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer can divide gradients as it reads them, which saves a pass over all of them."""
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     # the kernels for other devices read no divisor in all versions of torch
-    return isinstance(optimizer, torch.optim.Adam) and devices <= {"cpu", "cuda"}
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.Adam) and fused and devices <= {"cpu", "cuda"}
+
+
+def adopt_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Schedule:
+    """Prepare an optimizer that was not made here for `masked_step`, and return its schedule.
+
+    A schedule gives the rate of the first group; the others keep their ratio to it.
+    """
+    first = float(optimizer.param_groups[0]["lr"])
+    for group in optimizer.param_groups:
+        if not first and group["lr"]:
+            raise RunError("the first parameter group has a learning rate of 0: put another group first")
+        group.setdefault("lr_scale", float(group["lr"]) / first if first else 1.0)
+    return schedule or (lambda _: first)
+
+
+def reads_skip_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer obeys `found_inf` on the device, as torch's fused kernels and whet's own do."""
+    return isinstance(optimizer, MaskedOptimizer) or all(
+        group.get("fused") for group in optimizer.param_groups
+    )
 
 
 def masked_step(
@@ -96,6 +120,11 @@ def masked_step(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
+    if not reads_skip_flag(optimizer):  # the host has to wait for the flag
+        if not skip.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return
     # the attributes torch's own GradScaler sets: the fused kernels read the flag on the device
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
