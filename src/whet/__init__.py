@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from whet.model_io.save import save as save
     from whet.objectives.objective import Loss as Loss
     from whet.objectives.objective import Objective as Objective
+    from whet.ops.dispatch import reference as reference
     from whet.planning.plan import plan as plan
     from whet.recipes.classify.classifier import Classifier as Classifier
     from whet.runs.run import resume as resume
@@ -73,6 +74,7 @@ _HOMES = {
     "model_io.merging.merge_models": ("merge_models",),
     "model_io.save": ("save",),
     "objectives.objective": ("Loss", "Objective"),
+    "ops.dispatch": ("reference",),
     "planning.plan": ("plan",),
     "recipes.classify.classifier": ("Classifier",),
     "runs.run": ("resume", "train"),

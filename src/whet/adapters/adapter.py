@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from whet.ops.dispatch import chosen_paths
+
 Made = TypeVar("Made")
 
 
@@ -18,6 +20,7 @@ class Adapter(nn.Module, abc.ABC):
         super().__init__()
         self.base = base
         self.enabled = True
+        self.paths = chosen_paths()
         self.lasting: dict[object, Any] | None = None  # within `unchanging`: what was made of weights alone
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
@@ -61,7 +64,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def unchanging(model: nn.Module) -> Iterator[None]:
     """No weight changes in a `with` block: what depends on weights alone is made once."""
     # what ranks hold in parts is gathered anew for each pass
-    modules = [] if hasattr(model, "unshard") else [module for _, module in adapted(model)]
+    kept = not hasattr(model, "unshard")
+    modules = [module for _, module in adapted(model) if kept and module.paths.decoding]
     before = [module.lasting for module in modules]
     for module in modules:
         module.lasting = {} if module.lasting is None else module.lasting

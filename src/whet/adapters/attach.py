@@ -16,6 +16,7 @@ from whet.config.method import Method
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
 from whet.models.language_model import LanguageModel
+from whet.ops.dispatch import using
 
 VARIANTS = {
     "lora": "whet.adapters.layers.lora_linear:LoRALinear",
@@ -104,6 +105,16 @@ def put_adapters(
         raise ConfigError(
             f"{both[0]} cannot have an adapter and be trained whole: drop it from one of the two"
         )
+    with using(model.paths):
+        made = _adapters(model, settings)
+    model.requires_grad_(False)
+    for name, module in made.items():
+        replace_module(model, name, module)
+    retrain(model, list(saved))
+
+
+def _adapters(model: LanguageModel, settings: Mapping[str, LoRASettings]) -> dict[str, Adapter]:
+    """New adapters, by the names of the modules they are for."""
     fused, tied = fused_weights(model), tied_to_head(model)
     made: dict[str, Adapter] = {
         name: _adapter(model, name, each, is_tied=name in tied)
@@ -114,11 +125,8 @@ def put_adapters(
     for name in (name for name in fused if name in settings):  # in the module's own order, as PEFT nests them
         path, _, leaf = name.rpartition(".")
         by_module.setdefault(path, {})[leaf] = settings[name]
-    made |= {path: LoRAExperts(model.get_submodule(path), each) for path, each in by_module.items()}
-    model.requires_grad_(False)
-    for name, module in made.items():
-        replace_module(model, name, module)
-    retrain(model, list(saved))
+    experts = {path: LoRAExperts(model.get_submodule(path), each) for path, each in by_module.items()}
+    return {**made, **experts}
 
 
 def _adapter(model: LanguageModel, name: str, settings: LoRASettings, *, is_tied: bool) -> Adapter:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.ops.dispatch import FAST, Paths, chosen_paths
+
 BLOCK = 64
 SCALES_BLOCK = 256
 # quantiles of a normal distribution, scaled to [-1, 1]; the paper's appendix E
@@ -88,12 +90,14 @@ def _unfilled(count: int) -> dict[str, torch.Tensor]:
     }
 
 
-def dequantise(packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def dequantise(
+    packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, paths: Paths = FAST
+) -> torch.Tensor:
     """The weight again."""
     codes, rest = packed["codes"], packed["rest"].view(torch.float32)
     centred = _blocks(code_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
     scales = (centred * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
-    if bitsandbytes() is not None and shape[0] * shape[1] % BLOCK == 0:
+    if paths.quantised and bitsandbytes() is not None and shape[0] * shape[1] % BLOCK == 0:
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         # a row a block: its CPU kernel goes wrong where blocks begin inside of rows
         return kernel(codes[:, None], scales, BLOCK, "nf4", (scales.numel(), BLOCK), dtype).view(shape)
@@ -113,6 +117,7 @@ class NF4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = dtype  # of the computation
+        self.paths = chosen_paths()
         for name, tensor in quantise(linear.weight.detach().to(device)).items():
             self.register_buffer(name, tensor)
         self.bias = linear.bias
@@ -121,11 +126,15 @@ class NF4Linear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight as it is computed with."""
         packed = {"codes": self.codes, "scales": self.scales, "rest": self.rest}
-        return dequantise(packed, (self.out_features, self.in_features), self.dtype)
+        return dequantise(packed, (self.out_features, self.in_features), self.dtype, self.paths)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The linear layer."""
-        y: torch.Tensor = _FrozenLinear.apply(x, self)
+        if not self.paths.quantised:
+            with torch.autocast(x.device.type, enabled=False):
+                y = F.linear(x.to(self.dtype), self.weight)
+        else:
+            y = _FrozenLinear.apply(x, self)
         return y if self.bias is None else y + self.bias
 
     def merged(self) -> dict[str, torch.Tensor]:

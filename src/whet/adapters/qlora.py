@@ -10,6 +10,7 @@ from whet.adapters.nf4 import NF4Linear, bitsandbytes
 from whet.adapters.targets import linear_layers
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
+from whet.ops.dispatch import using
 
 log = logging.getLogger("whet")
 
@@ -27,10 +28,12 @@ def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
     for name in layers:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        replace_module(model, name, NF4Linear(linear, device=device, dtype=dtype))
+        with using(model.paths):
+            replace_module(model, name, NF4Linear(linear, device=device, dtype=dtype))
     model.to(device, dtype)
     count, size = quantised_weights(model)
     how = "bitsandbytes" if bitsandbytes() is not None else "torch (bitsandbytes is not installed)"
+    how = how if model.paths.quantised else "torch"
     log.info("base: %s weights in NF4, %.3f bytes each, by %s", f"{count:,}", size / count, how)
     return model
 

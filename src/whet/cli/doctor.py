@@ -11,6 +11,7 @@ def command() -> None:
     from whet.hardware import GIB, choose_device, choose_precision, find_peak
     from whet.model_io.hub import cached_models
     from whet.ops.attention import describe_backend
+    from whet.ops.dispatch import FAST, VARIABLE, chosen_paths
     from whet.runs.provenance import versions
     from whet.storage import cache_dir, tokens_dir
 
@@ -24,6 +25,7 @@ def command() -> None:
         f"{peak.bandwidth_gb_s:.4g} GB/s of memory ({peak.source})",
         "precision": choose_precision("auto", device).reason,
         "attention": describe_backend(device),
+        "reference": f"{'off' if chosen_paths() == FAST else 'on'} ({VARIABLE}=1: plain torch alone)",
         **_kernels(device),
         "threads": str(torch.get_num_threads()),
         **versions(),

@@ -8,6 +8,7 @@ import torch
 from whet.generation.decode_batch import DecodeBatch, slots_for
 from whet.generation.sampling import Picker
 from whet.models.kv_cache import KeyValueCache
+from whet.models.language_model import LanguageModel
 from whet.ops.attention import Layout
 
 log = logging.getLogger("whet")
@@ -15,8 +16,10 @@ log = logging.getLogger("whet")
 _LOOK = 4  # steps between two looks of the host at what was picked
 
 
-def graphs_problem(model: torch.nn.Module, cache: object) -> str | None:
+def graphs_problem(model: LanguageModel, cache: object) -> str | None:
     """Why decoding steps cannot be recorded as a CUDA graph; None where they can."""
+    if not model.paths.decoding:
+        return "this model runs as plain torch"
     device = next(model.parameters()).device
     if device.type != "cuda":
         return f"there are no CUDA graphs on {device.type}"

@@ -25,10 +25,11 @@ class DecodeBatch:
         device = model.device
         distinct = {tuple(prompt): None for prompt in prompts}
         order = {prompt: place for place, prompt in enumerate(distinct)}
-        unique = [list(prompt) for prompt in distinct]
+        unique = [list(prompt) for prompt in (distinct if model.paths.shared_prefixes else prompts)]
         ragged = len({*map(len, unique)}) > 1
         # padding would come after the common start: transformers' windows, slopes and states would count it
-        shared = _common_prefix(unique) if isinstance(model, Decoder) or not ragged else 0
+        can_share = model.paths.shared_prefixes and (isinstance(model, Decoder) or not ragged)
+        shared = _common_prefix(unique) if can_share else 0
         width = max(map(len, unique))
         self.cache: Any = model.new_cache(slots_for(width, new_tokens))  # Any: opaque, but for keep(rows)
         if shared >= _SHARED_PREFIX:

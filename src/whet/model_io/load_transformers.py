@@ -67,6 +67,8 @@ def _check_weights(model: Any, tensors: dict[str, torch.Tensor], files: TensorFi
 
 def _use_working_experts(bridge: Bridge, tokens: torch.Tensor) -> None:
     """Let experts be computed one by one where torch's grouped kernel does not take their width."""
+    if not bridge.paths.grouped_experts and bridge.model._can_set_experts_implementation():
+        bridge.model.set_experts_implementation("eager")
     try:
         bridge.hidden(tokens)
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from whet.models.norms import make_norm
 from whet.models.rope import Rotation, rotate
 from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
+from whet.ops.dispatch import chosen_paths
 from whet.ops.linear import Linear, project
 
 
@@ -18,6 +19,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
+        self.paths = chosen_paths()
         self.sizes = [spec.heads * spec.head_dim, *(2 * [spec.kv_heads * spec.head_dim])]
         if spec.fused:
             self.qkv_proj = Linear(d_model, sum(self.sizes), bias=spec.bias)
@@ -42,7 +44,7 @@ class SelfAttention(nn.Module):
         """Attend over x [B, T, d_model], and over what the cache holds."""
         queries, keys, values = self.project(x)
         if rotation is not None:
-            queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+            queries, keys = (rotate(each, *rotation, self.paths) for each in (queries, keys))
         if cache is not None:
             keys, values = cache.update(self.layer, keys, values)
         return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
@@ -58,7 +60,15 @@ class SelfAttention(nn.Module):
         """The values [B, kv_heads, keys, D], weighted for each query and head."""
         window, scale, softcap = self.spec.window, self.spec.scale, self.spec.softcap
         return attend(
-            queries, keys, values, layout, window=window, scale=scale, softcap=softcap, slopes=slopes
+            queries,
+            keys,
+            values,
+            layout,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            slopes=slopes,
+            paths=self.paths,
         )
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,6 +92,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
+        self.paths = chosen_paths()
         query_size = spec.heads * (spec.plain_dim + spec.rope_dim)
         if spec.q_rank is None:
             self.q_proj = Linear(d_model, query_size, bias=False)
@@ -107,9 +118,9 @@ class LatentAttention(nn.Module):
         assert rotation is not None  # a latent attention always has a rope
         queries = self._queries(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)
         plain, turned = queries.split((spec.plain_dim, spec.rope_dim), dim=-1)
-        queries = torch.cat((plain, rotate(turned, *rotation)), dim=-1)
+        queries = torch.cat((plain, rotate(turned, *rotation, self.paths)), dim=-1)
         latent, shared = self.kv_a_proj_with_mqa(x)[:, None].split((spec.kv_rank, spec.rope_dim), dim=-1)
-        latent, shared = self.kv_a_layernorm(latent), rotate(shared, *rotation)  # [B, 1, T, ...]
+        latent, shared = self.kv_a_layernorm(latent), rotate(shared, *rotation, self.paths)  # [B, 1, T, ...]
         if cache is not None:
             latent, shared = cache.update(self.layer, latent, shared)
         keys, values = (
@@ -130,7 +141,7 @@ class LatentAttention(nn.Module):
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         """The values [B, heads, keys, D], weighted for each query and head."""
-        return attend(queries, keys, values, layout, window=self.spec.window, slopes=slopes)
+        return attend(queries, keys, values, layout, window=self.spec.window, slopes=slopes, paths=self.paths)
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         if self.spec.q_rank is None:

@@ -113,7 +113,7 @@ class Decoder(LanguageModel):
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         shared = None
-        if tokens.device.type == "cpu" and cache is None and not is_plan():
+        if self.paths.shared_prefixes and tokens.device.type == "cpu" and cache is None and not is_plan():
             shared = share_prefixes(tokens, positions, layout)
         if shared is None or not self._is_blind():
             return self._hidden(tokens, positions, layout, cache)
@@ -165,7 +165,7 @@ class Decoder(LanguageModel):
     def head(self) -> Head:
         """The output projection."""
         weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
-        return Head(weight, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap)
+        return Head(weight, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap, paths=self.paths)
 
     def new_cache(self, capacity: int = 0) -> KeyValueCache:
         """An empty key/value cache for this model."""

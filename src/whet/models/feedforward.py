@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import FeedForwardSpec
+from whet.ops.dispatch import chosen_paths
 from whet.ops.kernels import cpu_autograd, fused_decode
 from whet.ops.linear import Linear, gated, project
 
@@ -24,6 +25,7 @@ class FeedForward(nn.Module):
     def __init__(self, spec: FeedForwardSpec, *, d_model: int) -> None:
         super().__init__()
         self.spec = spec
+        self.paths = chosen_paths()
         self.activation = ACTIVATIONS[spec.activation]
         if spec.gated and spec.fused:
             self.gate_up_proj = Linear(d_model, 2 * spec.width, bias=spec.bias)
@@ -45,8 +47,9 @@ class FeedForward(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = project(x, self.gate_proj, self.up_proj)
-        if self.spec.activation == "silu" and cpu_autograd.suits(gate, up):
+        silu = self.spec.activation == "silu"
+        if silu and self.paths.explicit_backward and cpu_autograd.suits(gate, up):
             return self.down_proj(cpu_autograd.silu_gate(gate, up))
-        if self.spec.activation == "silu" and fused_decode.suits(gate, up):
+        if silu and self.paths.decoding and fused_decode.suits(gate, up):
             return self.down_proj(fused_decode.silu_gate(gate, up))
         return self.down_proj(self.activation(gate) * up)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from whet.ops.attention import Layout
+from whet.ops.dispatch import chosen_paths
 from whet.ops.linear import linear
 from whet.ops.lm_head import Head
 
@@ -21,6 +23,10 @@ class Trainable(nn.Module, abc.ABC):
     """Parameters that know where they are and what they belong to."""
 
     name: str | None = None  # what it was asked for by
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths = chosen_paths()  # also for what is attached to it later
 
     @property
     @abc.abstractmethod
@@ -117,7 +123,8 @@ class LanguageModel(Trainable):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""
         head = self.head()
-        return head.transform(linear(hidden, head.weight, head.bias))
+        project = linear if self.paths.decoding else F.linear
+        return head.transform(project(hidden, head.weight, head.bias))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] of tokens [B, T]."""

@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from whet.models.feedforward import ACTIVATIONS, FeedForward
 from whet.models.spec import ExpertsSpec, FeedForwardSpec
+from whet.ops.dispatch import chosen_paths
 from whet.ops.grouped_experts import combine, dispatch, grouped_linear, sort_by_expert
 
-# adds something to a product: the weight's name, the rows, where each expert's end
-Update = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
+# adds something to a product: the weight's name, the rows, where each expert's end or whose all of them are
+Update = Callable[[str, torch.Tensor, torch.Tensor | int], torch.Tensor | None]
 
 BALANCE_BIAS = "expert_bias"
 
@@ -52,6 +54,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ExpertsSpec, *, d_model: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
+        self.paths = chosen_paths()
         self.gate_up_proj = nn.Parameter(torch.empty(spec.experts, 2 * spec.width, d_model))
         self.down_proj = nn.Parameter(torch.empty(spec.experts, d_model, spec.width))
         for weight in (self.gate_up_proj, self.down_proj):
@@ -66,6 +69,8 @@ class Experts(nn.Module):
         update: Update | None = None,
     ) -> torch.Tensor:
         """The weighted outputs of the chosen experts for x [tokens, d_model]."""
+        if not self.paths.grouped_experts:
+            return self._one_by_one(x, chosen, weights, update)
         groups = sort_by_expert(chosen, len(self.down_proj))
 
         def product(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -75,6 +80,24 @@ class Experts(nn.Module):
 
         gate, up = product("gate_up_proj", dispatch(x, groups)).chunk(2, dim=-1)
         return combine(product("down_proj", self.activation(gate) * up), weights, groups).to(x.dtype)
+
+    def _one_by_one(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, update: Update | None
+    ) -> torch.Tensor:
+        """A loop over the experts, in plain torch."""
+
+        def product(name: str, rows: torch.Tensor, expert: int) -> torch.Tensor:
+            y = F.linear(rows, getattr(self, name)[expert])
+            more = None if update is None else update(name, rows, expert)
+            return y if more is None else y + more
+
+        total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
+        for expert in range(len(self.down_proj)):
+            tokens, choices = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = product("gate_up_proj", x[tokens], expert).chunk(2, dim=-1)
+            y = product("down_proj", self.activation(gate) * up, expert)
+            total = total.index_add(0, tokens, (y * weights[tokens, choices, None]).to(total.dtype))
+        return total.to(x.dtype)
 
 
 class MixtureOfExperts(nn.Module):

@@ -19,6 +19,7 @@ from whet.models.norms import OffsetRMSNorm, RMSNorm
 from whet.models.rope import Frequencies, Rotation, rotations, slopes_of
 from whet.models.spec import BlockSpec, ModelSpec, NormSpec
 from whet.ops.attention import Layout
+from whet.ops.dispatch import using
 
 _HEAD_DIM = 64
 
@@ -109,7 +110,7 @@ def new_heads(model: LanguageModel, count: int, block: BlockSpec | None = None) 
             f"the embedding of {model.name} has {embedded} channels and its output head {d_model}: "
             "heads that share both need one size"
         )
-    with torch.device("meta" if weight.is_meta else "cpu"):  # a plan has no numbers
+    with using(model.paths), torch.device("meta" if weight.is_meta else "cpu"):  # a plan has no numbers
         heads = PredictionHeads(_spec(model, count, block, d_model=d_model))
     _initialise(heads)
     return heads.to(weight.device, weight.dtype)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import NormSpec
+from whet.ops.dispatch import chosen_paths
 from whet.ops.kernels import cpu_autograd, fused_decode
 
 
@@ -15,12 +16,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.paths = chosen_paths()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        if cpu_autograd.suits(x, self.weight):
+        if self.paths.explicit_backward and cpu_autograd.suits(x, self.weight):
             return cpu_autograd.rms_norm(x, self.weight, self.eps)
-        if fused_decode.suits(x, self.weight):
+        if self.paths.decoding and fused_decode.suits(x, self.weight):
             return fused_decode.rms_norm(x, self.weight, self.eps)
         return (self._normalised(x)).to(x.dtype) * self.weight.to(x.dtype)
 
@@ -34,9 +36,9 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        if cpu_autograd.suits(x, self.weight):
+        if self.paths.explicit_backward and cpu_autograd.suits(x, self.weight):
             return cpu_autograd.rms_norm(x, 1 + self.weight, self.eps)
-        if fused_decode.suits(x, self.weight):
+        if self.paths.decoding and fused_decode.suits(x, self.weight):
             return fused_decode.rms_norm(x, self.weight, self.eps, offset=True)
         normalised = self._normalised(x)
         return (normalised * (1 + self.weight.to(normalised.dtype))).to(x.dtype)

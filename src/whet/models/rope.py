@@ -14,6 +14,7 @@ from whet.models.spec import (
     RopeSpec,
     YarnRopeScaling,
 )
+from whet.ops.dispatch import FAST, Paths
 from whet.ops.kernels import cpu_autograd, fused_decode
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosine and sine
@@ -99,11 +100,11 @@ def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paths: Paths = FAST) -> torch.Tensor:
     """Turn channel i with channel i + head_dim/2 (the layout of Hugging Face checkpoints)."""
-    if cpu_autograd.suits(x, cos, sin):
+    if paths.explicit_backward and cpu_autograd.suits(x, cos, sin):
         return cpu_autograd.rotate(x, cos, sin)
-    if fused_decode.suits(x, cos, sin):
+    if paths.decoding and fused_decode.suits(x, cos, sin):
         return fused_decode.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -151,7 +151,7 @@ class Bridge(LanguageModel):
                 hint=f"set data.max_length to {self._short_length} at most",
             )
         results, order = [], []
-        for group in sides if sharded else (group for side in sides for group in _groups(lengths, side)):
+        for group in sides if sharded else self._rows_of(lengths, sides):
             rows = nn.utils.rnn.pad_sequence([texts[document] for document in group], batch_first=True)
             ends = torch.tensor([lengths[document] for document in group])[:, None]
             real = (torch.arange(rows.shape[1]) < ends).flatten().nonzero()[:, 0].to(rows.device)
@@ -159,6 +159,11 @@ class Bridge(LanguageModel):
             order += [places[document] for document in group]
         back = torch.cat(order).argsort().to(tokens.device)
         return torch.cat(results).index_select(0, back).view(*tokens.shape, -1)
+
+    def _rows_of(self, lengths: Sequence[int], sides: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """Documents that run together, each in a row of its own: several, or without the fast path one."""
+        for side in sides:
+            yield from _groups(lengths, side) if self.paths.attention else ([each] for each in side)
 
     def attentions(self, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
         """The attention weights [B, heads, T, T] on tokens [B, T] of those layers that have any."""
@@ -185,7 +190,7 @@ class Bridge(LanguageModel):
         times = field_of(config, "logit_scale", "lm_head_multiplier", default=1.0)
         softcap = field_of(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         scale = times / field_of(config, "logits_scaling", default=1.0)
-        return Head(output.weight, getattr(output, "bias", None), scale, softcap)
+        return Head(output.weight, getattr(output, "bias", None), scale, softcap, self.paths)
 
     def new_cache(self, capacity: int = 0) -> BridgeCache:
         """An empty cache of the kinds this architecture's layers need."""

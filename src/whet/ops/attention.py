@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from whet.ops.dispatch import device_type, is_plan
+from whet.ops.dispatch import FAST, Paths, chosen_paths, device_type, is_plan
 from whet.ops.kernels import fused_decode
 
 
@@ -64,12 +64,10 @@ class Layout:
         mask = (places <= queries) & (visible[:, None, None, :] | (places == queries))
         return Layout(visible=visible, slots=slots, mask=mask, causal=False)
 
-    def document_mask(self) -> torch.Tensor:
+    def document_mask(self, device: torch.device) -> torch.Tensor:
         """Packed rows as a mask [B, 1, T, T]: for an accelerator, when its varlen kernel does not fit."""
         if 0 not in self._windows:
             assert self.documents is not None
-            assert self.offsets is not None
-            device = self.offsets.device
             segments = torch.stack(
                 [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in self.documents]
             ).to(device, non_blocking=True)
@@ -98,8 +96,8 @@ class Layout:
             mask = distance < window
             if self.mask is not None:
                 mask = mask & self.mask
-            elif self.offsets is not None:
-                mask = mask & self.document_mask()
+            elif self.documents is not None:
+                mask = mask & self.document_mask(device)
             elif self.causal:
                 mask = mask & (distance >= 0)
             self._windows[window] = mask
@@ -116,15 +114,21 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
+    paths: Paths = FAST,
 ) -> torch.Tensor:
     """Scaled dot-product attention of [B, heads, queries, D] over [B, kv_heads, keys, D].
 
-    `slopes` [heads] are ALiBi's: a key loses slope * distance.
+    `slopes` [heads] are ALiBi's: a key loses slope * distance. Without the fast path, what a query sees is
+    always one mask over its row.
     """
     kind = queries.device.type
     if torch.is_autocast_enabled(kind):  # rotation has made queries and keys wide; the kernels want 16 bits
         dtype = torch.get_autocast_dtype(kind)
         queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
+    if not paths.attention:
+        return _attend_masked(
+            queries, keys, values, layout, window=window, scale=scale, softcap=softcap, slopes=slopes
+        )
     if layout.offsets is not None and _varlen_fits(queries, values, softcap=softcap, slopes=slopes):
         return _attend_varlen(queries, keys, values, layout, window=window, scale=scale)
     if layout.offsets is None and layout.mask is None and layout.documents is not None:
@@ -171,9 +175,35 @@ def _mask(
     """Which keys these queries see: a mask, or whether it is all of them up to their own."""
     if window is not None and window < keys:
         return layout.windowed(window, queries.shape[2], keys, queries.device), False
-    if layout.offsets is not None:
-        return layout.document_mask(), False
+    if layout.documents is not None:
+        return layout.document_mask(queries.device), False
     return layout.mask, layout.causal
+
+
+def _attend_masked(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    slopes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention by torch's function and an explicit mask, or step by step where it knows no such scores."""
+    count, total = queries.shape[2], keys.shape[2]
+    mask, causal = _mask(layout, window, queries, total)
+    distance = layout.distances(count, total, queries.device)
+    if mask is None and causal:
+        mask = distance >= 0
+    if softcap is not None or slopes is not None:
+        bias = None if slopes is None else -slopes[:, None, None] * distance
+        return _spelled_out(queries, keys, values, mask=mask, scale=scale, softcap=softcap, bias=bias)
+    grouped = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
 
 
 def _varlen_fits(
@@ -322,6 +352,8 @@ def _with_above(parts: Sequence[torch.Tensor], above: Sequence[tuple[int, ...]])
 
 def describe_backend(device: torch.device) -> str:
     """Which attention this device runs, and why."""
+    if not chosen_paths().attention:
+        return "SDPA by an explicit mask (the reference path: plain torch)"
     if device.type == "cpu":
         return "SDPA, one packed document at a time; a prefix that documents share is computed once"
     if device.type == "cuda":

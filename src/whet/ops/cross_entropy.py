@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.dispatch import device_type, is_plan
-from whet.ops.lm_head import Head, HeadGradients, nothing, operands
+from whet.ops.lm_head import Head, HeadGradients, full_logits, nothing, operands
 from whet.ops.log_softmax import row_losses
 
 # (rows, logits) a chunk has at most: enough to keep the matrix products efficient
@@ -49,6 +49,9 @@ def linear_cross_entropy(
     """
     if not hidden.shape[0]:
         return nothing(hidden, head)
+    if not head.paths.losses:
+        losses = F.cross_entropy(full_logits(hidden, head), targets, reduction="none")
+        return losses.sum() if weights is None else (losses * weights).sum()
     loss: torch.Tensor = _LinearCrossEntropy.apply(
         *operands(hidden, head), targets, weights, head.scale, head.softcap
     )

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from whet.ops.dispatch import FAST, Paths
+
 _ALIGNMENT = 16  # bytes that a row of each operand must be a multiple of
 
 
@@ -128,7 +130,9 @@ def _kernel_problem(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def describe_grouped(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> str:
+def describe_grouped(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], paths: Paths = FAST
+) -> str:
     """One phrase for the log: how the products of experts are computed, and why."""
-    problem = grouped_problem(device.type, dtype, sizes)
+    problem = grouped_problem(device.type, dtype, sizes) if paths.grouped_experts else "the reference path"
     return "one grouped product for all" if problem is None else f"one by one ({problem})"

@@ -1,5 +1,6 @@
 """How far a student's predictions are from a teacher's, in chunks: neither side's full logits ever exist."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.cross_entropy import chunk_rows, spans
-from whet.ops.lm_head import Head, HeadGradients, nothing, operands
+from whet.ops.lm_head import Head, HeadGradients, full_logits, nothing, operands
 from whet.ops.log_softmax import widened
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -29,6 +30,11 @@ def linear_kl(
     forward: KL(teacher || student); reverse: KL(student || teacher); jsd: the mean of both to their middle.
     The gradient, to the student only, is computed with the loss: logits are made once and dropped.
     """
+    if not head.paths.losses:
+        with torch.no_grad():
+            wanted = full_logits(teacher_hidden, teacher_head)
+        logits = full_logits(hidden, head)
+        return _plain_divergence(logits, wanted.to(logits.dtype), temperature, divergence)
     states = teacher_hidden.detach()
     teacher = Head(
         teacher_head.weight.detach().to(states.dtype),
@@ -65,6 +71,14 @@ def linear_topk_kl(
     loss is 0 where the sides agree, and without a temperature it is never more than that of all tokens.
     """
     whole = ids.shape[1] == head.weight.shape[0]  # no token is left over
+    if not head.paths.losses:
+        logits = full_logits(hidden, head)
+        rest = logits.scatter(1, ids.long(), -torch.inf).logsumexp(1, keepdim=True)
+        classes = torch.cat((logits.gather(1, ids.long()), rest), 1)
+        kept = ids.shape[1] if whole else None
+        return _plain_divergence(
+            classes[:, :kept], logprobs[:, :kept].to(classes.dtype), temperature, divergence
+        )
 
     def compare(
         logits: torch.Tensor, span: slice, want_grad: bool
@@ -88,6 +102,20 @@ def linear_topk_kl(
         return loss, spread.scatter_(1, chosen, grad[:, :-1])
 
     return _compared(hidden, head, compare)
+
+
+def _plain_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float, kind: Divergence
+) -> torch.Tensor:
+    """The sum over rows of logits, by torch's own operations."""
+    log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+    if kind == "forward":
+        return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+    if kind == "reverse":
+        return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+    middle = torch.logaddexp(log_p, log_q) - math.log(2)
+    to_middle = [F.kl_div(middle, side, reduction="sum", log_target=True) for side in (log_p, log_q)]
+    return 0.5 * (to_middle[0] + to_middle[1])
 
 
 def _compared(hidden: torch.Tensor, head: Head, compare: Compare) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.ops.dispatch import chosen_paths
 from whet.ops.fp8 import fp8_linear
 
 # on two cores W x' takes half the time of x W' up to here and as long at 64 rows; on one core both are alike
@@ -30,10 +31,16 @@ class Linear(nn.Linear):
 
     fp8 = False
 
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.paths = chosen_paths()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The linear layer."""
-        if self.fp8 and torch.is_grad_enabled():
+        if self.fp8 and self.paths.fp8 and torch.is_grad_enabled():
             return fp8_linear(x, self.weight, self.bias)
+        if not self.paths.decoding:
+            return F.linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
 

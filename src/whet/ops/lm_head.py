@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
-from whet.ops.dispatch import device_type, is_plan
+from whet.ops.dispatch import FAST, Paths, device_type, is_plan
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Head:
     bias: torch.Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
+    paths: Paths = FAST  # of its model: how losses are computed from it
 
     def transform(self, projected: torch.Tensor) -> torch.Tensor:
         """Scale and cap already projected hidden states."""
@@ -40,6 +42,15 @@ def operands(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tens
     if torch.is_grad_enabled():
         return hidden, head.weight, head.bias
     return hidden, head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+
+def full_logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    """All logits [N, V] of hidden states [N, D] at once, in float32 or wider: plain torch."""
+    hidden, weight, bias = operands(hidden, head)
+    with torch.autocast(hidden.device.type, enabled=False):
+        projected = F.linear(hidden, weight.to(hidden.dtype))
+        logits = projected.to(torch.promote_types(projected.dtype, torch.float32))
+        return head.transform(logits if bias is None else logits + bias)
 
 
 def nothing(hidden: torch.Tensor, head: Head) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.cross_entropy import chunk_rows, spans
-from whet.ops.lm_head import Head, HeadGradients, operands
+from whet.ops.lm_head import Head, HeadGradients, full_logits, operands
 from whet.ops.log_softmax import row_losses
 
 
@@ -16,6 +16,8 @@ def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> t
     `hidden` is [N, D], `targets` [N]. What is done with the numbers is not known yet, so logits are made
     again, chunk by chunk, in the backward pass: the full [N, V] never exists.
     """
+    if not head.paths.losses:
+        return full_logits(hidden, head).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     found: torch.Tensor = _TokenLogprobs.apply(*operands(hidden, head), targets, head.scale, head.softcap)
     return found
 

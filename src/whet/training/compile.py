@@ -18,6 +18,8 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
 
     So the first step finds everything compiled, and compiled for sizes like its own.
     """
+    if not model.paths.compile:
+        return "off: the reference path is plain torch"
     began, blocks = time.perf_counter(), list(model.blocks())
     # what is cheap to compute again is not kept for the backward pass: a quarter less memory
     torch._functorch.config.ban_recompute_materialized_backward = False

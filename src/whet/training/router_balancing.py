@@ -137,7 +137,7 @@ def with_routers(
     log.info(
         "experts: %d in each of %d layers, %d for a token; computed %s",
         *(spec.experts, len(layers), spec.top_k),
-        describe_grouped(weight.device, compute, tuple(weight.shape[1:])),
+        describe_grouped(weight.device, compute, tuple(weight.shape[1:]), model.paths),
     )
     for term in routed.per_micro_batch:
         log.info("%s is a mean over micro-batches: it depends on run.micro_batch_tokens", term)

@@ -16,6 +16,7 @@ from whet.hardware import Precision, choose_precision, peak_gib
 from whet.models.heads import WithHeads
 from whet.models.language_model import Trainable
 from whet.objectives.objective import Objective
+from whet.ops.dispatch import chosen_paths
 from whet.parallel.process_group import SOLO, World
 from whet.training.callback_list import CallbackList
 from whet.training.callbacks import Callback, EvaluationStoppedError, Metrics, RunView, StopRun
@@ -119,9 +120,15 @@ class Trainer:
         self.state = RunState(loss_scale=self.train_step.loss_scale)
         self.queue = StepQueue(self.stream, self.train_step)
         # on a CPU there is nothing to gain, fp16 may compute a step again, and ranks must agree in between
+        paths = chosen_paths()
         self.prefetches = (
-            self.device.type == "cuda" and self.precision.compute != torch.float16 and world.size == 1
+            paths.prefetch
+            and self.device.type == "cuda"
+            and self.precision.compute != torch.float16
+            and world.size == 1
         )
+        if not paths.prefetch:
+            log.info("reference path: plain torch, without fast paths")
         self.callbacks = CallbackList(callbacks, world)
         self.eval_batches = eval_batches
         self.evaluators = evaluators

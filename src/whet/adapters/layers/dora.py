@@ -44,8 +44,10 @@ class DoRALinear(LoRALinear):
 
     def _norm(self) -> torch.Tensor:
         with torch.no_grad():
-            a, b = self.scale * self.lora_A.float(), self.lora_B.float()
             weight = self.base.weight
+            if not self.paths.fused_lora:
+                return torch.linalg.vector_norm(weight.float() + self.delta(), dim=1)
+            a, b = self.scale * self.lora_A.float(), self.lora_B.float()
             across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
             square = self.base_square.float() + ((2 * across + b @ (a @ a.T)) * b).sum(1)
             return square.clamp(min=1e-30).sqrt()

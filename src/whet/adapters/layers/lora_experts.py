@@ -104,11 +104,14 @@ class LoRAExperts(Adapter):
         a = self.lora_A[name].view(experts, rank, inputs)
         return a, self.lora_B[name].view(outputs, rank, experts).permute(2, 0, 1)
 
-    def _low_rank(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
-        """What the update of a weight adds to the product of rows sorted by expert."""
+    def _low_rank(self, name: str, rows: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor | None:
+        """What the update of a weight adds to the product of rows sorted by expert, or of one expert's."""
         if name not in self.settings:
             return None
         a, b = self._factors(name)
+        if isinstance(ends, int):
+            low = F.linear(rows.to(torch.promote_types(rows.dtype, a.dtype)), a[ends])
+            return (F.linear(low, b[ends].to(low.dtype)) * self.settings[name].scale).to(rows.dtype)
         missing = -a.shape[1] % _RANKS  # zeros up to a rank that the grouped product takes
         low = grouped_linear(rows, F.pad(a, (0, 0, 0, missing)), ends)
         return grouped_linear(low, F.pad(b, (0, missing)), ends) * self.settings[name].scale

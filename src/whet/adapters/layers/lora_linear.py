@@ -77,12 +77,14 @@ class LoRALinear(Adapter):
             return self.base(x)
         if self.drops:
             return self.with_dropout(x, F.dropout(x, self.settings.dropout))
+        if not self.paths.fused_lora:
+            return self.with_dropout(x, x)
         return self.finished(self._products(x, [self])[0])
 
     def together(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor] | None:
         """The outputs of several layers on one input, if all of them are like this one."""
         alike = _alike(layers)
-        if len(alike) != len(layers):
+        if not self.paths.fused_lora or len(alike) != len(layers):
             return None
         products = self._products(x, alike)
         return [layer.finished(product) for layer, product in zip(alike, products, strict=True)]
@@ -91,7 +93,8 @@ class LoRALinear(Adapter):
         """down(silu(self(x)) * up(x)) at once, if these are alike and it is worth it."""
         layers = _alike((self, up, down))
         if (
-            self._is_settled
+            not self.paths.fused_lora
+            or self._is_settled
             or len(layers) != 3
             or any(type(layer).finished is not LoRALinear.finished for layer in layers)
         ):
@@ -130,7 +133,13 @@ class LoRALinear(Adapter):
 
     def with_dropout(self, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
         """The base reads the input, the update what dropout left of it."""
-        return low_rank_products(x, [self.operands()], dropped)[0]
+        operands = self.operands()
+        if self.paths.fused_lora:
+            return low_rank_products(x, [operands], dropped)[0]
+        wide = torch.promote_types(x.dtype, operands.a.dtype)
+        low = F.linear(dropped.to(wide), operands.a.to(wide))
+        y = self.base(x)
+        return (y + operands.scale * F.linear(low, operands.b.to(low.dtype))).to(y.dtype)
 
     @property
     def weight(self) -> torch.Tensor:

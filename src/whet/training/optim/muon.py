@@ -2,6 +2,7 @@
 
 import torch
 
+from whet.ops.dispatch import chosen_paths
 from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 
@@ -28,7 +29,11 @@ class Muon(MaskedOptimizer):
             )
         if others:
             self.rules["adamw"] = torch.optim.AdamW(
-                [{**group, "rule": "adamw"} for group in others], lr=lr, betas=betas, eps=eps, fused=True
+                [{**group, "rule": "adamw"} for group in others],
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                fused=chosen_paths().fused_optimizer,
             )
         super().__init__([group for rule in self.rules.values() for group in rule.param_groups], {"lr": lr})
 

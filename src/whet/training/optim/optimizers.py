@@ -10,10 +10,12 @@ from torch import nn
 from whet.config.optim import Optim
 from whet.errors import RunError
 from whet.lazy_import import load_object
+from whet.ops.dispatch import chosen_paths
 from whet.parallel.gradient_sync import by_mesh
 from whet.training.optim.lr_schedules import Schedule
 from whet.training.optim.masked_optimizer import MaskedOptimizer
 from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
+from whet.training.optim.plain_adam import PlainAdam
 
 log = logging.getLogger("whet")
 
@@ -66,7 +68,10 @@ def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.opti
             matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
             return create(matrices, others, lr, betas=betas, eps=eps)
         case "adam" | "adamw":
-            return create(groups, lr=lr, betas=betas, eps=eps, fused=True)
+            how: dict[str, bool] = {"fused": True}
+            if not chosen_paths().fused_optimizer:
+                create, how = PlainAdam, {"decoupled": section.name == "adamw"}
+            return create(groups, lr=lr, betas=betas, eps=eps, **how)
     assert_never(section.name)
 
 
