@@ -40,7 +40,6 @@ from whet.objectives.mtp import MultiTokenPrediction
 from whet.objectives.objective import Loss, Objective
 from whet.objectives.preference import Preference
 from whet.objectives.sft import SFT
-from whet.ops.dispatch import FAST, using
 from whet.ops.grouped_experts import grouped_problem
 from whet.ops.logprobs import token_logprobs
 from whet.planning.model_facts import weights_directory
@@ -69,8 +68,8 @@ def read_model(model: str | Preset) -> LanguageModel:
 
 
 def from_spec(spec: ModelSpec) -> LanguageModel:
-    """The decoder of a description, on the meta device; a plan is one of the fast paths."""
-    with META, using(FAST):
+    """The decoder of a description, on the meta device."""
+    with META:
         return Decoder(spec)
 
 
@@ -99,7 +98,7 @@ def _bridged(directory: Any, name: str) -> LanguageModel:  # Any: a path
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         text = config.get_text_config(decoder=True)
-        with META, using(FAST):
+        with META:
             return Bridge(kind._from_config(text if kind.config_class is type(text) else config))
     except Exception as error:  # an unknown architecture may lead to any of them
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -18,6 +18,7 @@ from whet.errors import ConfigError
 from whet.models.decoder import Decoder
 from whet.models.spec import ModelSpec
 from whet.objectives.objective import Objective
+from whet.ops.dispatch import FAST, using
 from whet.planning.collective_traffic import Traffic, of_one_step, traffic
 from whet.planning.devices import Cluster, Target, find_cluster, find_target, share_of_layers
 from whet.planning.memory_estimate import Sketch, Trace, fill, state_bytes, trace, update_bytes
@@ -331,6 +332,7 @@ def plan(
     )
 
 
+@using(FAST)  # what is planned is a run as it is meant to be
 def plan_run(
     config: RunConfig,
     *,
