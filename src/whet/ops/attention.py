@@ -125,7 +125,7 @@ def attend(
     if torch.is_autocast_enabled(kind):  # rotation has made queries and keys wide; the kernels want 16 bits
         dtype = torch.get_autocast_dtype(kind)
         queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
-    if not paths.attention:
+    if not paths.attention and layout.above is None:  # pieces of a tree are only for documents one by one
         return _attend_masked(
             queries, keys, values, layout, window=window, scale=scale, softcap=softcap, slopes=slopes
         )
