@@ -11,7 +11,7 @@ PYTEST := WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --randomly-see
 # an older transformers, which vLLM and others still pin: slow tests open there what whet wrote
 V4 := .venv-transformers4
 
-.PHONY: demo test test-slow bench-smoke check format extras compat clean
+.PHONY: demo test test-slow test-gpu bench-smoke check format extras compat clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ test: $(VENV)/installed-dev
 test-slow: $(VENV)/installed-dev extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow
+
+# on a machine with a GPU: kernels, and every fast path against plain torch
+test-gpu: $(VENV)/installed-dev
+	$(PYTEST) tests/gpu tests/invariants/test_reference_path.py
 
 bench-smoke: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct

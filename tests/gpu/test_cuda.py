@@ -67,7 +67,7 @@ def test_packed_rows_take_the_kernel_for_documents_in_every_16_bit_run(
 ):
     """With float32 weights that train, rotation makes queries wide: they must not end up in a dense mask."""
     run = trainer(tiny_directory, precision, method, "adamw")
-    monkeypatch.setattr(Layout, "document_mask", lambda layout: pytest.fail("a dense mask was made"))
+    monkeypatch.setattr(Layout, "document_mask", lambda layout, device: pytest.fail("a dense mask was made"))
     run.step([make_batch([random_examples(5, seed=1)])])
 
 

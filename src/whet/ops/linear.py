@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 
     fp8 = False
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.paths = chosen_paths()
 

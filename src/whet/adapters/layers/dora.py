@@ -46,7 +46,7 @@ class DoRALinear(LoRALinear):
         with torch.no_grad():
             weight = self.base.weight
             if not self.paths.fused_lora:
-                return torch.linalg.vector_norm(weight.float() + self.delta(), dim=1)
+                return torch.linalg.vector_norm(weight.float() + self.delta(), dim=1).clamp(min=1e-15)
             a, b = self.scale * self.lora_A.float(), self.lora_B.float()
             across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
             square = self.base_square.float() + ((2 * across + b @ (a @ a.T)) * b).sum(1)
