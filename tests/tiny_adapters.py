@@ -47,7 +47,7 @@ def shake(model):
     generator = torch.Generator().manual_seed(4)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
-            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.data += torch.randn(parameter.shape, generator=generator).to(parameter.device) * 0.1
     return model
 
 

@@ -429,9 +429,13 @@ ON_A_GPU = {"varlen attention", "CUDA graphs", "Triton", "decoding kernels"}
 
 def use_everything(inputs, directory, device):
     """Runs, decoding and compilation: what between them uses each of the paths above."""
+    dispatch.kernels_work.cache_clear()
     for number, row in enumerate(("sft-packed", "sft-lora", "qlora", "moe-lora", "bridge", "mtp-moe")):
         config = config_of(row)
         own = {"dir": str(directory), "device": device, "steps": 2, "compile": number == 0}
+        own |= (
+            {"precision": "bf16"} if device == "cuda" and number == 0 else {}
+        )  # what varlen attention takes
         whet.train({**config, "run": {**config["run"], **own}})
     with torch.no_grad():
         prompts = [[*range(12), 3], [*range(12), 4]]

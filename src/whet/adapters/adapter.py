@@ -64,8 +64,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def unchanging(model: nn.Module) -> Iterator[None]:
     """No weight changes in a `with` block: what depends on weights alone is made once."""
     # what ranks hold in parts is gathered anew for each pass
-    kept = not hasattr(model, "unshard")
-    modules = [module for _, module in adapted(model) if kept and module.paths.decoding]
+    modules = [] if hasattr(model, "unshard") else [each for _, each in adapted(model) if each.paths.decoding]
     before = [module.lasting for module in modules]
     for module in modules:
         module.lasting = {} if module.lasting is None else module.lasting

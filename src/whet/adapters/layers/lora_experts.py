@@ -110,7 +110,8 @@ class LoRAExperts(Adapter):
             return None
         a, b = self._factors(name)
         if isinstance(ends, int):
-            low = F.linear(rows.to(torch.promote_types(rows.dtype, a.dtype)), a[ends])
+            wide = torch.promote_types(rows.dtype, a.dtype)
+            low = F.linear(rows.to(wide), a[ends].to(wide))
             return (F.linear(low, b[ends].to(low.dtype)) * self.settings[name].scale).to(rows.dtype)
         missing = -a.shape[1] % _RANKS  # zeros up to a rank that the grouped product takes
         low = grouped_linear(rows, F.pad(a, (0, 0, 0, missing)), ends)
