@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
 from whet.data.class_labels import Labels
 from whet.data.packing import StepSettings
-from whet.data.sources.source import Format, Skipped, Source, Spec, holds_split, open_source
+from whet.data.sources.source import Format, GivenRows, Skipped, Source, Spec, holds_split, open_source
 from whet.data.sources.splits import LEARNED, Split, learned
 from whet.data.tokens.chat_template import text_of
 from whet.data.tokens.eos_check import ENDLESS_HINT, endless, endless_message
@@ -63,8 +64,16 @@ class EvaluationSplit:
 class RunData:
     """What a config's data section names. Nothing is read before it is needed."""
 
-    def __init__(self, config: RunConfig, needs: Needs, *, today: date | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        needs: Needs,
+        *,
+        today: date | None = None,
+        given: GivenRows = MappingProxyType({}),
+    ) -> None:
         self.config = config
+        self.given = given  # records from Python, for the placeholders in the config
         self.today = today  # for templates that write the date
         data, run = config.data, config.run
         self.needs = needs
@@ -88,7 +97,14 @@ class RunData:
 
     def _open(self, spec: Spec, split: Split) -> Source:
         data = self.config.data
-        return open_source(spec, split=split, form=self.form, on_bad=data.on_bad_record, ignore=data.ignore)
+        return open_source(
+            spec,
+            split=split,
+            form=self.form,
+            on_bad=data.on_bad_record,
+            ignore=data.ignore,
+            given=self.given,
+        )
 
     def texts(self) -> Iterator[str]:
         """What the training records say, to make a tokenizer from."""

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def saved_content(directory: Path, split: Split) -> Content:
         return found[pick(split, found, str(directory))] if isinstance(found, dict) else found
 
     return Content(
-        rows=lambda: _rows(dataset(), str(directory)),
+        rows=lambda: dataset_rows(dataset(), str(directory)),
         digest=lambda: digest_files([Path(file["filename"]) for file in dataset().cache_files]),
     )
 
@@ -77,7 +77,7 @@ def hub_content(spec: str, split: Split) -> Content:
             f"{chosen()} {digest_files(files)}"
         )  # a slice of a split has the files of all of it
 
-    return Content(rows=lambda: _rows(dataset(), spec), digest=digest)
+    return Content(rows=lambda: dataset_rows(dataset(), spec), digest=digest)
 
 
 def parse_name(spec: str) -> Name:
@@ -152,11 +152,17 @@ def _unreadable(spec: str, error: Exception) -> DataError:
     )
 
 
-def _rows(dataset: Any, place: str) -> Iterator[SourceRow]:  # Any: an optional library
+def dataset_rows(
+    dataset: Any,  # Any: an optional library
+    place: str,
+    *,
+    origin: Callable[[int], str] | None = None,
+) -> Iterator[SourceRow]:
+    """Yield the rows of a set, a batch at a time; `origin` says where row 1, 2, ... is, if not `place#1`."""
     number = 0
     try:
         for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
-            yield from from_table(table, place, start=number + 1)
+            yield from from_table(table, place, start=number + 1, origin=origin)
             number += table.num_rows
     except Exception as error:  # the library raises what its readers and the network raise
         raise _unreadable(place, error) from error

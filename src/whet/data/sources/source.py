@@ -1,14 +1,17 @@
 """Where records come from: files, directories, datasets, whet's own generators, and mixtures of them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from whet.config.data import WeightedSource
+from whet.config.placeholder import parse_placeholder
 from whet.data.sources import hf_datasets
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import not_found
+from whet.data.sources.python_rows import PythonRows
 from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import ShapeName, find_shape, shaped
 from whet.data.sources.splits import Split, directory_content, has_split
@@ -19,6 +22,7 @@ from whet.lazy_import import load_object
 OnBad = Literal["error", "skip"]
 Format = ShapeName | Literal["auto"]
 Spec = str | Sequence[str] | Sequence[WeightedSource]
+GivenRows = Mapping[str, PythonRows]  # records passed from Python, by the name of their placeholder
 
 # directories with such a file, and the "module:function" that reads their content
 DIRECTORY_READERS = {
@@ -186,16 +190,21 @@ def open_source(
     form: Format = "auto",
     on_bad: OnBad = "error",
     ignore: Collection[str] = (),
+    given: GivenRows = MappingProxyType({}),
 ) -> Source:
     """The source that a config names; `split` is taken where the name stands for several.
 
     `form` forces a shape. A bad record is raised, or with `skip` passed over and counted in `skipped`. The
-    fields in `ignore` are read as if they were not there.
+    fields in `ignore` are read as if they were not there. A placeholder, python:NAME:HASH, is looked up in
+    `given`.
     """
     if isinstance(spec, str):
-        return OneSource(spec, _content(spec, split), form=form, on_bad=on_bad, ignore=ignore)
+        content = _given_content(spec, given) or _content(spec, split)
+        return OneSource(spec, content, form=form, on_bad=on_bad, ignore=ignore)
     parts = [part if isinstance(part, str) else part.source for part in spec]
-    sources = [open_source(part, split=split, form=form, on_bad=on_bad, ignore=ignore) for part in parts]
+    sources = [
+        open_source(part, split=split, form=form, on_bad=on_bad, ignore=ignore, given=given) for part in parts
+    ]
     weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
     return SeveralSources(sources, weights or None)
 
@@ -205,6 +214,18 @@ def holds_split(spec: Spec, split: Split) -> bool:
     if not isinstance(spec, str) or not (directory := Path(spec).expanduser()).is_dir():
         return False
     return hf_datasets.saved_has_split(directory, split) or has_split(directory, split)
+
+
+def _given_content(spec: str, given: GivenRows) -> Content | None:
+    """Return the records that a placeholder stands for; None where the spec is no placeholder."""
+    if (placeholder := parse_placeholder(spec)) is None:
+        return None
+    if (rows := given.get(placeholder.name)) is None:
+        raise DataError(
+            f"{spec} stands for records that are passed from Python, and they are not here",
+            hint=f"whet.train(config, data={{{placeholder.name!r}: rows}}) and whet.resume take them",
+        )
+    return rows.content()
 
 
 def _content(spec: str, split: Split) -> Content:

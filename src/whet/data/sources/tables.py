@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from whet.data.sources.strict_json import JsonFields, parse_text
@@ -60,9 +60,14 @@ def _messages(cell: str) -> Any:  # Any: a JSON value
     return value if value and isinstance(value, list) and isinstance(value[0], dict) else cell
 
 
-def from_table(table: Any, place: str, *, start: int) -> Iterator[tuple[str, JsonFields] | DataError]:
+def from_table(
+    table: Any,  # Any: pyarrow is an optional package
+    place: str,
+    *,
+    start: int,
+    origin: Callable[[int], str] | None = None,
+) -> Iterator[tuple[str, JsonFields] | DataError]:
     """The rows of an Arrow table or batch; a null is a field that is not there, and bytes are left out."""
-    # Any: pyarrow is an optional package
     from pyarrow import types
 
     table = table.select(
@@ -80,13 +85,13 @@ def from_table(table: Any, place: str, *, start: int) -> Iterator[tuple[str, Jso
     except (ValueError, OverflowError):  # find the rows that are to blame
         rows = [_row(table.slice(index, 1)) for index in range(table.num_rows)]
     for number, row in enumerate(rows, start=start):
+        where = origin(number) if origin is not None else f"{place}#{number}"
         if isinstance(row, UnicodeDecodeError):
-            yield DataError(f"{place}#{number}: not UTF-8 text ({row.reason})")
+            yield DataError(f"{where}: not UTF-8 text ({row.reason})")
         elif isinstance(row, Exception):
-            yield DataError(f"{place}#{number}: cannot be read ({row})")
+            yield DataError(f"{where}: cannot be read ({row})")
         else:
-            fields = {name: _plain(value) for name, value in row.items() if value is not None}
-            yield f"{place}#{number}", fields
+            yield where, {name: _plain(value) for name, value in row.items() if value is not None}
 
 
 def _row(table: Any) -> JsonFields | Exception:  # Any: pyarrow is an optional package
