@@ -35,7 +35,7 @@ LAYERS = [
     {"config"},
     {"run_directory"},
     {"storage", "hardware"},
-    {"lazy_import", "error_boundary"},
+    {"lazy_import", "user_code", "error_boundary"},
     {"errors"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -16,7 +16,10 @@ class WeightedSource(Section):
     weight: float = Field(gt=0, description="its share of the records, relative to the others")
 
 
-_IN_A_FILE = "write the records to a JSON Lines file, one object per line, and give its path"
+_IN_A_FILE = (
+    "pass the records beside the config, whet.train(config, data={'train': rows}), or write them to a JSON "
+    "Lines file, one object per line, and give its path"
+)
 
 
 def _names_or_a_list(value: Any) -> Any:  # Any: YAML values

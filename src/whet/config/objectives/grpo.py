@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from whet.config.placeholder import parse_placeholder
 from whet.config.section import Positive, Section, Text
 
 BUILTIN_REWARDS = ("exact_match", "numeric_match", "regex", "json_schema", "length")
@@ -16,7 +17,8 @@ class Reward(Section):
     """One of the functions that judge a completion: code that runs, see docs/grpo.md."""
 
     function: Text = Field(
-        description=f"{', '.join(BUILTIN_REWARDS)}, package.module:function or path/to/file.py:function"
+        description=f"{', '.join(BUILTIN_REWARDS)}, package.module:function, path/to/file.py:function, or "
+        "python:NAME for a function passed from Python"
     )
     weight: float = Field(1.0, description="what its value is multiplied by in the sum")
     name: str | None = Field(None, min_length=1, description="its name in the metrics; null: the function's")
@@ -27,7 +29,8 @@ class Reward(Section):
     @property
     def label(self) -> str:
         """What it is called in the metrics."""
-        return self.name or self.function.rpartition(":")[2]
+        given = parse_placeholder(self.function)
+        return self.name or (given.name if given else self.function.rpartition(":")[2])
 
     @field_validator("function")
     @classmethod
@@ -36,7 +39,8 @@ class Reward(Section):
         if module == "__main__":
             raise ValueError(
                 f"{function!r} cannot be imported: rewards run in processes of their own, which do not have "
-                f"the functions of your script or notebook. Put it in a file and write 'rewards.py:{name}'"
+                f"the functions of your script or notebook. Put it in a file and write 'rewards.py:{name}', "
+                f"or pass it: whet.train(config, rewards={{{name!r}: {name}}})"
             )
         if function in BUILTIN_REWARDS or (module and name):
             return function
@@ -52,8 +56,9 @@ def _refuse_callable(reward: Any) -> None:  # Any: what a caller gave
     if callable(reward):
         name = getattr(reward, "__name__", type(reward).__name__)
         raise ValueError(
-            f"{name} is a Python object, and rewards are imported by name in processes of their own: put the "
-            "function in a module or a file and write 'package.module:function' or 'path/to/file.py:function'"
+            f"{name} is a Python object, which a config cannot hold: pass it beside the config, "
+            f"whet.train(config, rewards={{{name!r}: {name}}}), or put the function in a module or a file "
+            "and write 'package.module:function' or 'path/to/file.py:function'"
         )
 
 

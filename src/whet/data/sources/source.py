@@ -223,7 +223,7 @@ def _given_content(spec: str, given: GivenRows) -> Content | None:
     if (rows := given.get(placeholder.name)) is None:
         raise DataError(
             f"{spec} stands for records that are passed from Python, and they are not here",
-            hint=f"whet.train(config, data={{{placeholder.name!r}: rows}}) and whet.resume take them",
+            hint=f"whet.train and whet.resume take them: data={{{placeholder.name!r}: rows}}",
         )
     return rows.content()
 

@@ -8,24 +8,20 @@ taken for an answer.
 import contextlib
 import fcntl
 import functools
-import importlib
-import importlib.util
-import inspect
 import json
-import math
 import os
 import resource
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from whet.rl.rewards.builtin import BUILTIN, check_arguments
+from whet.rl.rewards.reward_call import bind_reward, failure_text, judge
+from whet.user_code import load_user_object
 
 WorkerMessage = dict[str, Any]  # Any: JSON values
 
 _PRIVATE_FD = 200  # and above: out of the way of code that uses or closes low numbers
-_SHOWN = 2000  # characters of an error
 
 
 def main() -> None:
@@ -44,7 +40,7 @@ def main() -> None:
         return
     for line in requests:
         job = json.loads(line)
-        reply(job["id"], functools.partial(_judge, rewards[job["reward"]], job["arguments"]))
+        reply(job["id"], functools.partial(judge, rewards[job["reward"]], job["arguments"]))
 
 
 class _Reply:
@@ -63,7 +59,7 @@ class _Reply:
             limit = f"{self.memory / 2**30:.3g} GiB"
             result = {"error": f"it needed more memory than objective.reward_memory allows ({limit})"}
         except Exception as error:  # whatever somebody else's code raises
-            result = {"error": _said(error)[:_SHOWN]}
+            result = {"error": failure_text(error)}
         if os.getpid() != self.pid:  # a child that the reward forked returned here
             os._exit(0)
         # a line of its own, also where somebody wrote half a line before
@@ -95,54 +91,8 @@ def _limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
-class _NoNumberError(Exception):
-    """A reward returned something else."""
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, _NoNumberError) else f"{type(error).__name__}: {error}"
-
-
-def _judge(reward: Callable[..., Any], arguments: list[Any]) -> float:  # Any: whatever a reward returns
-    value = reward(*arguments)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise _NoNumberError(f"it returned {value!r}, which is no number") from None
-    if not math.isfinite(number):
-        raise _NoNumberError(f"it returned {number}")
-    return number
-
-
 def load(function: str, arguments: WorkerMessage) -> Callable[..., Any]:  # Any: whatever a reward returns
     """A reward by its name, with its arguments, or an error that says what is wrong with either."""
-    found: Any = BUILTIN.get(function)  # Any: what a module calls by this name
-    if found is None:
-        place, _, name = function.rpartition(":")
-        module = _module(place)
-        found = getattr(module, name, None)
-        if not callable(found):
-            known = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
-            raise ValueError(f"{place} has no function {name!r} (it has: {', '.join(known) or 'none'})")
-    try:
-        inspect.signature(found).bind("", "", {}, **arguments)
-    except TypeError as error:
-        raise ValueError(f"it is called as {inspect.signature(found)}: {error}") from None
+    reward = bind_reward(BUILTIN.get(function) or load_user_object(function), arguments)
     check_arguments(function, arguments)
-    return lambda prompt, completion, record: found(prompt, completion, record, **arguments)
-
-
-def _module(place: str) -> Any:  # Any: a module
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file")
-    sys.path.insert(0, str(path.parent))  # for what stands beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return reward

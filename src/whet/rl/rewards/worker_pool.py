@@ -2,9 +2,14 @@
 
 The processes are plain ones that read lines, not multiprocessing's: those would run the user's script again.
 This isolates a run from accidents in rewards. It is not a sandbox: rewards run with the user's rights.
+
+Functions that were passed from Python and that no other process can import (of a notebook, lambdas, closures)
+are called in this process: their time is measured, and a call that hangs cannot be ended.
 """
 
+import copy
 import json
+import logging
 import os
 import queue
 import secrets
@@ -14,19 +19,24 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import psutil
 
 from whet.config.objectives.grpo import GRPOObjective, Reward
+from whet.config.placeholder import parse_placeholder
 from whet.error_boundary import one_line
 from whet.errors import ConfigError, RunError
+from whet.rl.rewards.reward_call import bind_reward, failure_text, judge
 from whet.rl.rewards.supervisor import kill_session
+from whet.user_code import importable_reference
+
+log = logging.getLogger("whet")
 
 _START_S = 120.0  # to import somebody's module: it may bring torch along
 _TOGETHER = 32  # calls handed to a process at once: waiting for each answer takes longer than most rewards
@@ -63,7 +73,8 @@ class _FailedError(Exception):
 class _Worker:
     """One process that runs rewards, with the supervisor that ends it and its children."""
 
-    def __init__(self, rewards: Sequence[Reward], *, memory: int) -> None:
+    def __init__(self, rewards: Mapping[int, Reward], *, memory: int) -> None:
+        self._numbers = {index: number for number, index in enumerate(rewards)}
         path = json.dumps([os.fspath(part) or str(Path.cwd()) for part in sys.path])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, path],
@@ -78,7 +89,7 @@ class _Worker:
         os.set_blocking(self._requests.fileno(), False)
         self._unsent, self._rest = bytearray(), b""
         self._sent: deque[str] = deque()  # ids of the requests without an answer yet
-        described = [{"function": r.function, "arguments": r.arguments} for r in rewards]
+        described = [{"function": r.function, "arguments": r.arguments} for r in rewards.values()]
         self._send({"rewards": described, "memory": memory})
 
     def wait_until_ready(self) -> None:
@@ -94,9 +105,8 @@ class _Worker:
         """Calls to be made one after the other."""
         for call in calls:
             judged = call.judged
-            self._send(
-                {"reward": call.reward, "arguments": [judged.prompt, judged.completion, judged.record]}
-            )
+            arguments = [judged.prompt, judged.completion, judged.record]
+            self._send({"reward": self._numbers[call.reward], "arguments": arguments})
 
     def answer(self, *, timeout_s: float) -> float:
         """What the next of the calls came to."""
@@ -175,10 +185,22 @@ class _Worker:
 
 
 class RewardPool:
-    """The processes of a run, from `with` to its end."""
+    """The rewards of a run, ready to be called, from `with` to its end.
 
-    def __init__(self, settings: GRPOObjective) -> None:
+    Args:
+        settings: which rewards there are, and how their calls are limited.
+        given: functions passed from Python, for the placeholders among the rewards, by name.
+    """
+
+    def __init__(
+        self, settings: GRPOObjective, given: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    ) -> None:  # Any: whatever a reward returns
         self.rewards = settings.rewards
+        self._imported: dict[int, Reward] = {}  # what the processes load, by the index of the reward
+        self._given: dict[int, Callable[..., Any]] = {}  # what was passed from Python
+        self._here: dict[int, Callable[..., Any]] = {}  # of these, what is called in this process
+        for index, reward in enumerate(self.rewards):
+            self._resolve(index, reward, given)
         self.timeout_s = settings.reward_timeout
         self.on_error = settings.on_error
         self.memory = int((settings.reward_memory or psutil.virtual_memory().total / 2**31) * 2**30)
@@ -193,8 +215,16 @@ class RewardPool:
 
     def __enter__(self) -> "RewardPool":
         """Try every reward by itself, so that an error names the one that is wrong."""
-        for reward in self.rewards:
-            self._try(reward)
+        for index, reward in list(self._imported.items()):
+            try:
+                self._try(reward)
+            except ConfigError:
+                if index not in self._given:
+                    raise
+                del self._imported[index]  # the path of its module is not that of this process, say
+        for index, function in self._given.items():
+            if index not in self._imported:
+                self._bind(index, function)
         return self
 
     def __exit__(
@@ -207,8 +237,32 @@ class RewardPool:
         for worker in list(self._alive):
             self._end(worker)
 
+    def _resolve(self, index: int, reward: Reward, given: Mapping[str, Callable[..., Any]]) -> None:
+        # Any: whatever a reward returns
+        placeholder = parse_placeholder(reward.function)
+        if placeholder is None:
+            self._imported[index] = reward
+            return
+        if (function := given.get(placeholder.name)) is None:
+            raise ConfigError(
+                f"objective.rewards: {reward.function} stands for a function that is passed from Python, "
+                "and it is not here",
+                hint=f"whet.train and whet.resume take it: rewards={{{placeholder.name!r}: function}}",
+            )
+        self._given[index] = function
+        if (reference := importable_reference(function)) is not None:
+            self._imported[index] = reward.model_copy(update={"function": reference})
+
+    def _bind(self, index: int, function: Callable[..., Any]) -> None:  # Any: whatever a reward returns
+        reward = self.rewards[index]
+        try:
+            self._here[index] = bind_reward(function, reward.arguments)
+        except ValueError as error:
+            raise ConfigError(f"objective.rewards: {reward.label} cannot be used: {error}") from None
+        log.info("reward %s: called in this process, where a call that hangs is not ended", reward.label)
+
     def _try(self, reward: Reward) -> None:
-        worker = self._start([reward])
+        worker = self._start({0: reward})
         try:
             worker.wait_until_ready()
         except _FailedError as error:
@@ -216,7 +270,7 @@ class RewardPool:
         finally:
             self._end(worker)
 
-    def _start(self, rewards: Sequence[Reward]) -> _Worker:
+    def _start(self, rewards: Mapping[int, Reward]) -> _Worker:
         worker = _Worker(rewards, memory=self.memory)
         self._alive.add(worker)
         return worker
@@ -227,17 +281,20 @@ class RewardPool:
 
     def score(self, judged: Sequence[Judged]) -> list[list[float]]:
         """What each reward says of each completion, [completions][rewards]."""
-        width = len(self.rewards)
-        calls = [Call(each, reward) for each in judged for reward in range(width)]
-        size = min(_TOGETHER, -(-len(calls) // self._count))
+        calls = [Call(each, reward) for each in judged for reward in self._imported]
+        size = max(1, min(_TOGETHER, -(-len(calls) // self._count)))
         pieces = [calls[start : start + size] for start in range(0, len(calls), size)]
         futures = [self._threads.submit(self._run, piece) for piece in pieces]
         try:
-            values = [value for future in futures for value in future.result()]
+            own = iter([self._call_here(Call(each, reward)) for each in judged for reward in self._here])
+            values = iter([value for future in futures for value in future.result()])
         finally:
             for future in futures:
                 future.cancel()
-        return [values[start : start + width] for start in range(0, len(values), width)]
+        return [
+            [next(own if reward in self._here else values) for reward in range(len(self.rewards))]
+            for _ in judged
+        ]
 
     def take_failures(self) -> int:
         """Calls that counted as on_error since this was asked last."""
@@ -250,7 +307,7 @@ class RewardPool:
         try:
             while len(values) < len(calls) and not self._ended:
                 if worker is None:
-                    worker = self._start(self.rewards)
+                    worker = self._start(self._imported)
                     self._wait_for(worker)
                 worker.send(calls[len(values) :])
                 try:
@@ -285,6 +342,18 @@ class RewardPool:
             return worker.answer(timeout_s=self.timeout_s)
         except _FailedError as error:
             return self._failed(call, str(error))
+
+    def _call_here(self, call: Call) -> float:
+        judged, started, why = call.judged, time.monotonic(), ""
+        record = copy.deepcopy(judged.record)  # it is the run's: a reward may change its own
+        value = 0.0
+        try:
+            value = judge(self._here[call.reward], [judged.prompt, judged.completion, record])
+        except Exception as error:  # whatever somebody else's code raises
+            why = failure_text(error)
+        if time.monotonic() - started > self.timeout_s:
+            why = f"it took more than {self.timeout_s:g} s"
+        return self._failed(call, why) if why else value
 
     def _failed(self, call: Call, why: str) -> float:
         if self.on_error is not None:
