@@ -73,7 +73,7 @@ def test_a_function_whose_module_the_workers_cannot_import_is_called_here(tmp_pa
         import gone_rewards
     with pool({"f": gone_rewards.f}) as rewards:
         assert rewards.score(judged("a")) == [[os.getpid()]]
-    monkeypatch.delitem(sys.modules, "gone_rewards")
+    sys.modules.pop("gone_rewards")
 
 
 def slow(completion):

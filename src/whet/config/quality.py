@@ -84,6 +84,7 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
         "method.kind must be full": values["method"].kind != "full",
         "objective.kind must be regression": values["objective"].kind != "regression",
         "eval.generate needs a language model": values["eval"].generate,
+        "eval.metrics needs a language model": bool(values["eval"].metrics),
         "data.curriculum needs a language model": values["data"].curriculum is not None,
         "data.format must be tabular": values["data"].format not in ("auto", "tabular"),
         "optim.mup needs a language model": values["optim"].mup is not None,

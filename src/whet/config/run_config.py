@@ -154,6 +154,8 @@ class RunConfig(Section):
             raise ValueError("eval.every needs data.valid")
         if self.eval.generate and not self._has("valid") and not self._has("test"):
             raise ValueError("eval.generate needs data.valid or data.test")
+        if self.eval.metrics and not self._has("valid") and not self._has("test"):
+            raise ValueError("eval.metrics needs data.valid or data.test")
         return self
 
     @model_validator(mode="after")
@@ -188,6 +190,7 @@ class RunConfig(Section):
         data = self.data
         for key, given in (
             ("eval.generate", self.eval.generate),
+            ("eval.metrics", self.eval.metrics),
             ("data.too_long: split", data.too_long == "split"),
         ):
             if given:

@@ -319,11 +319,12 @@ class RunData:
         if name not in self.examples:
             return None
         questions = []
-        if self.config.eval.generate:
+        if self.config.eval.generate or self.config.eval.metrics:
             found = self.preparation.questions(self.sources[name])
             questions = [q for q in found if len(q.tokens) < model.max_positions]
             if not found:
-                log.warning("eval.generate: no record of data.%s has an answer to compare with", name)
+                key = "eval.generate" if self.config.eval.generate else "eval.metrics"
+                log.warning("%s: no record of data.%s has an answer to compare with", key, name)
             if len(questions) < len(found):
                 left_out = len(found) - len(questions)
                 log.warning("%s: %d prompts fill the model's context and are not asked", name, left_out)

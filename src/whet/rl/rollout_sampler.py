@@ -7,6 +7,7 @@ import numpy as np
 
 from whet.config.objectives.grpo import GRPOObjective
 from whet.data.tokens.prompts import Prompt
+from whet.evaluation.answer_metrics import AnswerMetrics
 from whet.evaluation.exact_match import ExactMatch
 from whet.generation.engine import Completion, complete
 from whet.generation.sampling import Sampling
@@ -124,9 +125,13 @@ class Sampler:
 
 
 def evaluate_rewards(
-    sampler: Sampler, prompts: Sequence[Prompt], *, pause: Callable[[], None] = lambda: None
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    *,
+    metrics: AnswerMetrics | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> Metrics:
-    """The rewards of greedy completions, and how many are exactly the expected answer."""
+    """The rewards and metrics of greedy completions, and how many are exactly the expected answer."""
     completions = sampler.complete(prompts, pause=pause)
     texts = [sampler.text(completion) for completion in completions]
     scores = sampler.score(prompts, texts)
@@ -144,4 +149,6 @@ def evaluate_rewards(
     if answered:
         correct, groups = zip(*answered, strict=True)
         found |= ExactMatch(list(correct), list(groups)).metrics()
+    if metrics:
+        found |= metrics.compute(texts, [prompt.fields for prompt in prompts], world=sampler.world)
     return found

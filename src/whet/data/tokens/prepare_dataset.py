@@ -112,7 +112,7 @@ class Preparation:
             try:
                 asked = self.renderer.question(record)
                 if asked is not None:
-                    found.append(self.encoder.question(asked))
+                    found.append(replace(self.encoder.question(asked), record=record.fields))
             except DataError:  # counted when the source was tokenised
                 if not self.skip_bad:
                     raise

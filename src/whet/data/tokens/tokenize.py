@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from whet.errors import DataError
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as token ids and the answer expected, for exact match by generation."""
+    """A prompt as token ids, the answer expected and the record of both, for answers by generation."""
 
     tokens: list[int]
     text: str  # what a person would say was asked
     answer: str
     origin: str
     group: str | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values
 
 
 class Encoder:
