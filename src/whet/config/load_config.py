@@ -65,6 +65,14 @@ for _resolving in (_Loader, _Dumper):
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config from a YAML file and apply `section.key=value` overrides."""
+    values = read_values(source)
+    for override in overrides:
+        _apply(values, override)
+    return make_config(values, origin=str(Path(source)))
+
+
+def read_values(source: str | Path) -> dict[str, Any]:  # Any: YAML values
+    """Read the sections of a YAML file, which are not yet validated."""
     path = Path(source)
     text = ""
     try:
@@ -83,9 +91,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}{place} is not valid YAML: {problem}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections (model, data, run, ...)")
-    for override in overrides:
-        _apply(values, override)
-    return make_config(values, origin=str(path))
+    return values
 
 
 def _yaml_problem(error: yaml.YAMLError, text: str) -> tuple[str, str]:

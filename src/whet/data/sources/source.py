@@ -4,14 +4,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources import hf_datasets
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import not_found
-from whet.data.sources.python_rows import PythonRows
 from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import ShapeName, find_shape, shaped
 from whet.data.sources.splits import Split, directory_content, has_split
@@ -19,10 +18,13 @@ from whet.data.synthetic.generators import generate, identity
 from whet.errors import DataError
 from whet.lazy_import import load_object
 
+if TYPE_CHECKING:
+    from whet.data.sources.python_rows import PythonRows
+
 OnBad = Literal["error", "skip"]
 Format = ShapeName | Literal["auto"]
 Spec = str | Sequence[str] | Sequence[WeightedSource]
-GivenRows = Mapping[str, PythonRows]  # records passed from Python, by the name of their placeholder
+GivenRows = Mapping[str, "PythonRows"]  # records passed from Python, by the name of their placeholder
 
 # directories with such a file, and the "module:function" that reads their content
 DIRECTORY_READERS = {
