@@ -13,6 +13,8 @@ from whet.data.packing import StepSettings
 from whet.data.run_data import EvaluationSplit, Needs, RunData
 from whet.data.tokens.prompts import Prompt, fitting
 from whet.errors import ConfigError, StorageError
+from whet.evaluation.answer_metrics import AnswerMetrics
+from whet.given.given import Given
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.objectives.grpo import GRPO
@@ -38,19 +40,22 @@ class GRPORecipe(TextRecipe):
 
     data: RunData
 
-    def __init__(self, config: RunConfig, directory: Path, world: World = SOLO) -> None:
-        super().__init__(config, directory, world)
+    def __init__(
+        self, config: RunConfig, directory: Path, world: World = SOLO, given: Given | None = None
+    ) -> None:
+        super().__init__(config, directory, world, given)
         check_config(config)
 
     def build(self, held: contextlib.ExitStack) -> None:
         """Rewards are started before weights are read: they may not even be there."""
         section = self.config.objective
         assert isinstance(section, GRPOObjective)
-        self.data = RunData(self.config, needs_of(section), today=self.began)
+        self.load_metrics()
+        self.data = RunData(self.config, needs_of(section), today=self.began, given=self.given.data)
         with self.world.first_alone():
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)
-        pool = held.enter_context(RewardPool(section))
+        pool = held.enter_context(RewardPool(section, self.given.rewards))
         self._build_model_and_objective()
         self.rollouts = Reinforcement(
             self.config,
@@ -88,7 +93,7 @@ class GRPORecipe(TextRecipe):
 
     def evaluators(self, split: str, found: EvaluationSplit | None, pause: Callable[[], None]) -> Evaluators:
         """The rewards of greedy answers."""
-        judged = self.rollouts.evaluator(split, pause)
+        judged = self.rollouts.evaluator(split, pause, self.metrics)
         return [] if judged is None else [judged]
 
 
@@ -133,11 +138,13 @@ class Reinforcement:
             self.sampler, self.prompts["train"], steps, seed=self.config.run.seed, reference=reference
         )
 
-    def evaluator(self, name: str, pause: Callable[[], None]) -> Callable[[], Metrics] | None:
-        """Greedy answers to the prompts of a split, judged: eval_reward, its parts, exact_match."""
+    def evaluator(
+        self, name: str, pause: Callable[[], None], metrics: AnswerMetrics | None = None
+    ) -> Callable[[], Metrics] | None:
+        """Greedy answers to the prompts of a split, judged: eval_reward, its parts, exact_match, metrics."""
         if name not in self.prompts:
             return None
-        return lambda: evaluate_rewards(self.sampler, self.prompts[name], pause=pause)
+        return lambda: evaluate_rewards(self.sampler, self.prompts[name], metrics=metrics, pause=pause)
 
 
 class RolloutSamples(Injector):  # so that a step's samples are written before its row

@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
+from types import MappingProxyType
 from typing import Any
 
 from whet.config.objectives.mix import MixObjective
 from whet.config.run_config import RunConfig
 from whet.data.batches import Step, StepStream
 from whet.data.run_data import EvaluationSplit, RunData
+from whet.data.sources.source import GivenRows
 from whet.models.language_model import LanguageModel
 from whet.recipes.registry import needs_of
 
@@ -19,10 +21,16 @@ log = logging.getLogger("whet")
 class MixData:
     """What the parts of a mix name, used as the data of one run."""
 
-    def __init__(self, config: RunConfig, *, today: date | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        today: date | None = None,
+        given: GivenRows = MappingProxyType({}),
+    ) -> None:
         assert isinstance(config.objective, MixObjective)
         self.parts = {
-            name: RunData(part, needs_of(part.objective), today=today)
+            name: RunData(part, needs_of(part.objective), today=today, given=given)
             for name, part in config.parts().items()
         }
         self.weights = {part.called: part.weight for part in config.objective.parts}

@@ -11,6 +11,7 @@ from typing import Any
 from whet.adapters.qlora import quantised_weights
 from whet.config.run_config import RunConfig
 from whet.data.run_data import EvaluationSplit
+from whet.given.given import Given
 from whet.hardware import choose_device, choose_precision
 from whet.models.language_model import LanguageModel, Trainable
 from whet.objectives.objective import Objective
@@ -34,8 +35,11 @@ class Recipe(abc.ABC):
     base_digest: str
     identities: dict[str, str]  # of frozen models that were opened by name
 
-    def __init__(self, config: RunConfig, directory: Path, world: World = SOLO) -> None:
+    def __init__(
+        self, config: RunConfig, directory: Path, world: World = SOLO, given: Given | None = None
+    ) -> None:
         self.config = config
+        self.given = given or Given()  # objects from Python, for the placeholders in the config
         self.directory = directory
         self.world = world
         self.device = choose_device(config.run.device)

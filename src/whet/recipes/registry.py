@@ -2,13 +2,16 @@
 
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.union import AnyObjective
 from whet.config.run_config import RunConfig
 from whet.data.run_data import Needs, RunData
+from whet.data.sources.source import GivenRows
 from whet.errors import ConfigError
+from whet.given.given import Given
 from whet.lazy_import import load_object
 from whet.objectives.objective import Objective
 from whet.parallel.process_group import SOLO, World
@@ -48,18 +51,22 @@ OBJECTIVES = {
 _WITHOUT_TEXTS = ("regression", "mix")  # rows of numbers, and several objectives on texts
 
 
-def recipe_for(config: RunConfig, directory: Path, world: World = SOLO) -> "Recipe":
+def recipe_for(
+    config: RunConfig, directory: Path, world: World = SOLO, given: Given | None = None
+) -> "Recipe":
     """Return the recipe that runs a config."""
-    recipe: Recipe = load_object(RECIPES[config.objective.kind])(config, directory, world)
+    recipe: Recipe = load_object(RECIPES[config.objective.kind])(config, directory, world, given)
     return recipe
 
 
-def data_of(config: RunConfig, *, today: date | None = None) -> "RunData | MixData":
+def data_of(
+    config: RunConfig, *, today: date | None = None, given: GivenRows = MappingProxyType({})
+) -> "RunData | MixData":
     """Return what a config's data section names, or those of its parts."""
     if config.parts():
-        data: MixData = load_object("whet.recipes.mix:MixData")(config, today=today)
+        data: MixData = load_object("whet.recipes.mix:MixData")(config, today=today, given=given)
         return data
-    return RunData(config, needs_of(config.objective), today=today)
+    return RunData(config, needs_of(config.objective), today=today, given=given)
 
 
 def needs_of(section: AnyObjective | MixObjective) -> Needs:

@@ -13,7 +13,6 @@ from whet.config.preset import Preset
 from whet.data.batches import Batch, make_batch
 from whet.data.run_data import EvaluationSplit, RunData
 from whet.data.tokens.examples import Example
-from whet.data.tokens.tokenize import Question
 from whet.errors import ConfigError, ModelError
 from whet.model_io.fingerprints import weights_digest
 from whet.model_io.formats.adapter_files import save_adapter
@@ -28,15 +27,16 @@ from whet.objectives.objective import Objective
 from whet.ops.attention import describe_backend
 from whet.ops.fp8 import MULTIPLE
 from whet.ops.linear import Linear
-from whet.parallel.fsdp import gathered, whole_on_main
+from whet.parallel.fsdp import whole_on_main
 from whet.recipes.objective_inputs import ObjectiveInputs
 from whet.recipes.recipe import Evaluators, Recipe
 from whet.recipes.registry import build_objective, data_of
 from whet.run_directory import BASE, FINAL, TOKENIZER
-from whet.training.callbacks import Callback, Metrics
+from whet.training.callbacks import Callback
 from whet.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from whet.evaluation.answer_metrics import AnswerMetrics
     from whet.recipes.mix import MixData
 
 log = logging.getLogger("whet")
@@ -48,15 +48,24 @@ class TextRecipe(Recipe):
     data: "RunData | MixData"
     model: LanguageModel
     tokenizer: Any  # Any: a transformers tokenizer
+    metrics: "AnswerMetrics | None" = None  # those of eval.metrics
 
     def build(self, held: contextlib.ExitStack) -> None:
         """Records first: they are read in seconds, and weights are not."""
-        self.data = data_of(self.config, today=self.began)
+        self.load_metrics()
+        self.data = data_of(self.config, today=self.began, given=self.given.data)
         with self.world.first_alone():
             self.tokenizer = self._find_tokenizer()
             self.data.prepare(self.tokenizer)
         self.stream = self.data.stream()
         self._build_model_and_objective()
+
+    def load_metrics(self) -> None:
+        """Import the functions of eval.metrics, or say why they cannot be."""
+        if self.config.eval.metrics:
+            from whet.evaluation.answer_metrics import AnswerMetrics
+
+            self.metrics = AnswerMetrics(self.config.eval.metrics, self.given.metrics)
 
     def _build_model_and_objective(self) -> None:
         self.model = self._build_model()
@@ -82,8 +91,23 @@ class TextRecipe(Recipe):
         return list(self.routers)
 
     def evaluators(self, split: str, found: EvaluationSplit | None, pause: Callable[[], None]) -> Evaluators:
-        """Exact match, where answers are generated."""
-        return [self._exact_match_on(found.questions, pause)] if found and found.questions else []
+        """Exact match and the config's own metrics, where answers are generated."""
+        if not found or not found.questions:
+            return []
+        from whet.evaluation.answer_metrics import answer_evaluator
+
+        evaluation = self.config.eval
+        evaluate = answer_evaluator(
+            self.model,
+            self.tokenizer,
+            found.questions,
+            max_tokens=evaluation.max_new_tokens,
+            exact=evaluation.generate,
+            metrics=self.metrics,
+            pause=pause,
+            world=self.world,
+        )
+        return [evaluate]
 
     def stage(self, staging: Path) -> None:
         """A tokenizer that was made for this run is in no model directory yet."""
@@ -181,21 +205,6 @@ class TextRecipe(Recipe):
         objective = build_objective(data.config.objective, inputs)
         self.identities |= inputs.identities
         return objective
-
-    def _exact_match_on(self, questions: list[Question], pause: Callable[[], None]) -> Callable[[], Metrics]:
-        from whet.evaluation.exact_match import ExactMatch, exact_match
-
-        limit = self.config.eval.max_new_tokens
-
-        def ask(mine: Sequence[Question]) -> list[bool]:
-            return exact_match(self.model, self.tokenizer, mine, max_tokens=limit, pause=pause).correct
-
-        def asked() -> Metrics:
-            with gathered(self.model):
-                correct = self.world.each(questions, ask)
-            return ExactMatch(correct, [question.group for question in questions]).metrics()
-
-        return asked
 
 
 def use_fp8(model: LanguageModel, method: str, *, device: torch.device | None = None) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from whet.config.load_config import load_config, to_yaml
@@ -16,7 +17,7 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.data.packing import StepSettings
 from whet.data.run_data import SPLITS, EvaluationSplit
-from whet.data.sources.source import Source, open_source
+from whet.data.sources.source import GivenRows, Source, open_source
 from whet.errors import ConfigError
 from whet.hardware import Precision, choose_device
 from whet.model_io.fingerprints import weights_digest
@@ -59,14 +60,14 @@ _DECIMALS = {
 class RowData:
     """The rows that a config's data section names, in the same form as the texts of other runs."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, given: GivenRows = MappingProxyType({})) -> None:
         self.config = config
         data, run = config.data, config.run
         self.steps = StepSettings(
             run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
         )
         self.sources: dict[RowPart, Source] = {
-            split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record)
+            split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record, given=given)
             for split in SPLITS
             if (spec := getattr(data, split)) is not None
         }
@@ -334,7 +335,7 @@ class QualityRecipe(Recipe):
         section, objective = self.config.model, self.config.objective
         assert isinstance(section, Quality)
         assert objective.kind == "regression"
-        self.data = RowData(self.config)
+        self.data = RowData(self.config, self.given.data)
         with self.world.first_alone():
             self.data.prepare()
         self.stream = self.data.stream()
