@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from whet.config.checks.unread_keys import unread_lines
-from whet.config.load_config import ConfigLike, as_config, load_config, to_yaml
+from whet.config.load_config import ConfigLike, load_config, to_yaml
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.data.run_data import EvaluationSplit
 from whet.error_boundary import memory_knobs_named, wrong_input
 from whet.errors import CheckpointError, ConfigError, StorageError
+from whet.given.binding import bind_config, check_given
+from whet.given.given import Given
 from whet.parallel.fsdp import TENSOR, device_mesh, local_bytes_of, shard
 from whet.parallel.preflight import agreed, check_device, refuse_differences, seed_rank, start_alike
 from whet.parallel.process_group import SOLO, World, joined, was_restarted
@@ -67,12 +69,13 @@ from whet.training.trainer import Trainer
 log = logging.getLogger("whet")
 
 
-def train(config: ConfigLike, callbacks: Iterable[Callback] = ()) -> RunResult:
-    """Run a config from its first step to `final/`."""
-    config = as_config(config)
+def train(config: ConfigLike, callbacks: Iterable[Callback] = (), given: Given | None = None) -> RunResult:
+    """Run a config, with the objects `given` beside it, from its first step to `final/`."""
+    given = given or Given()
+    config = bind_config(config, given)
     directory = config.directory
     if was_restarted() and is_run_of(config, directory):
-        return resume(directory, callbacks)
+        return resume(directory, callbacks, given)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
         world = agreed(group, config)
         with world.abreast():
@@ -81,21 +84,25 @@ def train(config: ConfigLike, callbacks: Iterable[Callback] = ()) -> RunResult:
                 clear_leftovers(directory.parent, of=directory.name)
                 for line in unread_lines(config):
                     log.warning("%s", line)
-        return _Assembly(config, directory, run_log, world).go([signals, *callbacks])
+        return _Assembly(config, directory, run_log, world, given).go([signals, *callbacks])
 
 
-def resume(directory: str | Path, callbacks: Iterable[Callback] = ()) -> RunResult:
-    """Go on with a run from its newest whole checkpoint."""
+def resume(
+    directory: str | Path, callbacks: Iterable[Callback] = (), given: Given | None = None
+) -> RunResult:
+    """Resume a run from its newest whole checkpoint, with the same objects `given` as before."""
     directory = Path(directory)
     refuse_other_than_run(directory)
     config = load_config(directory / CONFIG_FILE)
+    given = given or Given()
+    check_given(config, given, directory)
     with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log, contextlib.ExitStack() as held:
         world, checkpoint = agreed(group, config), None
         with world.abreast():
             if world.is_main:
                 held.enter_context(locked(directory))
                 checkpoint = _where_to_go_on(directory, config)
-        assembly = _Assembly(config, directory, run_log, world)
+        assembly = _Assembly(config, directory, run_log, world, given)
         chosen = world.from_main(None if checkpoint is None else str(checkpoint))
         checkpoint = None if chosen is None else Path(chosen)
         return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
@@ -134,13 +141,20 @@ def assembled(config: RunConfig) -> Iterator[Recipe]:
 class _Assembly:
     """A run: its recipe, the trainer, and the files that say what it is."""
 
-    def __init__(self, config: RunConfig, directory: Path, run_log: RunLog, world: World = SOLO) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        run_log: RunLog,
+        world: World = SOLO,
+        given: Given | None = None,
+    ) -> None:
         self.config = config
         self.directory = directory
         self.run_log = run_log
         check_watching(config)
         self.world = world
-        self.work = recipe_for(config, directory, world)
+        self.work = recipe_for(config, directory, world, given)
         check_device(world, self.work.device)
 
     def go(

@@ -1,0 +1,200 @@
+"""Whole runs with Python objects beside their config: the numbers of files, exact resume, and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import whet
+from tiny import run_config
+from whet.errors import CheckpointError, ConfigError, DataError
+from whet.given.given import collect_given
+from whet.runs.run import resume, train
+from whet.training.callbacks import Callback, StopRun
+
+ROWS = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}", "group": f"g{n % 2}"} for n in range(12)]
+TIMES = ("_s", "per_s", "seconds", "peak_gib", "directory", "flops")
+
+
+def rows_of(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.endswith(TIMES)} for row in rows]
+
+
+def weights_of(directory):
+    return load_file(directory / "final" / "adapter_model.safetensors")
+
+
+def same_weights(one, other):
+    one, other = weights_of(one), weights_of(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        return StopRun("the test says so", unfinished=True) if step == self.step else None
+
+
+def config_without_data(tiny_directory, tmp_path, **sections):
+    config = run_config(tiny_directory, tmp_path, **sections)
+    for split in ("train", "valid"):
+        del config["data"][split]
+    return config
+
+
+@pytest.mark.parametrize("kind", ["list", "function", "Dataset", "DataFrame"])
+def test_the_numbers_are_those_of_the_same_records_in_files(tiny_directory, tmp_path, kind):
+    for name, rows in (("train", ROWS), ("valid", ROWS[:5])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"train": f"{tmp_path}/train.jsonl", "valid": f"{tmp_path}/valid.jsonl"}
+    sections = {"eval": {"every": 2, "generate": True, "max_new_tokens": 4}, "run": {"steps": 5}}
+    expected = whet.train(run_config(tiny_directory, tmp_path / "files", data=files, **sections))
+    make = {
+        "list": list,
+        "function": lambda rows: lambda: iter(rows),
+        "Dataset": datasets.Dataset.from_list,
+        "DataFrame": pd.DataFrame,
+    }[kind]
+    given = collect_given({"train": make(ROWS), "valid": make(ROWS[:5])})
+    config = config_without_data(tiny_directory, tmp_path / "objects", **sections)
+    result = train(config, given=given)
+    for mine, theirs in zip(rows_of(result.directory), rows_of(expected.directory), strict=True):
+        if "summary" not in mine:
+            assert mine == theirs
+    assert same_weights(result.directory, expected.directory)
+    written = yaml.safe_load((result.directory / "config.yaml").read_text())["data"]
+    assert written["train"] == f"python:train:{given.data['train'].digest()[:16]}"
+    provenance = json.loads((result.directory / "provenance.json").read_text())
+    assert provenance["data_sha256"]["train"] == given.data["train"].digest()
+    theirs = json.loads((expected.directory / "provenance.json").read_text())
+    assert provenance["tokens_sha256"] == theirs["tokens_sha256"]
+
+
+def test_metrics_are_in_every_evaluation_and_on_the_test_set(tiny_directory, tmp_path):
+    seen = []
+
+    def mean_length(answers, records):
+        seen.append(records)
+        return sum(map(len, answers)) / len(answers)
+
+    sections = {
+        "eval": {"every": 2, "max_new_tokens": 4, "early_stop": {"metric": "eval_length", "patience": 9}}
+    }
+    config = config_without_data(tiny_directory, tmp_path, **sections)
+    data = {"train": ROWS, "valid": ROWS[:5], "test": ROWS[5:]}
+    result = train(config, given=collect_given(data, metrics={"length": mean_length}))
+    evaluated = [row for row in rows_of(result.directory) if "eval_loss" in row]
+    assert [row["step"] for row in evaluated] == [0, 2, 4]
+    assert all(row["eval_length"] > 0 and "exact_match" not in row for row in evaluated)
+    assert result.summary["test"]["length"] > 0
+    assert result.summary["best"]["metric"] == "eval_length"
+    assert seen == [ROWS[:5]] * 3 + [ROWS[5:]]
+
+
+def test_metrics_come_from_files_named_in_yaml(tiny_directory, tmp_path):
+    (tmp_path / "yaml_metrics.py").write_text("def count(answers):\n    return len(answers)\n")
+    sections = {"eval": {"metrics": {"count": f"{tmp_path}/yaml_metrics.py:count"}, "max_new_tokens": 2}}
+    result = whet.train(run_config(tiny_directory, tmp_path, **sections))
+    assert [row["eval_count"] for row in rows_of(result.directory) if "eval_loss" in row] == [6, 6]
+    sections["eval"]["metrics"] = {"count": f"{tmp_path}/yaml_metrics.py:other"}
+    with pytest.raises(ConfigError, match="eval.metrics.count: .* has no function 'other'"):
+        whet.train(run_config(tiny_directory, tmp_path / "other", **sections))
+    assert not (tmp_path / "other").exists()
+    sys.modules.pop("yaml_metrics")
+
+
+def grpo_config(tiny_directory, tmp_path):
+    objective = {"kind": "grpo", "group_size": 3, "max_new_tokens": 6, "reward_workers": 1}
+    sections = {"objective": objective, "run": {"batch_size": 2}, "eval": {"every": 2}}
+    return config_without_data(tiny_directory, tmp_path, **sections)
+
+
+def grpo_objects(**changes):
+    target = 2
+
+    def near(completion, record):
+        assert "completion" in record
+        return -abs(len(completion) - target)
+
+    return collect_given(
+        **{
+            "data": {"train": ROWS, "valid": ROWS[:4]},
+            "rewards": {"near": near},
+            "metrics": {"empty": lambda answers: sum(not answer for answer in answers)},
+            **changes,
+        }
+    )
+
+
+def test_a_grpo_run_with_a_closure_is_resumed_bit_for_bit_with_the_same_objects_only(
+    tiny_directory, tmp_path
+):
+    whole = train(grpo_config(tiny_directory, tmp_path / "whole"), given=grpo_objects())
+    evaluated = [row for row in rows_of(whole.directory) if "eval_reward" in row]
+    assert [row["step"] for row in evaluated] == [0, 2, 4]
+    assert all({"eval_reward_near", "eval_empty", "exact_match"} <= row.keys() for row in evaluated)
+    first = train(grpo_config(tiny_directory, tmp_path / "parts"), [StopAt(2)], given=grpo_objects())
+    before = sorted(path for path in first.directory.rglob("*"))
+    with pytest.raises(CheckpointError, match="needs Python objects"):
+        whet.resume(first.directory)
+    for changes, message in (
+        ({"data": {"train": ROWS[::-1], "valid": ROWS[:4]}}, "data 'train' has changed"),
+        ({"rewards": {"near": lambda completion: 1}}, "rewards 'near' has changed"),
+        ({"rewards": {}}, "rewards 'near' is missing"),
+        ({"metrics": {"empty": lambda answers: 1.0}}, "metrics 'empty' has changed"),
+    ):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            resume(first.directory, given=grpo_objects(**changes))
+        assert f'whet.resume("{first.directory}", rewards={{"near": ...}}, data=' in caught.value.hint
+    assert sorted(path for path in first.directory.rglob("*")) == before
+    second = resume(first.directory, given=grpo_objects())
+    assert second.steps == 4
+    assert same_weights(second.directory, whole.directory)
+
+
+def test_records_that_change_during_a_run_stop_it(tiny_directory, tmp_path):
+    calls = iter(range(100))
+    config = config_without_data(tiny_directory, tmp_path)
+    with pytest.raises(DataError, match="has other records than when it was read first"):
+        train(config, given=collect_given(lambda: [{"text": f"call {next(calls)}"}]))
+
+
+def test_a_run_with_objects_is_opened_reported_and_exported_without_them(tiny_directory, tmp_path):
+    """In another process, where importing anything of the user's would fail."""
+    objects = grpo_objects()
+    run = train(grpo_config(tiny_directory, tmp_path), given=objects).directory
+    commands = [
+        ["report", run],
+        ["runs", run.parent],
+        ["export", run, "--to", "hf"],
+        ["generate", run, "2+2=", "--max-tokens", "2"],
+    ]
+    for command in commands:
+        shown = whet_command(*command, cwd=tmp_path)
+        assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
+    assert "python:near:" in (run / "report.html").read_text()
+    model, _ = whet.load(run, device="cpu", dtype=torch.float32)
+    assert model.vocab_size == 260
+    (run / "final").rename(run / "elsewhere")
+    shown = whet_command("resume", run, cwd=tmp_path)
+    assert shown.returncode == 2
+    said = " ".join(shown.stderr.split())
+    assert 'rewards={"near": ...}' in said
+    assert "Traceback" not in said
+    shown = whet_command("train", run / "config.yaml", "run.name=again", cwd=tmp_path)
+    assert shown.returncode == 2
+    assert "needs Python objects" in shown.stderr
+
+
+def whet_command(*arguments, cwd):
+    command = [sys.executable, "-m", "whet", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
