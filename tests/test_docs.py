@@ -204,7 +204,7 @@ def key_tables():
     for name, field in RunConfig.model_fields.items():
         if name == "objective":
             for section in sections_of(field.annotation):
-                kinds = ", ".join(get_args(section.model_fields["kind"].annotation))
+                kinds = ", ".join(get_args(section.model_fields["kind"].annotation)) or "your own"
                 yield from section_tables(name, section, title=f"`{name}` ({kinds})")
         elif name != "model":
             yield from section_tables(name, field.annotation)

@@ -10,6 +10,7 @@ from whet.config.eval import Evaluation
 from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives.classify import ClassifyObjective
+from whet.config.objectives.custom import CustomObjective, is_custom_kind
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.union import AnyObjective, SFTObjective
 from whet.config.optim import LORA_B, Optim, ParameterGroup, unfit_for_mup
@@ -32,6 +33,11 @@ def _kind_of_model(value: object) -> str:
     return "a-preset" if isinstance(value, dict | Preset) else "a-name"
 
 
+def _kind_of_objective(value: object) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "a-custom-objective" if is_custom_kind(kind) else "an-objective-of-whet"
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -45,7 +51,13 @@ class RunConfig(Section):
         "{quality: SIZE, ...}"
     )
     method: Method = Method()
-    objective: Annotated[AnyObjective | MixObjective, Field(discriminator="kind")] = SFTObjective()
+    objective: Annotated[
+        Annotated[
+            Annotated[AnyObjective | MixObjective, Field(discriminator="kind")], Tag("an-objective-of-whet")
+        ]
+        | Annotated[CustomObjective, Tag("a-custom-objective")],
+        Discriminator(_kind_of_objective),
+    ] = SFTObjective()
     # None where the parts of a mix bring their own, and those are what is read: see `parts`
     data: Annotated[Data, WrapValidator(_data_or_none)]
     optim: Optim = Optim()

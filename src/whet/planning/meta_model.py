@@ -9,6 +9,7 @@ from whet.adapters.attach import make_trainable
 from whet.adapters.nf4 import code_table
 from whet.adapters.qlora import quantise_base
 from whet.config.objectives.classify import ClassifyObjective
+from whet.config.objectives.custom import CustomObjective
 from whet.config.objectives.distill import DistillObjective
 from whet.config.objectives.distrust import DistrustObjective
 from whet.config.objectives.grpo import GRPOObjective
@@ -130,7 +131,7 @@ def other_models(config: RunConfig, precision: Precision) -> list[LanguageModel]
         return [read_model(name).to(dtype=dtype).requires_grad_(False).eval() for name in names]
 
 
-def _compares_online(section: AnyObjective | MixObjective) -> bool:
+def _compares_online(section: AnyObjective | MixObjective | CustomObjective) -> bool:
     if isinstance(section, PreferenceObjective):
         return section.has_reference and section.reference == "online"
     return isinstance(section, GRPOObjective) and section.beta > 0
@@ -178,7 +179,10 @@ class Pooled(Objective):
 
 
 def make_objective(
-    section: AnyObjective, model: LanguageModel, others: list[LanguageModel], precision: Precision
+    section: AnyObjective | CustomObjective,
+    model: LanguageModel,
+    others: list[LanguageModel],
+    precision: Precision,
 ) -> Objective:
     """An objective that does to memory what the config's does, for a model on the meta device."""
     match section:
@@ -210,6 +214,8 @@ def make_objective(
             return SFT()
         case RegressionObjective():
             raise ConfigError("objective.kind regression is not for language models")
+        case CustomObjective():
+            raise ConfigError(f"what objective.kind {section.kind} takes cannot be told before it runs")
     assert_never(section)
 
 

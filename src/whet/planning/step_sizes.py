@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from whet.config.objectives.custom import CustomObjective
 from whet.config.objectives.grpo import GRPOObjective
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.preference import PreferenceObjective
@@ -36,7 +37,7 @@ def settings_of(config: RunConfig) -> StepSettings:
     return StepSettings(run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=config.data.pack)
 
 
-def _documents_of(section: AnyObjective | MixObjective) -> int:
+def _documents_of(section: AnyObjective | MixObjective | CustomObjective) -> int:
     """How many documents an example is."""
     if isinstance(section, PreferenceObjective):
         return 2

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from whet.config.objectives.custom import CustomObjective
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.union import AnyObjective
 from whet.config.run_config import RunConfig
@@ -55,6 +56,9 @@ def recipe_for(
     config: RunConfig, directory: Path, world: World = SOLO, given: Given | None = None
 ) -> "Recipe":
     """Return the recipe that runs a config."""
+    if isinstance(config.objective, CustomObjective):
+        own: Recipe = load_object("whet.recipes.custom:custom_recipe")(config, directory, world, given)
+        return own
     recipe: Recipe = load_object(RECIPES[config.objective.kind])(config, directory, world, given)
     return recipe
 
@@ -69,15 +73,17 @@ def data_of(
     return RunData(config, needs_of(config.objective), today=today, given=given)
 
 
-def needs_of(section: AnyObjective | MixObjective) -> Needs:
+def needs_of(section: AnyObjective | MixObjective | CustomObjective) -> Needs:
     """Return what an objective reads from records."""
-    if section.kind in _WITHOUT_TEXTS:
+    if section.kind in _WITHOUT_TEXTS or isinstance(section, CustomObjective):
         return Needs()
     needs: Needs = load_object(f"{OBJECTIVES[section.kind]}:needs")(section)
     return needs
 
 
-def build_objective(section: AnyObjective | MixObjective, inputs: ObjectiveInputs) -> Objective:
+def build_objective(
+    section: AnyObjective | MixObjective | CustomObjective, inputs: ObjectiveInputs
+) -> Objective:
     """Return the objective that a config, or one part of a mix, describes."""
     if section.kind in _WITHOUT_TEXTS:
         raise ConfigError(f"objective.kind {section.kind} is not an objective on texts of its own")

@@ -15,6 +15,10 @@ from whet.errors import ConfigError, shorten, shown
 
 Location = tuple[int | str, ...]
 
+_BRANCHES = (
+    *("str", "int", "float", "a-name", "a-preset", "a-quality", "an-objective-of-whet", "a-custom-objective"),
+    *OBJECTIVE_KINDS,
+)
 _MOST_PROBLEMS = 30  # a pasted file of another tool has dozens, and each key gets its name here
 
 
@@ -84,9 +88,9 @@ def _meaning(location: Location, root: type[BaseModel]) -> str | None:
 
 def _names_a_union_branch(part: int | str) -> bool:
     """Return whether pydantic put a type here, which is not a key that a reader wrote."""
-    return str(part) in ("str", "int", "float", "a-name", "a-preset", "a-quality", *OBJECTIVE_KINDS) or str(
-        part
-    ).startswith(("constrained", "list[", "function-before[", "literal["))
+    return str(part) in _BRANCHES or str(part).startswith(
+        ("constrained", "list[", "function-before[", "literal[")
+    )
 
 
 def _before_union(location: Location) -> Location:

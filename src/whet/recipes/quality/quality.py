@@ -334,7 +334,7 @@ class QualityRecipe(Recipe):
         """Rows, then the model."""
         section, objective = self.config.model, self.config.objective
         assert isinstance(section, Quality)
-        assert objective.kind == "regression"
+        assert isinstance(objective, RegressionObjective)
         self.data = RowData(self.config, self.given.data)
         with self.world.first_alone():
             self.data.prepare()
