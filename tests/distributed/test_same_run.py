@@ -1,5 +1,7 @@
 """The same run on 1, 2 and 4 processes: data, losses, gradients, weights and evaluations."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -138,3 +140,23 @@ def test_gradients_are_sent_in_pieces_while_the_last_backward_pass_runs(runs, ti
         assert each["hashes"] == ranks[0]["hashes"]
         assert all(sent == count > 5 for sent, count in each["early"][1:])
     assert distance(weights(runs["none", 1][0], "none"), weights(tmp_path, "ddp")) < 1e-6
+
+
+def test_a_metric_sees_the_answers_of_all_ranks_and_is_computed_once(tiny_directory, tmp_path):
+    """One that is random, too: early stopping must see the same value everywhere."""
+    source = (
+        "import os\ndef count(answers, records):\n    return len(answers) * (len(records) == len(answers))\n"
+        "def process(answers):\n    return os.getpid()\n"
+        "def length(answers):\n    return sum(map(len, answers)) / len(answers)\n"
+    )
+    (tmp_path / "shared_metrics.py").write_text(source)
+    named = {name: f"{tmp_path}/shared_metrics.py:{name}" for name in ("count", "process", "length")}
+    settings = {"eval": {"every": 2, "metrics": named, "max_new_tokens": 4}, "run": {"steps": 2}}
+    alone = watched_train(config(tiny_directory, tmp_path / "alone", "none", **settings)).found()
+    shared = config(tiny_directory, tmp_path / "two", "ddp", **settings)
+    one, two = run_world(2, "train_on", out=tmp_path / "out", timeout=120, config=shared)
+    sys.modules.pop("shared_metrics")
+    assert one["evaluations"] == two["evaluations"]
+    for mine, theirs in zip(one["evaluations"], alone["evaluations"], strict=True):
+        assert mine["eval_count"] == theirs["eval_count"] == 6
+        assert mine["eval_length"] == theirs["eval_length"]

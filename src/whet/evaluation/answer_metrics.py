@@ -54,7 +54,7 @@ class AnswerMetrics:
                 a long run is not given up for it.
         """
         values: dict[str, float] = {}
-        with world.abreast():
+        with world.watch.patiently("computing metrics"), world.abreast():
             if world.is_main:
                 values = {
                     f"eval_{name}": self._value(name, function, answers, records)
