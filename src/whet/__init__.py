@@ -6,10 +6,26 @@ Everything below is imported when it is first used, so that `import whet` and `w
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from whet.lazy_import import lazy_names
+
 if TYPE_CHECKING:
+    from whet import analysis as analysis
+    from whet import callbacks as callbacks
+    from whet import data as data
+    from whet import errors as errors
+    from whet import merging as merging
+    from whet import objectives as objectives
+    from whet import ops as ops
+    from whet import optim as optim
+    from whet import parallel as parallel
+    from whet import rl as rl
     from whet.adapters.adapter import adapters_off as adapters_off
     from whet.adapters.attach import attach_lora as attach_lora
     from whet.adapters.attach import merge as merge
+    from whet.api import evaluate as evaluate
+    from whet.api import export as export
+    from whet.api import resume as resume
+    from whet.api import train as train
     from whet.config.run_config import RunConfig as RunConfig
     from whet.errors import WhetError as WhetError
     from whet.generation.beam_search import beam_search as beam_search
@@ -31,8 +47,6 @@ if TYPE_CHECKING:
     from whet.ops.dispatch import reference as reference
     from whet.planning.plan import plan as plan
     from whet.recipes.classify.classifier import Classifier as Classifier
-    from whet.runs.run import resume as resume
-    from whet.runs.run import train as train
     from whet.training.callbacks import Callback as Callback
     from whet.training.callbacks import Injector as Injector
     from whet.training.callbacks import StopRun as StopRun
@@ -60,6 +74,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora", "merge"),
+    "api": ("evaluate", "export", "resume", "train"),
     "config.run_config": ("RunConfig",),
     "errors": ("WhetError",),
     "generation.beam_search": ("beam_search",),
@@ -77,7 +92,6 @@ _HOMES = {
     "ops.dispatch": ("reference",),
     "planning.plan": ("plan",),
     "recipes.classify.classifier": ("Classifier",),
-    "runs.run": ("resume", "train"),
     "training.callbacks": ("Callback", "Injector", "StopRun"),
     "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "training.early_stopping": ("EarlyStopping",),
@@ -100,14 +114,25 @@ _HOMES = {
     "training.trainer": ("Trainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = (
+    "analysis",
+    "callbacks",
+    "data",
+    "errors",
+    "merging",
+    "objectives",
+    "ops",
+    "optim",
+    "parallel",
+    "rl",
+)
 __all__ = list(_HOME_OF)
+_named = lazy_names(__name__, _HOME_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name is
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'whet' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"whet.{_HOME_OF[name]}"), name)
+    return importlib.import_module(f"whet.{name}") if name in _MODULES else _named(name)
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_HOME_OF])
+    return sorted(["__version__", *_HOME_OF, *_MODULES])

@@ -1,7 +1,8 @@
 """What goes on inside a model: activations, attention, and what a probe can read in them."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whet.lazy_import import lazy_names
 
 if TYPE_CHECKING:
     from whet.evaluation.linear_probe import LinearProbe as LinearProbe
@@ -14,9 +15,4 @@ _HOME_OF = {
     "LinearProbe": "evaluation.linear_probe",
 }
 __all__ = list(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:  # Any: whatever the name is
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'whet.analysis' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"whet.{_HOME_OF[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME_OF)

@@ -1,7 +1,8 @@
-"""Objects named by "module:name" strings: registries hold them, so that one kind imports no other."""
+"""Objects by "module:name" strings, and public names, imported on first use: one kind imports no other."""
 
 import importlib
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -9,6 +10,20 @@ def load_object(reference: str) -> Any:  # Any: whatever the reference names
     """Import and return what a "module:name" string names."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def lazy_names(module: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:  # Any: whatever is named
+    """Return the __getattr__ of a module whose names are imported from their homes on first use.
+
+    `home_of` maps each name to a module below `whet`, as in {"Callback": "training.callbacks"}.
+    """
+
+    def get(name: str) -> Any:  # Any: whatever the name is
+        if name not in home_of:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"whet.{home_of[name]}"), name)
+
+    return get
 
 
 def is_instance_of(value: object, reference: str) -> bool:

@@ -12,10 +12,11 @@ def command(
     seeds: int = typer.Option(5, min=2, max=1000, help="Runs of each arm: run.seed, run.seed + 1, ..."),
 ) -> None:
     """Train every arm with every seed on the same rows in the same order, and compare them."""
-    from whet.cli.console import notes, progress_shown, say
+    from whet.cli.console import progress_shown, say
     from whet.config.load_config import load_config
     from whet.config.quality import Arm
     from whet.errors import ConfigError
+    from whet.reporting.console import notes
     from whet.reporting.text.ablation_text import describe_ablation, write_ablation
     from whet.studies.ablation import ablate
 

@@ -22,10 +22,10 @@ def command(
     seed: int | None = SEED,
 ) -> None:
     """Chat with a model; answers appear as they are made."""
-    from whet.cli.console import notes
     from whet.errors import DataError
     from whet.generation.generate import generate
     from whet.model_io.load import load
+    from whet.reporting.console import notes
 
     talker, tokenizer = load(model)
     if tokenizer is None:

@@ -5,14 +5,14 @@ import errno
 import logging
 import os
 import sys
-from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 import typer
 
 from whet.error_boundary import printable
 from whet.errors import ConfigError, StorageError
+from whet.reporting.console import NotesHandler, escaping_console, let_go_of, notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,32 +22,12 @@ if TYPE_CHECKING:
     from whet.reporting.progress import RunProgress
 
 
-@cache
-def notes() -> "Console":
-    """The console for messages and progress."""
-    return _escaping_console(cast("IO[str]", _StandardError()))
-
-
 def results() -> "Console":
     """The console for results that are more than lines; it replaces what its encoding does not have."""
     file = sys.stdout.stream if isinstance(sys.stdout, _Escaped) else sys.stdout
     if hasattr(file, "reconfigure"):
         file.reconfigure(errors="replace")
-    return _escaping_console(file)
-
-
-def _escaping_console(file: IO[str]) -> "Console":
-    """A console on which text is text: only rich itself sends escape sequences to the terminal."""
-    from rich.console import Console
-    from rich.segment import Segment
-
-    class EscapingConsole(Console):
-        def render(self, *arguments: Any, **options: Any) -> "Iterator[Segment]":  # Any: as rich has it
-            for segment in super().render(*arguments, **options):
-                yield segment if segment.control else Segment(printable(segment.text), segment.style)
-
-    # synth:house: is no emoji
-    return EscapingConsole(file=file, soft_wrap=True, emoji=False, markup=False, highlight=False)
+    return escaping_console(file)
 
 
 class _Escaped:
@@ -70,35 +50,6 @@ def escape_terminal() -> None:
         sys.stdout = cast("TextIO", _Escaped(sys.stdout))
 
 
-class _StandardError:
-    """Standard error, for as long as somebody reads it: a closed pipe must not end a run."""
-
-    def write(self, text: str) -> int:
-        with let_go_of(sys.stderr):
-            sys.stderr.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with let_go_of(sys.stderr):
-            sys.stderr.flush()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(sys.stderr, name)
-
-
-@contextlib.contextmanager
-def let_go_of(stream: IO[str], *, but: int | None = None) -> "Iterator[None]":
-    """Where a stream can no longer be written to, drop what is written from now on; `but` stays an error."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == but:
-            raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
 def say(text: str) -> None:
     """Print a line on standard output, if anybody is there to read it."""
     with let_go_of(sys.stdout, but=errno.ENOSPC):
@@ -116,24 +67,16 @@ def writing_to(path: str | None, option: str) -> "Iterator[None]":
         raise ConfigError(error.message, hint=f"{option} names a file in a directory that exists") from error
 
 
-class _NotesHandler(logging.Handler):
-    """Log lines through the console that owns the progress bar, so that they do not tear it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        mark = "warning: " if record.levelno >= logging.WARNING else ""
-        notes().print(f"{mark}{self.format(record)}", highlight=False, markup=False)
-
-
 def set_up_logging(*, quiet: bool = False) -> None:
     """Show whet's own lines (`quiet`: only warnings), and keep the libraries below quiet."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
     if not logger.handlers:
-        logger.addHandler(_NotesHandler())
+        logger.addHandler(NotesHandler())
         logger.propagate = False
     for handler in logger.handlers:
-        if isinstance(handler, _NotesHandler):  # the logger itself also feeds log.txt
+        if isinstance(handler, NotesHandler):  # the logger itself also feeds log.txt
             handler.setLevel(logging.WARNING if quiet else logging.INFO)
 
 

@@ -27,8 +27,9 @@ def coord_check(
     """Measure how the size of activations after some steps depends on the width, with muP and without."""
     from pathlib import Path
 
-    from whet.cli.console import notes, say
+    from whet.cli.console import say
     from whet.config.load_config import load_config
+    from whet.reporting.console import notes
     from whet.reporting.text.mup_text import describe_check, write_check
     from whet.studies.coordinate_check import coordinate_check
 
@@ -56,9 +57,10 @@ def lr_sweep(
     """Find the best learning rate at each width, with muP and without. A stopped sweep goes on."""
     from pathlib import Path
 
-    from whet.cli.console import notes, say
+    from whet.cli.console import say
     from whet.config.load_config import load_config, to_dict
     from whet.recipes.registry import data_of
+    from whet.reporting.console import notes
     from whet.reporting.text.mup_text import describe_sweep, plot_sweep
     from whet.studies.lr_transfer import RESULTS_FILE, keep_sweep, kept_points
     from whet.studies.lr_transfer import lr_sweep as sweep_rates

@@ -23,8 +23,9 @@ def command(
     ),
 ) -> None:
     """Write IN to OUT with auth_weight and prov_entropy, for objective.kind: distrust."""
-    from whet.cli.console import notes, say
+    from whet.cli.console import say
     from whet.data.distrust_scores import score_file
+    from whet.reporting.console import notes
 
     summary = score_file(source, target, existing=existing.value)
     for warning in summary.warnings():

@@ -25,7 +25,8 @@ def command(
     dry_run: bool = typer.Option(False, "--dry-run", help="Check and list the runs; start none."),
 ) -> None:
     """Run every combination of some values (or random ones), and compare them; the same command goes on."""
-    from whet.cli.console import notes, say, set_up_logging
+    from whet.cli.console import say, set_up_logging
+    from whet.reporting.console import notes
     from whet.reporting.progress import RunProgress
     from whet.studies.sweep import plan_sweep, run_sweep
 

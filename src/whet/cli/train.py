@@ -125,7 +125,8 @@ def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
 
 def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
     """Show a run's progress, and say what came of it."""
-    from whet.cli.console import notes, progress_shown, say
+    from whet.cli.console import progress_shown, say
+    from whet.reporting.console import notes
     from whet.reporting.progress import describe
 
     with progress_shown(quiet=quiet) as progress:

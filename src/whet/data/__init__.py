@@ -1,17 +1,28 @@
 """Records, rendering and masks, the token store, packing, batches and curricula."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whet.lazy_import import lazy_names
 
 if TYPE_CHECKING:
+    from whet.data.batches import Batch as Batch
+    from whet.data.batches import BatchStream as BatchStream
+    from whet.data.batches import evaluation_batches as evaluation_batches
     from whet.data.curriculum import difficulty_curriculum as difficulty_curriculum
     from whet.data.curriculum import length_curriculum as length_curriculum
+    from whet.data.packing import StepSettings as StepSettings
+    from whet.data.sources.source import open_source as open_source
+    from whet.data.tokens.prepare_dataset import encode_records as encode_records
 
-_HOME_OF = {"difficulty_curriculum": "curriculum", "length_curriculum": "curriculum"}
+_HOME_OF = {
+    "Batch": "data.batches",
+    "BatchStream": "data.batches",
+    "evaluation_batches": "data.batches",
+    "difficulty_curriculum": "data.curriculum",
+    "length_curriculum": "data.curriculum",
+    "StepSettings": "data.packing",
+    "open_source": "data.sources.source",
+    "encode_records": "data.tokens.prepare_dataset",
+}
 __all__ = list(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:  # Any: whatever the name is
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'whet.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"whet.data.{_HOME_OF[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME_OF)

@@ -1,7 +1,8 @@
 """What is optimised. These functions are for loops of one's own; runs name an objective in their config."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whet.lazy_import import lazy_names
 
 if TYPE_CHECKING:
     from whet.objectives.distill import distillation_loss as distillation_loss
@@ -17,22 +18,17 @@ if TYPE_CHECKING:
     from whet.objectives.sft import next_token_loss as next_token_loss
 
 _HOME_OF = {
-    "distillation_loss": "distill",
-    "soft_target_loss": "distill",
-    "distrust": "distrust_loss",
-    "GRPOConfig": "grpo",
-    "grpo_loss": "grpo",
-    "MultiTokenPrediction": "mtp",
-    "next_token_loss": "sft",
-    "dpo_loss": "preference",
-    "ipo_loss": "preference",
-    "odds_ratio_loss": "preference",
-    "simpo_loss": "preference",
+    "distillation_loss": "objectives.distill",
+    "soft_target_loss": "objectives.distill",
+    "distrust": "objectives.distrust_loss",
+    "GRPOConfig": "objectives.grpo",
+    "grpo_loss": "objectives.grpo",
+    "MultiTokenPrediction": "objectives.mtp",
+    "next_token_loss": "objectives.sft",
+    "dpo_loss": "objectives.preference",
+    "ipo_loss": "objectives.preference",
+    "odds_ratio_loss": "objectives.preference",
+    "simpo_loss": "objectives.preference",
 }
 __all__ = list(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:  # Any: whatever the name is
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'whet.objectives' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"whet.objectives.{_HOME_OF[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME_OF)

@@ -14,7 +14,6 @@ from whet.data.sources.compressed_files import not_found
 from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import ShapeName, find_shape, shaped
 from whet.data.sources.splits import Split, directory_content, has_split
-from whet.data.synthetic.generators import generate, identity
 from whet.errors import DataError
 from whet.lazy_import import load_object
 
@@ -232,6 +231,8 @@ def _given_content(spec: str, given: GivenRows) -> Content | None:
 
 def _content(spec: str, split: Split) -> Content:
     if spec.startswith("synth:"):
+        from whet.data.synthetic.generators import identity
+
         return Content(rows=lambda: _generated(spec), digest=lambda: digest_text(identity(spec)))
     if spec.startswith((hf_datasets.PREFIX, hf_datasets.STREAM_PREFIX)):
         return hf_datasets.hub_content(spec, split)
@@ -252,5 +253,7 @@ def _content(spec: str, split: Split) -> Content:
 
 
 def _generated(spec: str) -> Iterator[SourceRow]:
+    from whet.data.synthetic.generators import generate
+
     for number, fields in enumerate(generate(spec), start=1):
         yield f"{spec}#{number}", fields

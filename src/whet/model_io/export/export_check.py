@@ -32,6 +32,14 @@ class Check:
     text: str
     needed: bool = True  # the export counts as checked only with it
 
+    @property
+    def failed(self) -> bool:
+        """Whether the export cannot be trusted."""
+        return self.passed is False or (self.passed is None and self.needed)
+
+    def __str__(self) -> str:
+        return f"{ {True: 'checked', False: 'CHECK FAILED', None: 'not checked'}[self.passed] }: {self.text}"
+
 
 def check_export(
     loaded: Loaded,

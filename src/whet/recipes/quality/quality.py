@@ -17,7 +17,7 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.data.packing import StepSettings
 from whet.data.run_data import SPLITS, EvaluationSplit
-from whet.data.sources.source import GivenRows, Source, open_source
+from whet.data.sources.source import GivenRows, Source, Spec, open_source
 from whet.errors import ConfigError
 from whet.hardware import Precision, choose_device
 from whet.model_io.fingerprints import weights_digest
@@ -221,7 +221,7 @@ def write_final(trainer: Trainer, directory: Path, *, seed: int) -> None:
         )
 
 
-def evaluate_quality(path: str | Path, data: str) -> Metrics:
+def evaluate_quality(path: str | Path, data: Spec) -> Metrics:
     """Return the loss of a finished run's model on every row of a source, and what its router does with them.
 
     `eval_loss` has the weights of the run's own objective, so it compares with those of the run.

@@ -1,0 +1,30 @@
+"""Merge adapters into their base, and several models or adapters into one."""
+
+from typing import TYPE_CHECKING
+
+from whet.lazy_import import lazy_names
+
+if TYPE_CHECKING:
+    from whet.adapters.attach import merge as merge
+    from whet.model_io.merging.adapter_set import AdapterSet as AdapterSet
+    from whet.model_io.merging.merge_methods import average as average
+    from whet.model_io.merging.merge_methods import dare as dare
+    from whet.model_io.merging.merge_methods import dare_ties as dare_ties
+    from whet.model_io.merging.merge_methods import slerp as slerp
+    from whet.model_io.merging.merge_methods import task_arithmetic as task_arithmetic
+    from whet.model_io.merging.merge_methods import ties as ties
+    from whet.model_io.merging.merge_models import merge_models as merge_models
+
+_HOME_OF = {
+    "merge": "adapters.attach",
+    "AdapterSet": "model_io.merging.adapter_set",
+    "merge_models": "model_io.merging.merge_models",
+    "average": "model_io.merging.merge_methods",
+    "slerp": "model_io.merging.merge_methods",
+    "task_arithmetic": "model_io.merging.merge_methods",
+    "ties": "model_io.merging.merge_methods",
+    "dare": "model_io.merging.merge_methods",
+    "dare_ties": "model_io.merging.merge_methods",
+}
+__all__ = list(_HOME_OF)
+__getattr__ = lazy_names(__name__, _HOME_OF)
