@@ -1,6 +1,7 @@
 """`whet.Classifier`: steps of one's own, exact accumulation, workers that add up, and files that others open."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -332,6 +333,112 @@ def test_collected_gradients_are_those_of_autograd(tiny_directory):
     with pytest.raises(ConfigError, match="total must be above 0"):
         classifier.collect_gradients(SAMPLES, total=0)
     assert torch.equal(weights(classifier), before)
+
+
+def reference_gradient(tiny_directory, classifier, samples, class_weights):
+    """The gradient of the summed loss, by transformers in float64 on plain weights.
+
+    At the start B is zero, so the update of a matrix W is scale * B A with dL/dB = scale * dL/dW A^T, dL/dA = 0.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float64)
+    head = classifier.objective.head.score.weight.detach().double().requires_grad_()
+    loss = 0.0
+    for text, label in samples:
+        ids = torch.tensor([classifier.tokenizer(text)["input_ids"]])
+        state = model.model(ids).last_hidden_state[0, -1]
+        number = CLASSES.index(label) if isinstance(label, str) else label
+        loss = loss - class_weights[number] * (head @ state).log_softmax(0)[number]
+    loss.backward()
+    parts = []
+    own = iter(classifier.trainable_parameters())
+    for layer in model.model.layers:
+        for matrix in (layer.self_attn.q_proj, layer.self_attn.v_proj):
+            a, _ = next(own).detach().double(), next(own)
+            parts += [torch.zeros_like(a), 16 / 4 * matrix.weight.grad @ a.T]
+    return torch.cat([part.flatten() for part in (*parts, head.grad)]), loss.item()
+
+
+@pytest.mark.parametrize("normalise", ["samples", "weights"])
+@pytest.mark.parametrize("cut", [0, 2])
+def test_gradients_of_two_halves_are_those_of_the_batch(tiny_directory, cut, normalise):
+    class_weights = [3.0, 1.0, 0.5]
+    more = {"class_weights": class_weights, "normalise": normalise, "optim": {"name": "sgd", "lr": 0.1}}
+    alone, *workers = (new(tiny_directory, **more) for _ in range(3))
+    count = 5 if normalise == "samples" else 3.0 + 1.0 + 0.5 + 0.5 + 1.0
+    wanted, summed = reference_gradient(tiny_directory, alone, SAMPLES, class_weights)
+    assert alone.loss(SAMPLES) == pytest.approx(summed / count, rel=1e-5)
+    for step in range(4):
+        parts = [
+            worker.gradients(half)
+            for worker, half in zip(workers, (SAMPLES[:cut], SAMPLES[cut:]), strict=True)
+        ]
+        flat, n = sum(part for part, _ in parts), sum(n for _, n in parts)
+        assert (flat.ndim, flat.dtype, n) == (1, torch.float32, pytest.approx(count))
+        if step == 0:
+            torch.testing.assert_close(flat.double(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(flat.double(), alone.gradients(SAMPLES)[0].double(), rtol=1e-4, atol=1e-5)
+        before = alone.loss(SAMPLES)
+        whole = alone.train_batch(SAMPLES)
+        assert whole["loss"] == pytest.approx(before, rel=1e-6)
+        first, second = workers[0].apply_gradients(flat, n), workers[1].apply_gradients(flat.numpy(), n)
+        assert first == second
+        assert first["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+        assert torch.equal(weights(workers[0]), weights(workers[1]))
+        torch.testing.assert_close(weights(workers[0]), weights(alone), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(weights(alone), weights(new(tiny_directory, **more)))
+
+
+def test_gradients_that_cannot_be_applied(tiny_directory):
+    classifier = new(tiny_directory)
+    before = weights(classifier)
+    flat, n = classifier.gradients([])
+    assert (flat.abs().sum(), n) == (0, 0)
+    with pytest.raises(ConfigError, match="n must be above 0, not 0"):
+        classifier.apply_gradients(flat, n)
+    with pytest.raises(DataError, match="no sample"):
+        classifier.loss([])
+    assert torch.equal(weights(classifier), before)
+    assert classifier.counts()["steps"] == 0
+
+
+def test_the_summary_counts_everything(tiny_directory, tmp_path):
+    classifier = new(
+        tiny_directory, optim={"lr": 1e-2, "schedule": "linear", "min_lr_ratio": 0}, total_steps=4
+    )
+    base = sum(p.numel() for p in whet.load(tiny_directory)[0].parameters())
+    adapters = 2 * 4 * ((32 + 32) + (32 + 16))
+    expected = {
+        "parameters": base + adapters + 96,
+        "trained_parameters": adapters + 96,
+        "head_parameters": 96,
+        "classes": 3,
+        "steps": 0,
+        "samples_seen": 0,
+    }
+    assert classifier.counts() == expected
+    rates = [classifier.learning_rate]
+    classifier.train_batch(SAMPLES)
+    rates.append(classifier.learning_rate)
+    classifier.accumulate(SAMPLES[:2])
+    classifier.apply()
+    rates.append(classifier.learning_rate)
+    classifier.apply_gradients(*classifier.gradients(SAMPLES[:3]))
+    assert rates == pytest.approx([0.75e-2, 0.5e-2, 0.25e-2])
+    assert classifier.counts() == expected | {"steps": 3, "samples_seen": 10}
+    classifier.merge_adapters()
+    assert classifier.counts() == expected | {
+        "parameters": base + 96,
+        "trained_parameters": 96,
+        "steps": 3,
+        "samples_seen": 10,
+    }
+    said = classifier.summary()
+    assert f"{base + 96:,} parameters with the head" in said
+    assert "3 updates, 10 samples" in said
+    assert str(tiny_directory) in said
+    assert re.search(r"method +lora", said)
 
 
 def test_the_loss_of_one_sample_and_its_class(tiny_directory):

@@ -13,9 +13,8 @@ import torch
 from whet.adapters.adapter import adapted
 from whet.adapters.attach import make_trainable, merge
 from whet.adapters.layers.lora_linear import LoRALinear
-from whet.config.load_config import make_config
-from whet.config.objectives.classify import ClassifyObjective
 from whet.config.run_config import RunConfig
+from whet.config.section import PrecisionName
 from whet.data.batches import Batch, make_batch
 from whet.data.class_labels import Labels
 from whet.data.packing import StepSettings, split_step
@@ -23,43 +22,34 @@ from whet.data.sources.source import Record, Spec, checked, open_source
 from whet.data.tokens.chat_template import Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.tokenize import Encoder
-from whet.errors import ConfigError, DataError, ModelError, check_positive
+from whet.errors import ConfigError, DataError, check_positive
 from whet.evaluation.classifier_metrics import Report, sigmoid, softmax
 from whet.hardware import choose_device, choose_precision
-from whet.model_io.checkpoint_weights import checkpoint_weights
 from whet.model_io.formats.adapter_files import save_adapter
 from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
     StoredHead,
     WeightedHead,
     are_counted,
-    head_from,
-    is_classifier,
-    read_class_weights,
-    read_head,
 )
 from whet.model_io.load import load_base, load_body, load_quantised
-from whet.model_io.resolve import at_home, usable_directory
 from whet.model_io.save import save
 from whet.model_io.tokenizer import tokenizer_of
-from whet.models.heads import HEADS, ClassificationHead, WithHeads
+from whet.models.heads import ClassificationHead, WithHeads
 from whet.models.language_model import LanguageModel, evaluating
 from whet.objectives.classify import Classify
 from whet.parallel.gradient_sync import flat_gradients, set_flat_gradients
 from whet.recipes.classify.calibration import rows_of
 from whet.recipes.classify.classifier_config import (
-    config_of,
-    for_the_head,
+    ClassifierSettings,
+    StoredClassifier,
+    new_settings,
     refuse_what_needs_a_new_head,
-    refuse_what_needs_a_run,
-    require_total_steps,
-    with_constant_rate,
+    trainer_config,
 )
-from whet.recipes.classify.classifier_report import info_of, report_on
-from whet.run_directory import FINAL, run_of
-from whet.storage import MANIFEST
+from whet.recipes.classify.classifier_report import report_on
 from whet.training.callbacks import plain
-from whet.training.loss import computed_loss, total_weights
+from whet.training.loss import computed_loss, evaluate_loss, total_weights
 from whet.training.trainer import Trainer
 
 ClassifierText = str | Sequence[int]  # a text, or its token ids
@@ -67,7 +57,11 @@ ClassifierSample = tuple[ClassifierText, Any]  # Any: a class by name or number,
 
 
 class Classifier:
-    """A model with a head that says which class a text belongs to, or which classes."""
+    """A model with a head that says which class a text belongs to, or which classes.
+
+    `Classifier.load` makes one. Samples are (text, label): a text is a string or its token ids, a label is
+    the name or the number of a class; of several classes a text, a list of those, or a probability for each.
+    """
 
     def __init__(
         self,
@@ -75,17 +69,16 @@ class Classifier:
         tokenizer: Any,  # Any: a transformers tokenizer, or None: texts are then given as ids
         head: ClassificationHead,
         info: ClassifierInfo,
-        config: RunConfig,
+        settings: ClassifierSettings,
         *,
         total_steps: int | None = None,
     ) -> None:
-        assert isinstance(config.objective, ClassifyObjective)
-        section = config.objective
+        section = settings.objective
         weights = section.class_weights if isinstance(section.class_weights, list) else None
         self.model = model
         self.tokenizer = tokenizer
         self.info = info
-        self.config = config
+        self.settings = settings
         self.labels = Labels(info.classes, multi_label=info.multi_label)
         self.objective = Classify(
             head.to(model.device),
@@ -95,13 +88,14 @@ class Classifier:
             label_smoothing=section.label_smoothing,
             focal=section.focal,
         )
-        self.precision = choose_precision(config.run.precision, model.device)
+        self.precision = choose_precision(settings.precision, model.device)
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._trainer: Trainer | None = None
-        self._total_steps = total_steps or config.run.steps or 1
+        self._total_steps = total_steps or 1
         self._steps = 0  # updates before the trainer was last made anew
         self._lr: float | None = None  # as set by hand
         self._waiting: list[Example] = []
+        self._samples_seen = 0
 
     @classmethod
     def load(
@@ -115,132 +109,147 @@ class Classifier:
         max_length: int = 2048,
         seed: int = 0,
         device: str | None = None,
-        precision: str | None = None,
+        precision: PrecisionName | None = None,
         **objective: Any,
     ) -> "Classifier":
-        """A finished run, one of its checkpoints or a saved classifier; or with `classes` a new head.
+        """Open a trained classifier, or with `classes` put a new head on a model.
 
-        A new head goes on any model that can be named; `method`, `optim` and the rest are sections and keys
-        of a config, with a constant learning rate unless `optim` says otherwise. What was trained before
-        resumes at its constant `optim.lr`, with the weights of classes that it had, or `class_weights`;
-        `optim` changes other keys of it. `total_steps` is how many updates a schedule spans: any but
-        `constant` needs it.
+        What was trained before keeps training at its constant `optim.lr`, with the weights of classes that
+        it had.
+
+        Args:
+            name_or_path: a finished run, one of its checkpoints or a saved classifier; with `classes`, any
+                model that can be named.
+            classes: the names of the classes of a new head, or how many there are.
+            method: the section `method` of a config, for a new head.
+            optim: keys of the section `optim`. The schedule is constant unless it is given here.
+            total_steps: how many updates a schedule spans; any but `constant` needs it.
+            max_length: tokens after which a new head cuts a text.
+            seed: the seed of a new head and of its adapters.
+            device: as in run.device.
+            precision: as in run.precision.
+            **objective: further keys of the section `objective` for a new head; `class_weights` for any.
+
+        Returns:
+            The classifier, ready to predict and to train.
+
+        Raises:
+            WhetError: there is no such classifier or model, or a setting is wrong or would be ignored.
         """
         if total_steps is not None:
             check_positive(total_steps=total_steps)
-        path = at_home(name_or_path)
         if classes is not None:
-            refuse_what_needs_a_run(objective)
-            if objective.get("class_weights") == "auto":
-                objective["class_weights"] = "none"  # there is nothing to count
-            values = {
-                "model": str(name_or_path),
-                "method": dict(method or {}),
-                "objective": {"kind": "classify", "classes": classes, "class_weights": "none", **objective},
-                "data": {"train": "the caller's own", "max_length": max_length},
-                "optim": {"schedule": "constant", **(optim or {})},
-                "run": {
-                    "steps": 1,
-                    "batch_size": 1,
-                    "seed": seed,
-                    "device": device or "auto",
-                    "precision": precision or "auto",
-                },
-            }
-            return cls._new(make_config(values, origin="Classifier.load"), total_steps)
-        refuse_what_needs_a_new_head(method, objective)
-        checkpointed = (path / MANIFEST).is_file()
-        target = path if checkpointed else Path(usable_directory(name_or_path))
-        if not checkpointed and not is_classifier(target):
-            raise ModelError(
-                f"{name_or_path} is not a classifier",
-                hint="name a run with objective.kind: classify; in Python, Classifier.load(..., classes) "
-                "puts a new head on any model",
+            settings = new_settings(
+                str(name_or_path),
+                classes,
+                method=method,
+                optim=optim,
+                max_length=max_length,
+                seed=seed,
+                device=device,
+                precision=precision,
+                objective=objective,
             )
-        run = run_of(path) if checkpointed else target.parent
-        given = objective.get("class_weights")
-        config = with_constant_rate(config_of(run, target, class_weights=given), optim)
-        require_total_steps(config, total_steps)
-        section = config.objective
-        if not isinstance(section, ClassifyObjective):
-            raise ModelError(f"{name_or_path} belongs to a run with objective.kind: {section.kind}")
-        where = choose_device(device or config.run.device)
-        numbers = choose_precision(precision or config.run.precision, where)
-        dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
-        model, tokenizer = load_body(name_or_path, dtype=dtype, device=where)
-        if checkpointed:
-            info = info_of(config, max_length=config.data.max_length)
-            stored = checkpoint_weights(path)
-            own = {name.removeprefix(HEADS): t for name, t in stored.items() if name.startswith(HEADS)}
-            head = head_from(own, info, path)
-        else:
-            head, info = (kept := read_head(target)).head, kept.info
-        if given is None and not isinstance(section.class_weights, list):
-            kept_in = run / FINAL if checkpointed else target
-            weights = read_class_weights(kept_in, info.classes)
-            section = section if weights is None else section.model_copy(update={"class_weights": weights})
-        config = config.model_copy(update={"objective": section})
+            settings.require_total_steps(total_steps)
+            return cls._with_new_head(settings, total_steps)
+        refuse_what_needs_a_new_head(method, objective)
+        stored = StoredClassifier.find(name_or_path)
+        weights = objective.get("class_weights")
+        settings = stored.settings(optim=optim, class_weights=weights, device=device, precision=precision)
+        settings.require_total_steps(total_steps)
+        where = choose_device(settings.device)
+        model, tokenizer = load_body(name_or_path, dtype=_dtype(settings, where), device=where)
+        head, info = stored.head(settings)
         if precision is not None:
-            update = {"run": config.run.model_copy(update={"precision": precision})}
-            config = config.model_copy(update=update)
-            info = replace(info, precision=config.run.precision)
-        return cls(model, tokenizer, head, info, config, total_steps=total_steps)
+            info = replace(info, precision=settings.precision)
+        return cls(model, tokenizer, head, info, settings, total_steps=total_steps)
 
     @classmethod
-    def _new(cls, config: RunConfig, total_steps: int | None) -> "Classifier":
-        assert isinstance(config.model, str)
-        require_total_steps(config, total_steps)
-        where = choose_device(config.run.device)
-        numbers = choose_precision(config.run.precision, where)
-        torch.manual_seed(config.run.seed)
-        if config.method.kind == "qlora":
-            model = load_quantised(config.model, dtype=numbers.frozen, device=where)
+    def _with_new_head(cls, settings: ClassifierSettings, total_steps: int | None) -> "Classifier":
+        where = choose_device(settings.device)
+        dtype = _dtype(settings, where)
+        torch.manual_seed(settings.seed)
+        if settings.method.kind == "qlora":
+            model = load_quantised(settings.base, dtype=dtype, device=where)
         else:
-            dtype = numbers.trained if config.method.kind == "full" else numbers.frozen
-            model, _ = load_base(config.model, dtype=dtype, device=where)
-        make_trainable(model, config.method, dtype=numbers.trained)
-        info = info_of(config, max_length=min(config.data.max_length, model.max_positions))
+            model, _ = load_base(settings.base, dtype=dtype, device=where)
+        trained = choose_precision(settings.precision, where).trained
+        make_trainable(model, settings.method, dtype=trained)
+        info = replace(settings.info, max_length=min(settings.max_length, model.max_positions))
         size = model.head().weight.shape[1]
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
-        head.initialise(config.run.seed)
-        return cls(model, tokenizer_of(config.model), head, info, config, total_steps=total_steps)
+        head.initialise(settings.seed)
+        return cls(model, tokenizer_of(settings.base), head, info, settings, total_steps=total_steps)
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings as the config that the trainer gets; its data and steps are placeholders."""
+        return trainer_config(self.settings)
 
     # --- training, step by step
 
     def train_step(self, text: ClassifierText, label: Any) -> dict[str, float]:  # Any: as in a Sample
-        """One update from one text."""
+        """Make one update from one text; returns what `train_batch` does."""
         return self.train_batch([(text, label)])
 
     def train_batch(self, samples: Sequence[ClassifierSample]) -> dict[str, float]:
-        """One update from some texts with their labels: loss, correct, total, and grad_norm before clipping.
+        """Make one update from some samples.
 
-        No sample is no update, and zeros.
+        Args:
+            samples: (text, label) pairs. None at all is no update, and zeros.
+
+        Returns:
+            loss, correct and total of the samples, and grad_norm before clipping.
         """
         self.accumulate(samples)
         return self.apply()
 
     def accumulate(self, samples: Sequence[ClassifierSample]) -> int:
-        """Keep samples for the next update; returns how many it will have."""
+        """Keep samples for the next `apply`, and return how many it will have."""
         self._waiting += self._examples(samples)
         return len(self._waiting)
 
     def apply(self) -> dict[str, float]:
-        """One update from everything that was accumulated, exactly as if it had come at once."""
+        """Make one update from all accumulated samples, exactly as `train_batch` would from all at once."""
         examples, self._waiting = self._waiting, []
         if not examples:
             return {"loss": 0.0, "correct": 0, "total": 0, "grad_norm": 0.0}
-        found = self.trainer.step(self.batches(examples))
+        metrics = self.trainer.step(self.batches(examples))
+        self._samples_seen += len(examples)
         return {
-            "loss": found["loss"],
-            "correct": round(found["accuracy"] * len(examples)),
+            "loss": metrics["loss"],
+            "correct": round(metrics["accuracy"] * len(examples)),
             "total": len(examples),
-            "grad_norm": found["grad_norm"],
+            "grad_norm": metrics["grad_norm"],
         }
+
+    def gradients(self, samples: Sequence[ClassifierSample]) -> tuple[torch.Tensor, float]:
+        """Compute the gradient of the summed loss of some samples, without an update.
+
+        Add up both results over all processes (an all-reduce), and give the sums to `apply_gradients`.
+
+        Args:
+            samples: this process's part of the step; it may be empty.
+
+        Returns:
+            A 1-D float32 tensor on the model's device (adapters in the order of the layers, A before B, then
+            the head's weight and bias), and the number of samples. With `normalise: weights` the second is
+            the sum of the weights of their classes, which the loss is then a mean over.
+        """
+        examples = self._examples(samples)
+        if not examples:
+            return self._zero_gradient(), 0.0
+        batches = self.batches(examples)
+        weights = total_weights(self.objective, batches)
+        flat, _ = self._flat_gradients(batches, {**weights, "loss": 1.0})
+        return flat, weights["loss"]
 
     def collect_gradients(
         self, samples: Sequence[ClassifierSample], *, total: float | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Compute the gradients of some samples without an update, for workers that share a step.
+        """Compute the gradient of the mean loss of some samples without an update, where the total is known.
+
+        `gradients` needs no total, as it returns one to add up.
 
         Args:
             samples: this worker's part of the step; it may be empty.
@@ -254,32 +263,57 @@ class Classifier:
         """
         if total is not None and not total > 0:
             raise ConfigError(f"total must be above 0, not {total}")
-        parameters, examples = self.trainable_parameters(), self._examples(samples)
+        examples = self._examples(samples)
         if not examples:
-            none = torch.zeros(self.num_trainable_parameters, device=self.model.device)
-            return none, {"loss": 0.0, "correct": 0, "total": 0}
+            return self._zero_gradient(), {"loss": 0.0, "correct": 0, "total": 0}
         batches = self.batches(examples)
         weights = total_weights(self.objective, batches)
         if total is not None:
             weights["loss"] = total
-        sums = self.trainer.collect_gradients(batches, weights)
-        vector = flat_gradients(parameters)
-        self.trainer.optimizer.zero_grad(set_to_none=True)
+        flat, sums = self._flat_gradients(batches, weights)
         correct = round(sums["accuracy"].item() * len(examples))
-        return vector, {"loss": sums["loss"].item(), "correct": correct, "total": len(examples)}
+        return flat, {"loss": sums["loss"].item(), "correct": correct, "total": len(examples)}
 
-    def apply_gradients(self, vector: torch.Tensor) -> dict[str, float]:
-        """Make one update from a vector of `collect_gradients`, or a sum of them: lr, and grad_norm."""
+    def _flat_gradients(
+        self, batches: list[Batch], weights: dict[str, float]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        sums = self.trainer.collect_gradients(batches, weights)
+        flat = flat_gradients(self.trainable_parameters())
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        return flat, sums
+
+    def _zero_gradient(self) -> torch.Tensor:
+        return torch.zeros(self.num_trainable_parameters, device=self.model.device)
+
+    def apply_gradients(self, flat: torch.Tensor | np.ndarray, n: float | None = None) -> dict[str, float]:
+        """Make one update from a flat gradient, clipped and at the schedule's rate.
+
+        Args:
+            flat: the sum over all processes of what `gradients` returned first.
+            n: the sum of what it returned second; the gradient is divided by it. Without it, `flat` is the
+                gradient itself, as the vectors of `collect_gradients` add up to.
+
+        Returns:
+            lr, and grad_norm before clipping.
+
+        Raises:
+            RunError: the gradient has another size or is not finite. No weight has changed then.
+        """
+        if n is not None and not n > 0:
+            raise ConfigError(f"n must be above 0, not {n}", hint="a step without a sample makes no update")
         trainer = self.trainer
-        set_flat_gradients(self.trainable_parameters(), vector)
-        return trainer.apply_gradients()
+        vector = torch.as_tensor(flat)
+        set_flat_gradients(self.trainable_parameters(), vector if n is None else vector / n)
+        metrics = trainer.apply_gradients()
+        if n is not None and self.objective.normalise == "samples":
+            self._samples_seen += round(n)
+        return metrics
 
     @property
     def trainer(self) -> Trainer:
         """The trainer that makes the steps."""
         if self._trainer is None:
-            section = self.config.objective
-            assert isinstance(section, ClassifyObjective)
+            section = self.settings.objective
             if are_counted(section):
                 raise ConfigError(
                     f"class_weights: {section.class_weights} was counted in a run, and what came of it was "
@@ -290,7 +324,7 @@ class Classifier:
                 self.model,
                 self.objective,
                 (),
-                self.config,
+                trainer_config(self.settings),
                 total_steps=self._total_steps,
                 precision=self.precision,
             )
@@ -300,23 +334,28 @@ class Classifier:
         return self._trainer
 
     def batches(self, examples: Sequence[Example]) -> list[Batch]:
-        """Examples as the micro-batches of one step."""
+        """Return examples as the micro-batches of one step."""
         settings = self._settings(examples)
         lengths = np.array([example.length for example in examples])
         rows = split_step(range(len(examples)), lengths, settings)
-        return [make_batch([[examples[place] for place in row] for row in each]) for each in rows]
+        return [make_batch([[examples[index] for index in row] for row in each]) for each in rows]
 
     def set_lr(self, lr: float) -> None:
-        """Another learning rate, from the next update on."""
+        """Set another learning rate, which stays from the next update on."""
         self._lr = lr
         self.trainer.lr_at = lambda _: lr
 
-    def optimizer_lr(self) -> float:
-        """Return the learning rate of the next update."""
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
         return self.trainer.lr_at(self.trainer.state.step + 1)
 
+    def optimizer_lr(self) -> float:
+        """Return the learning rate of the next update, as `learning_rate` is."""
+        return self.learning_rate
+
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
-        """Adapters in the order of the layers, A before B, then the head's weight and bias."""
+        """Return adapters in the order of the layers, A before B, then the head's weight and bias."""
         own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return [*own, *self.objective.head.parameters()]
 
@@ -328,7 +367,7 @@ class Classifier:
     # --- use
 
     def logits(self, texts: Sequence[ClassifierText]) -> np.ndarray:
-        """[texts, classes]."""
+        """Return the head's outputs, [texts, classes]."""
         if isinstance(texts, str):
             raise ConfigError("one text where a list of texts belongs", hint="write [text]")
         if not len(texts):
@@ -336,11 +375,11 @@ class Classifier:
         return self._logits([self._read(text) for text in texts])
 
     def predict_proba(self, texts: Sequence[ClassifierText]) -> np.ndarray:
-        """[texts, classes] probabilities; of several classes a text, each for itself."""
+        """Return probabilities, [texts, classes]; of several classes a text, each for itself."""
         return self._probabilities(self.logits(texts))
 
     def predict(self, texts: Sequence[ClassifierText]) -> list[Any]:
-        """The name of the likeliest class of each text; of several a text, those above one half.
+        """Return the name of the likeliest class of each text; of several a text, those above one half.
 
         Names are strings, also those of classes that have only a number.
         """
@@ -352,6 +391,13 @@ class Classifier:
         if self.info.multi_label:
             return [[names[index] for index in np.flatnonzero(row > 0.5)] for row in probabilities]
         return [names[index] for index in probabilities.argmax(1)] if len(probabilities) else []
+
+    def loss(self, samples: Sequence[ClassifierSample]) -> float:
+        """Return the loss of some samples, weighted as in training, without dropout, gradient or update."""
+        if not len(samples):
+            raise DataError("there is no sample to compute a loss of")
+        batches = self.batches(self._examples(samples))
+        return evaluate_loss(self.model, self.objective, batches, precision=self.precision)["eval_loss"]
 
     def forward_only(
         self, text: ClassifierText, label: Any
@@ -368,7 +414,17 @@ class Classifier:
         return result.sums["loss"].item(), predicted
 
     def load_corpus(self, data: Spec | Path) -> list[ClassifierSample]:
-        """Read the records of a source as in data.train: samples for `train_batch`, with checked labels."""
+        """Read labelled records as samples for `train_batch`.
+
+        Args:
+            data: a source as in data.train: a file of {input, label} or {input, labels}, say.
+
+        Returns:
+            (text, label) pairs, in the order of the records.
+
+        Raises:
+            DataError: a record is wrong, or its label is none of the classes; the message names its line.
+        """
         samples: list[ClassifierSample] = []
         for record in open_source(str(data) if isinstance(data, Path) else data, form="classification"):
             self._judge(record)
@@ -380,7 +436,11 @@ class Classifier:
         self,
         data: Spec | Path | Sequence[Mapping[str, Any]],  # Any: records are JSON objects
     ) -> Report:
-        """The report on records: a source as in data.test, or a list of {input, label}."""
+        """Return the report on records: accuracy, F1, calibration and more, as `whet eval` shows.
+
+        Args:
+            data: a source as in data.test, or a list of {input, label}.
+        """
         examples = [self._judge(record) for record in _records(data)]
         labels = np.array([example.values for example in examples])
         started = time.perf_counter()
@@ -393,51 +453,65 @@ class Classifier:
         merge(self.model).requires_grad_(False)
         if self._trainer is not None:
             self._steps, self._trainer = self._trainer.state.step, None
-        self.config = for_the_head(self.config, WithHeads(self.model, self.objective.head))
+        self.settings = self.settings.for_the_head(WithHeads(self.model, self.objective.head))
 
     def save(self, directory: str | Path) -> None:
         """Write what `load` reads: an adapter, or the whole model, and always the head."""
-        section = self.config.objective
-        assert isinstance(section, ClassifyObjective)
         stored = StoredHead(self.objective.head, self.info)
-        if not are_counted(section):
+        if not are_counted(self.settings.objective):
             stored = WeightedHead(self.objective.head, self.info, self.objective.class_weights.tolist())
         if any(True for _ in adapted(self.model)):
             save_adapter(self.model, directory, tokenizer=self.tokenizer, classifier=stored)
         else:
             save(self.model, self.tokenizer, directory, classifier=stored)
 
+    def counts(self) -> dict[str, int]:
+        """Return parameters, trained_parameters, head_parameters, classes, steps and samples_seen.
+
+        `steps` are the updates since `load`, and `samples_seen` the samples in them.
+        """
+        head = sum(parameter.numel() for parameter in self.objective.head.parameters())
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()) + head,
+            "trained_parameters": self.num_trainable_parameters,
+            "head_parameters": head,
+            "classes": len(self.info.classes),
+            "steps": self._steps if self._trainer is None else self._trainer.state.step,
+            "samples_seen": self._samples_seen,
+        }
+
     def summary(self) -> str:
-        """Model, tokenizer, adapters, head and what trains, for a person."""
+        """Return the model, its tokenizer, adapters, head and `counts` as a text for people."""
         head, layers = self.objective.head.score, list(adapted(self.model))
-        settings = {layer.settings for _, layer in layers if isinstance(layer, LoRALinear)}
-        ranks = "/".join(map(str, sorted({each.rank for each in settings})))
-        alphas = "/".join(f"{alpha:g}" for alpha in sorted({each.alpha for each in settings}))
+        lora = [layer.settings for _, layer in layers if isinstance(layer, LoRALinear)]
+        ranks = "/".join(map(str, sorted({each.rank for each in lora})))
+        alphas = "/".join(f"{alpha:g}" for alpha in sorted({each.alpha for each in lora}))
+        adapters = f"{len(layers)} layers, rank {ranks}, alpha {alphas}" if layers else "none"
         vocabulary = "none" if self.tokenizer is None else f"{len(self.tokenizer):,} tokens"
-        lora = f"{len(layers)} layers, rank {ranks}, alpha {alphas}" if layers else "none"
-        head_size = sum(parameter.numel() for parameter in self.objective.head.parameters())
         kind = "any of them" if self.info.multi_label else "one of them"
-        return "\n".join(
-            [
-                f"model      {self.model.name or 'merged'} on {self.model.device} ({self.precision.reason})",
-                f"tokenizer  {vocabulary}",
-                f"adapters   {lora}",
-                f"head       {head.in_features} -> {head.out_features}, {self.info.pooling} token, {kind}: "
-                + ", ".join(self.info.classes),
-                f"trains     {self.num_trainable_parameters:,} parameters, {head_size:,} of them in the head",
-            ]
-        )
+        counts = self.counts()
+        lines = {
+            "model": f"{self.model.name or 'merged'} on {self.model.device} ({self.precision.reason})",
+            "base": f"{self.settings.base}, {counts['parameters']:,} parameters with the head",
+            "tokenizer": vocabulary,
+            "method": self.settings.method.kind,
+            "adapters": adapters,
+            "head": f"{head.in_features} -> {head.out_features}, {self.info.pooling} token, {kind}: "
+            + ", ".join(self.info.classes),
+            "trains": f"{counts['trained_parameters']:,} parameters, "
+            f"{counts['head_parameters']:,} of them in the head",
+            "trained": f"{counts['steps']:,} updates, {counts['samples_seen']:,} samples",
+        }
+        return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
     # --- texts as examples
 
     def _settings(self, examples: Sequence[Example]) -> StepSettings:
         """Micro-batches as in the run, unless a text is longer than those."""
-        run = self.config.run
-        usual = StepSettings(
-            None, run.batch_tokens, run.micro_batch_tokens, self.config.data.pack
-        ).micro_tokens
+        own = self.settings
+        usual = StepSettings(None, own.batch_tokens, own.micro_batch_tokens, own.pack).micro_tokens
         longest = max(example.length for example in examples)
-        return StepSettings(None, None, max(usual, longest), self.config.data.pack)
+        return StepSettings(None, None, max(usual, longest), own.pack)
 
     def _logits(self, examples: Sequence[Example]) -> np.ndarray:
         settings = self._settings(examples)
@@ -491,6 +565,12 @@ class Classifier:
         if outside := [each for each in ids if not 0 <= each < size]:
             raise DataError(f"{origin}: the id {outside[0]} is outside the model's vocabulary of {size:,}")
         return ids
+
+
+def _dtype(settings: ClassifierSettings, device: torch.device) -> torch.dtype:
+    """Return the dtype of the model under the head: that of trained weights, or of frozen ones."""
+    precision = choose_precision(settings.precision, device)
+    return precision.trained if settings.method.kind == "full" else precision.frozen
 
 
 def _text_and_label(sample: Any) -> ClassifierSample:  # Any: whatever was given as one

@@ -1,21 +1,170 @@
-"""The config of a `whet.Classifier`: from a run, a saved classifier or the caller, and what is refused."""
+"""The settings of a `whet.Classifier`: from a run, a saved classifier or the caller, and what is refused."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from whet.config.load_config import load_config, make_config, to_dict
+from whet.config.method import Method
+from whet.config.objectives.classify import ClassifyObjective
+from whet.config.optim import Optim
 from whet.config.run_config import RunConfig
-from whet.errors import ConfigError
-from whet.model_io.formats.classifier_head import read_head
-from whet.models.heads import WithHeads
-from whet.run_directory import CONFIG_FILE, FINAL
+from whet.config.section import PrecisionName
+from whet.errors import ConfigError, ModelError
+from whet.model_io.checkpoint_weights import checkpoint_weights
+from whet.model_io.formats.classifier_head import (
+    ClassifierInfo,
+    head_from,
+    is_classifier,
+    read_class_weights,
+    read_head,
+)
+from whet.model_io.resolve import at_home, usable_directory
+from whet.models.heads import HEADS, ClassificationHead, WithHeads
+from whet.run_directory import CONFIG_FILE, FINAL, run_of
 from whet.storage import MANIFEST
 
+_ORIGIN = "Classifier.load"  # in messages
+_NOT_READ = "the caller's own"  # where a config names its training data
 
-def refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
+
+@dataclass(frozen=True)
+class ClassifierSettings:
+    """How a classifier computes and trains. What trains it, and for how long, is for its caller to say."""
+
+    base: str  # the model under the head
+    objective: ClassifyObjective
+    method: Method
+    optim: Optim
+    max_length: int
+    pack: bool
+    batch_tokens: int | None
+    micro_batch_tokens: int | None
+    seed: int
+    device: str
+    precision: PrecisionName
+    on_nonfinite: str
+    nonfinite_limit: int
+
+    @classmethod
+    def of_config(cls, config: RunConfig, name: str | Path) -> "ClassifierSettings":
+        """Take from a config what a classifier needs; `name` is what it was opened by."""
+        if not isinstance(config.objective, ClassifyObjective):
+            raise ModelError(f"{name} belongs to a run with objective.kind: {config.objective.kind}")
+        run = config.run
+        return cls(
+            base=config.model if isinstance(config.model, str) else str(name),
+            objective=config.objective,
+            method=config.method,
+            optim=config.optim,
+            max_length=config.data.max_length,
+            pack=config.data.pack,
+            batch_tokens=run.batch_tokens,
+            micro_batch_tokens=run.micro_batch_tokens,
+            seed=run.seed,
+            device=run.device,
+            precision=run.precision,
+            on_nonfinite=run.on_nonfinite,
+            nonfinite_limit=run.nonfinite_limit,
+        )
+
+    @property
+    def info(self) -> ClassifierInfo:
+        """What is stored with the head."""
+        section = self.objective
+        return ClassifierInfo(
+            section.names,
+            multi_label=section.multi_label,
+            pooling=section.pooling,
+            bias=section.bias,
+            max_length=self.max_length,
+            precision=self.precision,
+        )
+
+    def require_total_steps(self, total_steps: int | None) -> None:
+        """Raise a ConfigError where the schedule ends and the number of updates is not given."""
+        kinds = [part.kind for part in self.optim.parts if part.kind != "constant"]
+        if kinds and total_steps is None:
+            raise ConfigError(
+                f"optim.schedule: {kinds[0]} needs the number of updates that it spans",
+                hint="give total_steps to Classifier.load, or choose schedule: constant (with a warmup)",
+            )
+
+    def for_the_head(self, learner: WithHeads) -> "ClassifierSettings":
+        """Return the settings without the rates of what does not train any more."""
+        names = [name for name, parameter in learner.named_parameters() if parameter.requires_grad]
+        groups = self.optim.groups
+        first = {next((pattern for pattern in groups if re.search(pattern, name)), None) for name in names}
+        kept = {pattern: group for pattern, group in groups.items() if pattern in first}
+        optim = self.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
+        return replace(self, optim=optim, method=self.method.model_copy(update={"lr_ratio": None}))
+
+
+def trainer_config(settings: ClassifierSettings) -> RunConfig:
+    """Return the RunConfig that the Trainer asks for: the one place that turns settings into one.
+
+    Its training data, number of steps and batch size are placeholders, which a Trainer that is given its
+    batches and `total_steps` does not read.
+    """
+    data = {"train": _NOT_READ, "max_length": max(2, settings.max_length), "pack": settings.pack}
+    keys = ("seed", "device", "precision", "micro_batch_tokens", "on_nonfinite", "nonfinite_limit")
+    run = {"steps": 1, "batch_size": 1, **{key: getattr(settings, key) for key in keys}}
+    config = make_config({"model": settings.base, "data": data, "run": run}, origin=_ORIGIN)
+    sections = {"objective": settings.objective, "method": settings.method, "optim": settings.optim}
+    return config.model_copy(update=sections)  # which have been validated together
+
+
+def new_settings(
+    base: str,
+    classes: Sequence[str] | int,
+    *,
+    method: Mapping[str, Any] | None,  # Any: as in a config, here and below
+    optim: Mapping[str, Any] | None,
+    max_length: int,
+    seed: int,
+    device: str | None,
+    precision: str | None,
+    objective: Mapping[str, Any],
+) -> ClassifierSettings:
+    """Return the settings of a new head on a model, validated as the sections of a config are."""
+    _refuse_what_needs_a_run(objective)
+    weights = objective.get("class_weights", "none")
+    head = {**objective, "classes": classes, "class_weights": "none" if weights == "auto" else weights}
+    return _validated(
+        base,
+        head,
+        method=method or {},
+        optim=optim or {},
+        max_length=max_length,
+        run={"seed": seed, "device": device or "auto", "precision": precision or "auto"},
+    )
+
+
+def _validated(
+    base: str,
+    objective: Mapping[str, Any],  # Any: as in a config, here and below
+    *,
+    method: Mapping[str, Any],
+    optim: Mapping[str, Any],
+    max_length: int,
+    run: Mapping[str, Any],
+) -> ClassifierSettings:
+    """Check sections as those of a run are checked, with a constant rate unless `optim` has a schedule."""
+    values = {
+        "model": base,
+        "method": dict(method),
+        "objective": {"kind": "classify", **objective},
+        "data": {"train": _NOT_READ, "max_length": max_length},
+        "optim": {"schedule": "constant", **optim},
+        "run": {"steps": 1, "batch_size": 1, **run},
+    }
+    return ClassifierSettings.of_config(make_config(values, origin=_ORIGIN), base)
+
+
+def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
     """Keys that would do nothing here, where they ask for something."""
     if objective.get("class_weights") in ("inverse", "sqrt_inverse", "effective"):
         raise ConfigError(
@@ -36,17 +185,98 @@ def refuse_what_needs_a_new_head(
         raise ConfigError(f"{', '.join(given)}: only for a new head", hint="give classes, or leave it out")
 
 
-def require_total_steps(config: RunConfig, total_steps: int | None) -> None:
-    """Raise a ConfigError where the schedule ends and the number of updates is not given."""
-    kinds = [part.kind for part in config.optim.parts if part.kind != "constant"]
-    if kinds and total_steps is None:
-        raise ConfigError(
-            f"optim.schedule: {kinds[0]} needs the number of updates that it spans",
-            hint="give total_steps to Classifier.load, or choose schedule: constant (with a warmup)",
+@dataclass(frozen=True)
+class StoredClassifier:
+    """A classifier on disk: `final/` of a run, one of a run's checkpoints, or a directory of its own."""
+
+    name: str | Path  # as it was given
+    directory: Path  # of the weights
+    is_checkpoint: bool
+
+    @classmethod
+    def find(cls, name_or_path: str | Path) -> "StoredClassifier":
+        """Return what a name stands for; raise a ModelError where that is not a classifier."""
+        path = at_home(name_or_path)
+        if (path / MANIFEST).is_file():
+            return cls(name_or_path, path, True)
+        directory = Path(usable_directory(name_or_path))
+        if not is_classifier(directory):
+            raise ModelError(
+                f"{name_or_path} is not a classifier",
+                hint="name a run with objective.kind: classify; in Python, Classifier.load(..., classes) "
+                "puts a new head on any model",
+            )
+        return cls(name_or_path, directory, False)
+
+    @property
+    def run(self) -> Path:
+        """The run that it would belong to."""
+        return run_of(self.directory) if self.is_checkpoint else self.directory.parent
+
+    @property
+    def belongs_to_run(self) -> bool:
+        """Whether it is part of a run, whose config describes it."""
+        return (self.run / CONFIG_FILE).is_file() and (self.is_checkpoint or self.directory.name == FINAL)
+
+    def settings(
+        self,
+        *,
+        optim: Mapping[str, Any] | None,  # Any: as in a config
+        class_weights: Sequence[float] | None,
+        device: str | None,
+        precision: PrecisionName | None,
+    ) -> ClassifierSettings:
+        """Return its settings: a constant rate and the class weights that it had, unless others are given."""
+        if self.belongs_to_run:
+            given = [] if class_weights is None else [f"objective.class_weights={json.dumps(class_weights)}"]
+            config = _with_constant_rate(load_config(self.run / CONFIG_FILE, given), optim)
+            settings = ClassifierSettings.of_config(config, self.name)
+        else:
+            settings = self._saved_settings(optim, class_weights)
+        if class_weights is None and not isinstance(settings.objective.class_weights, list):
+            settings = replace(settings, objective=self._with_kept_weights(settings.objective))
+        return replace(settings, device=device or settings.device, precision=precision or settings.precision)
+
+    def _saved_settings(
+        self,
+        optim: Mapping[str, Any] | None,  # Any: as in a config
+        class_weights: Sequence[float] | None,
+    ) -> ClassifierSettings:
+        """Return the least that describes a classifier without a run."""
+        info = read_head(self.directory).info
+        has_adapter = (self.directory / "adapter_config.json").is_file()
+        return _validated(
+            str(self.directory),
+            {
+                "classes": info.classes,
+                "multi_label": info.multi_label,
+                "pooling": info.pooling,
+                "bias": info.bias,
+                "class_weights": class_weights or "none",
+            },
+            method={} if has_adapter else {"kind": "full"},
+            optim=optim or {},
+            max_length=max(2, info.max_length),
+            run={"precision": info.precision},
         )
 
+    def _with_kept_weights(self, section: ClassifyObjective) -> ClassifyObjective:
+        """Return the section with the class weights that were stored beside the head, if they were."""
+        directory = self.run / FINAL if self.is_checkpoint else self.directory
+        weights = read_class_weights(directory, section.names)
+        return section if weights is None else section.model_copy(update={"class_weights": weights})
 
-def with_constant_rate(
+    def head(self, settings: ClassifierSettings) -> tuple[ClassificationHead, ClassifierInfo]:
+        """Return the trained head and what its answers mean."""
+        if not self.is_checkpoint:
+            stored = read_head(self.directory)
+            return stored.head, stored.info
+        weights = checkpoint_weights(self.directory)
+        own = {name.removeprefix(HEADS): t for name, t in weights.items() if name.startswith(HEADS)}
+        return head_from(own, settings.info, self.directory), settings.info
+
+
+def _with_constant_rate(
     config: RunConfig, optim: Mapping[str, Any] | None
 ) -> RunConfig:  # Any: as in a config
     """Return the config of a trained classifier with a constant rate, unless `optim` says otherwise."""
@@ -55,41 +285,4 @@ def with_constant_rate(
     if not optim:
         return config
     values = to_dict(config)
-    return make_config({**values, "optim": {**values["optim"], **optim}}, origin="Classifier.load")
-
-
-def for_the_head(config: RunConfig, learner: WithHeads) -> RunConfig:
-    """A config without the rates of what does not train any more."""
-    names = [name for name, parameter in learner.named_parameters() if parameter.requires_grad]
-    groups = config.optim.groups
-    first = {next((pattern for pattern in groups if re.search(pattern, name)), None) for name in names}
-    kept = {pattern: group for pattern, group in groups.items() if pattern in first}
-    optim = config.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
-    method = config.method.model_copy(update={"lr_ratio": None})
-    return config.model_copy(update={"optim": optim, "method": method})
-
-
-def config_of(run: Path, target: Path, *, class_weights: Any = None) -> RunConfig:  # Any: as in a config
-    """The config of the run that a classifier is part of, or the least that describes a saved one."""
-    if (run / CONFIG_FILE).is_file() and (target.name == FINAL or (target / MANIFEST).is_file()):
-        given = [] if class_weights is None else [f"objective.class_weights={json.dumps(class_weights)}"]
-        return load_config(run / CONFIG_FILE, given)
-    info = read_head(target).info
-    shape = {
-        "classes": info.classes,
-        "multi_label": info.multi_label,
-        "pooling": info.pooling,
-        "bias": info.bias,
-        "class_weights": class_weights or "none",
-    }
-    whole = not (target / "adapter_config.json").is_file()
-    return make_config(
-        {
-            "model": str(target),
-            "method": {"kind": "full"} if whole else {},
-            "objective": {"kind": "classify", **shape},
-            "data": {"train": "the caller's own", "max_length": max(2, info.max_length)},
-            "optim": {"schedule": "constant"},
-            "run": {"steps": 1, "batch_size": 1, "precision": info.precision},
-        }
-    )
+    return make_config({**values, "optim": {**values["optim"], **optim}}, origin=_ORIGIN)

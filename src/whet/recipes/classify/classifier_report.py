@@ -32,6 +32,7 @@ from whet.objectives.classify import Classify
 from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
 from whet.parallel.process_group import SOLO, World
 from whet.recipes.classify.calibration import fitted_temperature, rows_of
+from whet.recipes.classify.classifier_config import ClassifierSettings
 from whet.run_directory import CLASSIFICATION_FILE, FINAL, PROBE_FILE
 from whet.storage import read_json, replace_text
 from whet.training.callbacks import Injector, RunView
@@ -40,20 +41,6 @@ from whet.training.state import RunResult
 log = logging.getLogger("whet")
 
 PROBE_EXAMPLES = 2_000  # the most it is fitted on
-
-
-def info_of(config: RunConfig, *, max_length: int) -> ClassifierInfo:
-    """What is stored with the head of a run."""
-    section = config.objective
-    assert isinstance(section, ClassifyObjective)
-    return ClassifierInfo(
-        section.names,
-        multi_label=section.multi_label,
-        pooling=section.pooling,
-        bias=section.bias,
-        max_length=max_length,
-        precision=config.run.precision,
-    )
 
 
 def report_on(
@@ -101,7 +88,7 @@ class ClassificationEnd(Injector):
         self.directory = directory
         self.precision = precision
         self.world = world
-        self.info = info_of(config, max_length=config.data.max_length)
+        self.info = ClassifierSettings.of_config(config, directory).info
         held = "test" if "test" in data.examples else "valid"
         self.split = held if held in data.examples else None
         self.probe = self._probe() if self.section.probe and self.split is not None else None
