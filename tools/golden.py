@@ -296,15 +296,15 @@ def run_case(name: str) -> None:
     config, act = config_of(name), CASES[name].get("act")
     if act == "teach":
         _command("teach", _config_file(name, config))
-        whet.train(config)
+        whet.train(config, verbose=0)
     elif act == "resume":
         stop_half_way(config)
-        whet.resume(Path("runs") / name)
+        whet.resume(Path("runs") / name, verbose=0)
     elif act == "two processes":
         command = [sys.executable, "-m", "whet", "train", _config_file(name, config), "--nproc", "2"]
         subprocess.run(command, check=True, capture_output=True, timeout=600)
     else:
-        whet.train(config)
+        whet.train(config, verbose=0)
 
 
 def stop_half_way(config: Mapping[str, Any]) -> None:  # Any: the values of a config
@@ -315,7 +315,7 @@ def stop_half_way(config: Mapping[str, Any]) -> None:  # Any: the values of a co
         def on_step_end(self, step: int, metrics: dict[str, Any]) -> whet.StopRun | None:  # Any: metrics
             return whet.StopRun("enough", unfinished=True) if step == 2 else None
 
-    whet.train(config, [Stop()])
+    whet.train(config, [Stop()], verbose=0)
 
 
 def keep_runs(path: Path) -> None:

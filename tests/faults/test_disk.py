@@ -49,6 +49,7 @@ def test_a_save_that_fails_costs_nothing_but_itself(
     tiny_directory, tmp_path, monkeypatch, caplog, operation, asynchronous, record_property
 ):
     record_property("fault: full disk in one save", 1)
+    caplog.set_level("INFO", "whet")
     failing(monkeypatch, when=lambda op, place: op == operation and ("step-000002" in place))
     sections = {"checkpoint": {"every": 1, "keep": 9, "async": asynchronous}}
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
