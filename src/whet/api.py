@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from whet.data.sources.source import Spec
     from whet.data.tokens.chat_template import Supervise
     from whet.data.tokens.examples import TooLong
+    from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
@@ -27,12 +28,26 @@ log = logging.getLogger("whet")
 progress_log = logging.getLogger("whet.progress")  # of its own: log.txt leaves its lines out
 
 
-def train(config: "ConfigLike", callbacks: "Iterable[Callback]" = (), *, verbose: int = 1) -> "RunResult":
+def train(
+    config: "ConfigLike",
+    callbacks: "Iterable[Callback]" = (),
+    *,
+    data: object = None,
+    rewards: "Mapping[str, Function] | None" = None,
+    metrics: "Mapping[str, Function] | None" = None,
+    objective: object | None = None,
+    verbose: int = 1,
+) -> "RunResult":
     """Run a config from its first step to `final/`.
 
     Args:
         config: a mapping, the path of a YAML file, or a `RunConfig`.
         callbacks: called during the run, after whet's own.
+        data: records by split (`{"train": rows, "valid": rows}`), or training records alone. Rows are a list
+            of dicts, a `datasets.Dataset`, a pandas DataFrame, or a function that yields dicts.
+        rewards: functions `f(prompt, completion, record) -> float` by name, for objective.kind grpo.
+        metrics: functions `f(answers, records) -> float` by name, computed at every evaluation.
+        objective: an `Objective`, or a class of objectives or recipes, instead of objective.kind.
         verbose: 1 shows a progress bar in a terminal and log lines elsewhere, on standard error; where
             Python's logging has handlers already, lines go to those instead. 0 shows nothing.
 
@@ -42,18 +57,33 @@ def train(config: "ConfigLike", callbacks: "Iterable[Callback]" = (), *, verbose
     Raises:
         WhetError: the config, the data or the model is wrong, or the run failed.
     """
+    from whet.given.given import collect_given
     from whet.runs import run
 
+    given = collect_given(data, rewards, metrics, objective)
     with _shown(verbose) as progress:
-        return run.train(config, [*progress, *callbacks])
+        return run.train(config, [*progress, *callbacks], given)
 
 
-def resume(directory: str | Path, callbacks: "Iterable[Callback]" = (), *, verbose: int = 1) -> "RunResult":
+def resume(
+    directory: str | Path,
+    callbacks: "Iterable[Callback]" = (),
+    *,
+    data: object = None,
+    rewards: "Mapping[str, Function] | None" = None,
+    metrics: "Mapping[str, Function] | None" = None,
+    objective: object | None = None,
+    verbose: int = 1,
+) -> "RunResult":
     """Resume a run from its newest valid checkpoint.
 
     Args:
         directory: the directory of the run.
         callbacks: as in `train`.
+        data: the same records that `train` was given; others are refused, and so below.
+        rewards: the same rewards.
+        metrics: the same metrics.
+        objective: the same objective.
         verbose: as in `train`.
 
     Returns:
@@ -62,10 +92,12 @@ def resume(directory: str | Path, callbacks: "Iterable[Callback]" = (), *, verbo
     Raises:
         WhetError: there is no such run, it has finished, or its data or model has changed.
     """
+    from whet.given.given import collect_given
     from whet.runs import run
 
+    given = collect_given(data, rewards, metrics, objective)
     with _shown(verbose) as progress:
-        return run.resume(directory, [*progress, *callbacks])
+        return run.resume(directory, [*progress, *callbacks], given)
 
 
 def evaluate(

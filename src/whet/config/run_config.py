@@ -86,10 +86,7 @@ class RunConfig(Section):
     @property
     def optim_groups(self) -> Optim:
         """`optim`, with the rates of routers and of LoRA+ as its last groups."""
-        groups = dict(self.optim.with_router_group.groups)
-        if self.method.kind != "full" and self.method.lr_ratio is not None:
-            groups[LORA_B] = ParameterGroup(lr_scale=self.method.lr_ratio)
-        return self.optim.model_copy(update={"groups": groups})
+        return optim_groups(self.optim, self.method)
 
     def parts(self) -> dict[str, "RunConfig"]:
         """Each part of a mix as a run of its own, by name; none where the objective is no mix."""
@@ -214,3 +211,11 @@ class RunConfig(Section):
         if self.objective.calibrate and not self.holds_out:
             raise ValueError("objective.calibrate needs data.valid")
         return self
+
+
+def optim_groups(optim: Optim, method: Method) -> Optim:
+    """Return the optimizer's section with the rates of routers and of LoRA+ as its last groups."""
+    groups = dict(optim.with_router_group.groups)
+    if method.kind != "full" and method.lr_ratio is not None:
+        groups[LORA_B] = ParameterGroup(lr_scale=method.lr_ratio)
+    return optim.model_copy(update={"groups": groups})

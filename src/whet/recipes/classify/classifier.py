@@ -13,7 +13,7 @@ import torch
 from whet.adapters.adapter import adapted
 from whet.adapters.attach import make_trainable, merge
 from whet.adapters.layers.lora_linear import LoRALinear
-from whet.config.run_config import RunConfig
+from whet.config.run_config import optim_groups
 from whet.config.section import PrecisionName
 from whet.data.batches import Batch, make_batch
 from whet.data.class_labels import Labels
@@ -45,11 +45,13 @@ from whet.recipes.classify.classifier_config import (
     StoredClassifier,
     new_settings,
     refuse_what_needs_a_new_head,
-    trainer_config,
 )
 from whet.recipes.classify.classifier_report import report_on
 from whet.training.callbacks import plain
 from whet.training.loss import computed_loss, evaluate_loss, total_weights
+from whet.training.optim.lr_schedules import create_schedule
+from whet.training.optim.optimizers import create_optimizer
+from whet.training.settings import TrainSettings
 from whet.training.trainer import Trainer
 
 ClassifierText = str | Sequence[int]  # a text, or its token ids
@@ -180,11 +182,6 @@ class Classifier:
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
         head.initialise(settings.seed)
         return cls(model, tokenizer_of(settings.base), head, info, settings, total_steps=total_steps)
-
-    @property
-    def config(self) -> RunConfig:
-        """The settings as the config that the trainer gets; its data and steps are placeholders."""
-        return trainer_config(self.settings)
 
     # --- training, step by step
 
@@ -320,13 +317,22 @@ class Classifier:
                     "not kept here",
                     hint="give a list to Classifier.load, a number for each class: class_weights=[...]",
                 )
+            settings = self.settings
+            learner = WithHeads(self.model, self.objective.head)
             self._trainer = Trainer(
                 self.model,
                 self.objective,
                 (),
-                trainer_config(self.settings),
+                optimizer=create_optimizer(optim_groups(settings.optim, settings.method), learner),
+                schedule=create_schedule(settings.optim, self._total_steps),
                 total_steps=self._total_steps,
                 precision=self.precision,
+                settings=TrainSettings(
+                    clip=settings.optim.clip,
+                    on_nonfinite=settings.on_nonfinite,
+                    nonfinite_limit=settings.nonfinite_limit,
+                    freeze_pad_row=settings.optim.freeze_pad_row,
+                ),
             )
             self._trainer.state.step = self._steps
             if (lr := self._lr) is not None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from whet.config.load_config import load_config, make_config, to_dict
 from whet.config.method import Method
@@ -46,7 +46,7 @@ class ClassifierSettings:
     seed: int
     device: str
     precision: PrecisionName
-    on_nonfinite: str
+    on_nonfinite: Literal["stop", "skip"]
     nonfinite_limit: int
 
     @classmethod
@@ -101,20 +101,6 @@ class ClassifierSettings:
         kept = {pattern: group for pattern, group in groups.items() if pattern in first}
         optim = self.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
         return replace(self, optim=optim, method=self.method.model_copy(update={"lr_ratio": None}))
-
-
-def trainer_config(settings: ClassifierSettings) -> RunConfig:
-    """Return the RunConfig that the Trainer asks for: the one place that turns settings into one.
-
-    Its training data, number of steps and batch size are placeholders, which a Trainer that is given its
-    batches and `total_steps` does not read.
-    """
-    data = {"train": _NOT_READ, "max_length": max(2, settings.max_length), "pack": settings.pack}
-    keys = ("seed", "device", "precision", "micro_batch_tokens", "on_nonfinite", "nonfinite_limit")
-    run = {"steps": 1, "batch_size": 1, **{key: getattr(settings, key) for key in keys}}
-    config = make_config({"model": settings.base, "data": data, "run": run}, origin=_ORIGIN)
-    sections = {"objective": settings.objective, "method": settings.method, "optim": settings.optim}
-    return config.model_copy(update=sections)  # which have been validated together
 
 
 def new_settings(
