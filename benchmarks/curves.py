@@ -28,7 +28,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.models.from_scratch.init_weights import from_scratch
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
-from whet.recipes.text_recipe import use_fp8
+from whet.recipes.model_setup import use_fp8
 from whet.training.compile import compile_blocks
 from whet.training.trainer import Trainer
 

@@ -187,7 +187,7 @@ def whet_run(name, method, rows, who, found):
     from whet.models import families
     from whet.models.decoder import Decoder
     from whet.objectives.sft import SFT
-    from whet.recipes.text_recipe import use_fp8
+    from whet.recipes.model_setup import use_fp8
     from whet.training.callbacks import Callback
     from whet.training.compile import compile_blocks
     from whet.training.trainer import Trainer

@@ -20,7 +20,7 @@ import whet
 from benchmarks.machine import describe_machine
 from whet.config.load_config import make_config
 from whet.config.log import Probes
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.training.observe.probe_batches import probe_batches
 from whet.training.trainer import Trainer
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from whet.recipes.classify.classifier import Classifier as Classifier
     from whet.training.callbacks import Callback as Callback
     from whet.training.callbacks import Injector as Injector
+    from whet.training.callbacks import ModelCallback as ModelCallback
     from whet.training.callbacks import StopRun as StopRun
     from whet.training.checkpoint import load_checkpoint as load_checkpoint
     from whet.training.checkpoint import save_checkpoint as save_checkpoint
@@ -92,7 +93,7 @@ _HOMES = {
     "ops.dispatch": ("reference",),
     "planning.plan": ("plan",),
     "recipes.classify.classifier": ("Classifier",),
-    "training.callbacks": ("Callback", "Injector", "StopRun"),
+    "training.callbacks": ("Callback", "Injector", "ModelCallback", "StopRun"),
     "training.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "training.early_stopping": ("EarlyStopping",),
     "training.limits": ("Budget",),

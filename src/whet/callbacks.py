@@ -7,6 +7,7 @@ from whet.lazy_import import lazy_names
 if TYPE_CHECKING:
     from whet.training.callbacks import Callback as Callback
     from whet.training.callbacks import Injector as Injector
+    from whet.training.callbacks import ModelCallback as ModelCallback
     from whet.training.callbacks import StopRun as StopRun
     from whet.training.early_stopping import EarlyStopping as EarlyStopping
     from whet.training.limits import Budget as Budget
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "Callback": "training.callbacks",
     "Injector": "training.callbacks",
+    "ModelCallback": "training.callbacks",
     "StopRun": "training.callbacks",
     "EarlyStopping": "training.early_stopping",
     "Budget": "training.limits",

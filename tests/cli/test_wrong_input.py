@@ -195,7 +195,7 @@ def test_out_of_memory_names_what_to_change(tiny_directory, tmp_path, monkeypatc
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("whet.training.trainer.Trainer.fit", fail)
+    monkeypatch.setattr("whet.training.trainer.Trainer.train", fail)
     with pytest.raises(RunError, match="out of memory") as caught:
         whet.train(run_config(tiny_directory, tmp_path))
     for key in ("run.micro_batch_tokens", "run.grad_checkpoint", "data.max_length", "method.kind"):

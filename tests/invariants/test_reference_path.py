@@ -36,7 +36,7 @@ from whet.ops.kernels import fused_decode, lora_swiglu
 from whet.ops.kl_divergence import linear_kl, linear_topk_kl, top_logprobs
 from whet.ops.lm_head import Head
 from whet.ops.logprobs import token_logprobs
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.training.callbacks import Callback, StopRun
 from whet.training.loss import total_weights, weighted_loss
 from whet.training.optim.plain_adam import PlainAdam

@@ -184,7 +184,7 @@ def test_what_cannot_be_weighted_is_refused(tiny_directory, tmp_path):
 
 def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory, tmp_path):
     from whet.config.load_config import make_config
-    from whet.runs.run import assembled
+    from whet.runs.assemble import assembled
 
     values = {"easy": (0.5, 1.0), "hard": (0.05, 8.0)}
     for name, (authority, entropy) in values.items():
@@ -195,7 +195,7 @@ def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory
     config = run_config(tiny_directory, tmp_path, objective={"kind": "distrust"}, data=data)
     with assembled(make_config(config)) as work:
         expected = sum((math.log(1 - a + 1e-8) + e) ** 2 for a, e in values.values()) / 2
-        assert work.task.mean_square == pytest.approx(expected, rel=1e-6)
+        assert work.build.objective.mean_square == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory
 )
 def test_the_weights_of_a_run_are_those_of_the_formula(tiny_directory, tmp_path, pairs):
     from whet.config.load_config import make_config
-    from whet.runs.run import assembled
+    from whet.runs.assemble import assembled
 
     rows = [{"text": f"text {n}", "auth_weight": a, "prov_entropy": e} for n, (a, e) in enumerate(pairs)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -212,5 +212,7 @@ def test_the_weights_of_a_run_are_those_of_the_formula(tiny_directory, tmp_path,
     squares = [(math.log(1 - a + 1e-8) + e) ** 2 for a, e in pairs]
     expected = [square / (sum(squares) / len(squares)) for square in squares]
     with assembled(make_config(config)) as work:
-        found = squared_distance(torch.tensor(pairs)) / work.task.mean_square  # fp32, as in a batch
+        found = (
+            squared_distance(torch.tensor(pairs)) / work.build.objective.mean_square
+        )  # fp32, as in a batch
     assert found.tolist() == pytest.approx(expected, rel=1e-4)

@@ -18,7 +18,7 @@ from whet.data.tokens.examples import cut_pairs
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.errors import ConfigError, DataError
 from whet.objectives.preference import Preference, dpo_loss, ipo_loss, odds_ratio_loss, simpo_loss
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 
 
 def sigmoid(x):

@@ -15,6 +15,8 @@ from whet.errors import ConfigError, ModelError
 from whet.models.from_scratch.presets import PRESETS, Shape, build_spec, preset_spec
 from whet.planning.plan import plan_run
 from whet.planning.step_sizes import batch_shape
+from whet.recipes.recipe import StepShape
+from whet.recipes.registry import recipe_for
 
 FSDP = {"kind": "fsdp"}
 SHAPES = {  # the published sizes of Llama 3
@@ -266,10 +268,12 @@ def test_a_model_that_is_not_here_is_not_fetched():
 
 
 def test_a_micro_batch_is_full_of_the_longest_documents():
-    shape, tokens = batch_shape(config())
+    shape, tokens = batch_shape(config(), StepShape())
     assert (shape.documents, shape.length, tokens) == (4, 512, 4096)
     run = {"steps": 1, "batch_size": 3, "device": "cpu"}
-    shape, tokens = batch_shape(config(run=run, objective={"kind": "dpo"}))
+    shape, tokens = batch_shape(
+        made := config(run=run, objective={"kind": "dpo"}), recipe_for(made).step_shape()
+    )
     assert (shape.documents, tokens) == (6, 3 * 2 * 512)
 
 

@@ -546,14 +546,14 @@ def test_saved_classifiers_come_back_to_the_bit(tiny_directory, tmp_path, more):
 def test_saved_classifiers_keep_their_precision(tiny_directory, tmp_path, precision):
     trained(tiny_directory, tmp_path, precision=precision)
     again = whet.Classifier.load(tmp_path / "saved", device="cpu")
-    assert again.config.run.precision == precision
+    assert again.settings.precision == precision
     other = whet.Classifier.load(tmp_path / "saved", device="cpu", precision="bf16-pure")
     other.save(tmp_path / "other")
-    assert whet.Classifier.load(tmp_path / "other").config.run.precision == "bf16-pure"
+    assert whet.Classifier.load(tmp_path / "other").settings.precision == "bf16-pure"
     info = tmp_path / "saved" / "classifier.json"
     kept = json.loads(info.read_text())
     info.write_text(json.dumps({name: kept[name] for name in kept if name != "precision"}))
-    assert whet.Classifier.load(tmp_path / "saved").config.run.precision == "auto"
+    assert whet.Classifier.load(tmp_path / "saved").settings.precision == "auto"
 
 
 @pytest.mark.parametrize(

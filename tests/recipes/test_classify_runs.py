@@ -15,8 +15,8 @@ from tiny import run_config
 from whet.config.load_config import load_config, make_config
 from whet.errors import ConfigError, DataError, ModelError
 from whet.recipes.classify.calibration import fitted_temperature
+from whet.runs.assemble import assembled
 from whet.runs.inspect_data import view_data
-from whet.runs.run import assembled
 from whet.training.checkpoint import checkpoint_path
 
 CLASSES = ["red", "green", "blue"]
@@ -524,7 +524,7 @@ def test_class_weights_and_the_probe_are_of_all_that_is_learned_hard_records_too
     monkeypatch.setattr(classifier_report, "LinearProbe", Probe)
     with assembled(wanted) as work:
         inverse = 1 / np.array([15 + 21, 15, 30])
-        assert work.task.class_weights.tolist() == pytest.approx(list(inverse / inverse.mean()))
+        assert work.build.objective.class_weights.tolist() == pytest.approx(list(inverse / inverse.mean()))
     whet.train(wanted)
     assert [counts.tolist() for counts in seen] == [[36, 15, 30]]
 
@@ -563,7 +563,7 @@ def test_a_loaded_classifier_trains_on_with_the_weights_of_its_run(tiny_director
         tiny_directory, tmp_path, objective={"class_weights": kind}, checkpoint={"every": 2, "keep": 9}
     )
     with assembled(make_config(settings)) as work:
-        weights = work.task.class_weights.tolist()
+        weights = work.build.objective.class_weights.tolist()
     run = whet.train(settings).directory
     whet.Classifier.load(run).save(tmp_path / "saved")
     for place in (run, run / "final", checkpoint_path(run, 2), tmp_path / "saved"):

@@ -19,17 +19,15 @@ from whet.given.given import Given, collect_given
 from whet.recipes.custom import load_custom
 from whet.recipes.recipe import Recipe
 from whet.recipes.registry import recipe_for
-from whet.recipes.text_recipe import TextRecipe
+from whet.recipes.sft import SFTRecipe
 from whet.runs.run import resume, train
 from whet.training.callbacks import Callback, StopRun
 
 
-class Smoothed:
+class Smoothed(whet.Objective):
     """Next-token loss with label smoothing; with none it is whet's own."""
 
-    coefficients = {"loss": 1.0}  # noqa: RUF012
     likelihood = True
-    heads = None
 
     def __init__(self, smoothing=0.0):
         self.smoothing = smoothing
@@ -46,7 +44,7 @@ class Smoothed:
         return whet.Loss({"loss": summed})
 
 
-class OwnRecipe(TextRecipe):
+class OwnRecipe(SFTRecipe):
     pass
 
 
@@ -126,7 +124,7 @@ def test_a_class_is_built_with_its_keys_and_a_recipe_is_not():
         ("nowhere.py:X", {}, "nowhere.py is not a file"),
         (f"{HERE}Nothing", {}, r"has no class 'Nothing' \(it has: .*Smoothed"),
         (f"{HERE}Smoothed", {"smooting": 1}, r"refuses its keys \(smooting\): TypeError: .*'smooting'"),
-        (f"{HERE}StopAt", {}, "is neither an objective nor a recipe: StopAt has no coefficients, weights, loss"),
+        (f"{HERE}StopAt", {}, "is neither an objective nor a recipe: StopAt"),
         ("math:floor", {}, "is neither an objective nor a recipe"),
         ("python:Smoothed", {}, r"stands for an object that is passed from Python.*\n.*objective=\.\.\."),
     ],
@@ -143,7 +141,7 @@ def test_keys_for_an_object_that_is_built_already_are_refused():
 
 def test_a_recipe_of_ones_own_runs_the_config(tiny_directory, tmp_path):
     config = make_config(run_config(tiny_directory, tmp_path, objective={"kind": f"{HERE}OwnRecipe"}))
-    assert type(recipe_for(config, config.directory)) is OwnRecipe
+    assert type(recipe_for(config)) is OwnRecipe
 
 
 def test_a_run_is_that_of_sft_where_the_loss_is_and_is_resumed_with_the_same_object(tiny_directory, tmp_path):

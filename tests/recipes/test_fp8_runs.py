@@ -8,7 +8,7 @@ from whet.config.load_config import make_config
 from whet.errors import ConfigError
 from whet.models.from_scratch.init_weights import from_scratch
 from whet.models.from_scratch.presets import preset_spec
-from whet.recipes.text_recipe import use_fp8
+from whet.recipes.model_setup import use_fp8
 
 
 def config(tmp_path, name, **run):

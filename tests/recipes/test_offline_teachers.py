@@ -11,7 +11,7 @@ import whet
 from tiny import run_config, write_tiny_model
 from whet.config.load_config import make_config
 from whet.errors import ConfigError, DataError, ModelError
-from whet.recipes import teachers
+from whet.recipes import frozen_models, teachers
 from whet.runs.teach import teach
 
 
@@ -50,7 +50,7 @@ def test_all_tokens_give_the_run_of_the_teacher_itself(tiny_directory, tmp_path,
     def refuse(*_, **__):
         raise AssertionError("an offline teacher was loaded")
 
-    monkeypatch.setattr(teachers, "load", refuse)
+    monkeypatch.setattr(frozen_models, "load", refuse)
     offline = whet.train(settings)
     assert losses(offline) == pytest.approx(losses(online), rel=1e-5)
     assert offline.metrics["eval_loss"] == pytest.approx(online.metrics["eval_loss"], rel=1e-5)

@@ -15,7 +15,7 @@ from whet.config.load_config import make_config
 from whet.data.sources.source import open_source
 from whet.errors import CheckpointError, ModelError
 from whet.planning.plan import plan_run
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.training.callbacks import Callback, StopRun
 
 METHODS = [{"kind": "full"}, {"kind": "lora", "rank": 4, "dropout": 0.1}]

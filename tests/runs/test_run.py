@@ -348,7 +348,7 @@ def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directo
     sections = {"run": {"steps": 40}, "eval": {"every": 1, "early_stop": {"patience": 2}}}
     with monkeypatch.context() as broken:
         broken.setattr(
-            "whet.recipes.text_recipe.save_adapter",
+            "whet.recipes.model_setup.save_adapter",
             lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")),
         )
         with pytest.raises(OSError, match="disk full"):
@@ -369,7 +369,7 @@ def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, m
             raise RuntimeError("no memory")
         return original(model, tokenizer, questions, **settings)
 
-    monkeypatch.setattr("whet.evaluation.exact_match.exact_match", failing)
+    monkeypatch.setattr("whet.evaluation.answer_metrics.exact_match", failing)
     with pytest.raises(RuntimeError):
         whet.train(run_config(tiny_directory, tmp_path, **sections))
     assert calls[-1] == 5

@@ -21,7 +21,7 @@ from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.training import compile as compiling
 from whet.training.callbacks import Callback
 from whet.training.compile import compile_blocks

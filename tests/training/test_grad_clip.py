@@ -7,7 +7,7 @@ from tiny import run_config
 from whet.config.load_config import make_config
 from whet.config.optim import Optim
 from whet.hardware import Precision
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.training.grad_clip import clip, excess, total_norm
 from whet.training.optim.optimizers import create_optimizer, divides_itself, masked_step
 from whet.training.trainer import Trainer

@@ -21,7 +21,7 @@ from whet.data.packing import StepSettings
 from whet.errors import ConfigError
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.training.callbacks import Callback, StopRun
 from whet.training.observe.layer_stats import effective_rank, gradient_noise
 from whet.training.observe.preserve_state import preserve_state

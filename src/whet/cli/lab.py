@@ -59,7 +59,7 @@ def lr_sweep(
 
     from whet.cli.console import say
     from whet.config.load_config import load_config, to_dict
-    from whet.recipes.registry import data_of
+    from whet.recipes.registry import recipe_for
     from whet.reporting.console import notes
     from whet.reporting.text.mup_text import describe_sweep, plot_sweep
     from whet.studies.lr_transfer import RESULTS_FILE, keep_sweep, kept_points
@@ -73,7 +73,7 @@ def lr_sweep(
     directory.mkdir(parents=True, exist_ok=True)
     shared = to_dict(settings)
     del shared["optim"]["lr"]
-    digests = data_of(settings).digests()
+    digests = recipe_for(settings).open_data().digests()
     found = sweep_rates(
         settings,
         widths=_numbers("--widths", widths, int),

@@ -71,11 +71,12 @@ def command(
     if isinstance(settings.model, Quality):
         from whet.recipes.quality.quality import dry_run as dry_run_of_rows
         from whet.recipes.quality.quality import summary_line
+        from whet.recipes.registry import recipe_for
         from whet.runs.build_callbacks import check_watching
         from whet.runs.provenance import provenance
 
         set_up_logging(quiet=quiet)
-        check_watching(settings)
+        check_watching(settings, recipe_for(settings))
         say(summary_line(dry_run_of_rows(settings, provenance)))
         return
     plan(config, overrides or [], processes=nproc)

@@ -53,9 +53,18 @@ def collect_given(
         metrics: functions of (answers, records), by name.
         objective: an Objective, or a class of objectives or recipes.
     """
+    return Given(
+        {} if data is None else _sources(data),
+        _functions("rewards", rewards or {}),
+        _functions("metrics", metrics or {}),
+        objective,
+    )
+
+
+def _sources(data: object) -> "dict[str, PythonRows]":
     from whet.data.sources.python_rows import PythonRows
 
-    by_name = data if isinstance(data, Mapping) else {} if data is None else {"train": data}
+    by_name = data if isinstance(data, Mapping) else {"train": data}
     sources: dict[str, PythonRows] = {}
     for name, rows in by_name.items():
         own = _SPLIT_OF.get(name, name)  # of a DatasetDict, `validation`
@@ -63,9 +72,7 @@ def collect_given(
             raise ConfigError(f"data= has two sources for {own!r}: {', '.join(map(repr, by_name))}")
         _check_name("data", name)
         sources[own] = rows if isinstance(rows, PythonRows) else PythonRows(own, rows)
-    return Given(
-        sources, _functions("rewards", rewards or {}), _functions("metrics", metrics or {}), objective
-    )
+    return sources
 
 
 def placeholder_of(name: str, value: object) -> str:

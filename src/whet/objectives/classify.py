@@ -41,7 +41,7 @@ class Classify(Objective):
         self.head = head
         self.classes = head.score.out_features
         self.multi_label = multi_label
-        self.class_weights = torch.tensor(class_weights or [1.0] * self.classes)
+        self.class_weights = torch.tensor(class_weights or [1.0] * self.classes, device="cpu")
         self.normalise = normalise
         self.label_smoothing = label_smoothing
         self.focal = focal
@@ -90,7 +90,8 @@ class Classify(Objective):
     def _losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logp = logits.log_softmax(1)
         smooth = self.label_smoothing
-        wanted = F.one_hot(targets, self.classes) * (1 - smooth) + smooth / self.classes
+        marks = torch.zeros_like(logp).scatter(1, targets[:, None], 1.0)
+        wanted = marks * (1 - smooth) + smooth / self.classes
         terms = wanted * self.class_weights.to(logits.device) * -logp
         if self.focal:
             # at p = 1 a power below 1 has an infinite slope; what is smaller than this adds nothing

@@ -18,7 +18,7 @@ _MOST_EXAMPLES = 5_000
 
 def count_cheaply(config: RunConfig) -> Counted | None:
     """Tokenise the training records and plan the steps; None where they are many, elsewhere, or wrong."""
-    if config.parts() or config.objective.kind == "grpo" or not _is_cheap(config.data.train):
+    if config.parts() or not _is_cheap(config.data.train) or (needs := needs_of(config)).prompts:
         return None
     curriculum = config.data.curriculum
     if curriculum is not None and curriculum.hard is not None and not _is_cheap(curriculum.hard):
@@ -26,7 +26,7 @@ def count_cheaply(config: RunConfig) -> Counted | None:
     try:
         data = RunData(
             config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})}),
-            needs_of(config.objective),
+            needs,
         )
         data.use(_tokenizer(config, data))
         for name in data.sources:

@@ -1,24 +1,16 @@
-"""Models, objectives and batches without numbers: what a config describes, on the meta device."""
+"""Models and batches without numbers: what a config describes, on the meta device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, assert_never
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from whet.adapters.attach import make_trainable
 from whet.adapters.nf4 import code_table
 from whet.adapters.qlora import quantise_base
-from whet.config.objectives.classify import ClassifyObjective
-from whet.config.objectives.custom import CustomObjective
-from whet.config.objectives.distill import DistillObjective
-from whet.config.objectives.distrust import DistrustObjective
-from whet.config.objectives.grpo import GRPOObjective
-from whet.config.objectives.mix import MixObjective
-from whet.config.objectives.mtp import MTPObjective
-from whet.config.objectives.preference import PreferenceObjective
-from whet.config.objectives.union import AnyObjective, SFTObjective
 from whet.config.preset import Preset
-from whet.config.quality import RegressionObjective
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.error_boundary import wrong_input
@@ -31,25 +23,16 @@ from whet.models import families
 from whet.models.decoder import Decoder
 from whet.models.from_scratch.new_model import new_spec
 from whet.models.from_scratch.train_tokenizer import is_homemade
-from whet.models.heads import ClassificationHead, pool
 from whet.models.language_model import LanguageModel
-from whet.models.mtp import block_of
 from whet.models.spec import ModelSpec
 from whet.models.transformers_bridge import Bridge
-from whet.objectives.distill import Distillation
-from whet.objectives.mtp import MultiTokenPrediction
-from whet.objectives.objective import Loss, Objective
-from whet.objectives.preference import Preference
-from whet.objectives.sft import SFT
 from whet.ops.grouped_experts import grouped_problem
-from whet.ops.logprobs import token_logprobs
 from whet.planning.model_facts import weights_directory
-from whet.recipes.reference_model import frozen_key, named_models
+from whet.recipes.recipe import UNTRAINED, ColumnShape, Frozen, Recipe
 from whet.storage import read_json
 
 META = torch.device("meta")
 _BYTES = 256
-_TAUGHT = 64  # tokens of a stored teacher, where nothing says how many
 
 
 def read_model(model: str | Preset) -> LanguageModel:
@@ -119,104 +102,25 @@ def prepare(model: LanguageModel, config: RunConfig, precision: Precision) -> La
     return model
 
 
-def other_models(config: RunConfig, precision: Precision) -> list[LanguageModel]:
-    """Frozen models beside the one that is trained: teachers, or a copy as the reference."""
-    section, full = config.objective, config.method.kind == "full"
-    names: list[str | Preset] = [*named_models(config)]
-    if not names and full and _compares_online(section):
-        names = [config.language_model]
-    as_trained = full and not isinstance(section, DistillObjective)  # see load_reference
-    dtype = precision.trained if as_trained else precision.frozen
-    with blamed_on(frozen_key(section)):
-        return [read_model(name).to(dtype=dtype).requires_grad_(False).eval() for name in names]
-
-
-def _compares_online(section: AnyObjective | MixObjective | CustomObjective) -> bool:
-    if isinstance(section, PreferenceObjective):
-        return section.has_reference and section.reference == "online"
-    return isinstance(section, GRPOObjective) and section.beta > 0
-
-
-class Logprobs(Objective):
-    """Log-probabilities of the supervised tokens: all that GRPO keeps for its gradient."""
-
-    recomputes_logits = True
-
-    def weights(self, batch: Batch) -> dict[str, float]:
-        """Tokens."""
-        return {"loss": float(batch.supervised)}
-
-    def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """Their sum."""
-        logprobs = token_logprobs(model.states(batch), model.head(), batch.supervised_targets)
-        return Loss({"loss": logprobs.sum()})
-
-
-class Pooled(Objective):
-    """A head on whole texts: all that a classifier keeps for its gradient."""
-
-    reads_lm_head = False
-
-    def __init__(self, head: ClassificationHead) -> None:
-        self.head = head
-        self.heads = head
-
-    def weights(self, batch: Batch) -> dict[str, float]:
-        """Texts."""
-        return {"loss": float(len(batch.origins))}
-
-    def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sum of the logits."""
-        hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
-        pooled = pool(
-            hidden,
-            batch.supervised_positions,
-            batch.examples,
-            texts=len(batch.origins),
-            pooling=self.head.pooling,
-        )
-        return Loss({"loss": self.head(pooled).sum()})
-
-
-def make_objective(
-    section: AnyObjective | CustomObjective,
-    model: LanguageModel,
-    others: list[LanguageModel],
+def read_frozen_models(
+    recipe: Recipe[Any],  # Any: its section
     precision: Precision,
-) -> Objective:
-    """An objective that does to memory what the config's does, for a model on the meta device."""
-    match section:
-        case PreferenceObjective():
-            reference: Any = None  # Any: a model or a word
-            if section.has_reference and section.reference == "online":
-                reference = others[0] if others else "adapters-off"
-            return Preference(section.kind, beta=section.strength, reference=reference)
-        case DistillObjective():
-            weights = [weight for _, weight in section.teachers]
-            return Distillation(
-                list(zip(others, weights, strict=False)),
-                temperature=section.temperature,
-                alpha=section.alpha,
-                divergence=section.divergence,
-                taught=weights if section.offline else (),
-            )
-        case MTPObjective():
-            found = MultiTokenPrediction(model, section.n_predict, section.weight, block_of(model, section))
-            found.heads.to(precision.trained)
-            return found
-        case ClassifyObjective():
-            size, classes = model.head().weight.shape[1], len(section.names or ()) or 2
-            with META:
-                return Pooled(ClassificationHead(size, classes, pooling=section.pooling))
-        case GRPOObjective():
-            return Logprobs()
-        case SFTObjective() | DistrustObjective():
-            return SFT()
-        case RegressionObjective():
-            raise ConfigError("objective.kind regression is not for language models")
-        case CustomObjective():
-            raise ConfigError(f"what objective.kind {section.kind} takes cannot be told before it runs")
-    assert_never(section)
+) -> dict[str, Frozen]:
+    """Return the frozen models of a run by role, on the meta device, as the run opens them."""
+    config = recipe.config
+    full = config.method.kind == "full"
+    frozen: dict[str, Frozen] = {}
+    for role, spec in recipe.frozen_models().items():
+        if spec.name == UNTRAINED and spec.before_training:
+            continue
+        if spec.name == UNTRAINED and not full:
+            frozen[role] = "adapters-off"
+            continue
+        dtype = precision.trained if spec.trained_dtype and full else precision.frozen
+        name = config.language_model if spec.name == UNTRAINED else spec.name
+        with blamed_on(spec.key):
+            frozen[role] = read_model(name).to(dtype=dtype).requires_grad_(False).eval()
+    return frozen
 
 
 @dataclass(frozen=True)
@@ -233,30 +137,30 @@ class BatchShape:
         return self.documents * self.length
 
 
-def make_fake_batch(shape: BatchShape, *, device: str, taught: int = 0) -> Batch:
+def make_fake_batch(
+    shape: BatchShape, *, device: str, columns: Mapping[str, ColumnShape] = MappingProxyType({})
+) -> Batch:
     """A batch of that shape, every position supervised; call it while tensors are fake."""
     in_one_row = shape.packed and shape.documents > 1 and device == "cpu"
     rows = 1 if in_one_row else shape.documents  # elsewhere packed documents take what rows of them do
-    places = torch.zeros(rows, shape.positions // rows, dtype=torch.long)
-    chosen = torch.zeros(shape.positions, dtype=torch.long)
+    indices = torch.zeros(rows, shape.positions // rows, dtype=torch.long)
+    supervised = torch.zeros(shape.positions, dtype=torch.long)
     batch = Batch(
-        tokens=places,
-        targets=places.clone(),
-        positions=places.clone(),
-        supervised_positions=chosen,
+        tokens=indices,
+        targets=indices.clone(),
+        positions=indices.clone(),
+        supervised_positions=supervised,
         documents=((shape.length,) * shape.documents,) if in_one_row else None,
         supervised=shape.positions,
-        examples=chosen.clone(),
+        examples=supervised.clone(),
         real_tokens=shape.positions,
         origins=("",) * shape.documents,
-    ).with_columns("document", values=torch.zeros(shape.documents, 1))
-    if not taught:
-        return batch
-    return batch.with_columns(
-        "token",
-        taught_ids=torch.zeros(shape.positions, taught, _TAUGHT, dtype=torch.long),
-        taught_logprobs=torch.zeros(shape.positions, taught, _TAUGHT + 1),
     )
+    for name, column in columns.items():
+        length = shape.positions if column.axis == "token" else shape.documents
+        tensor = torch.zeros(length, *column.sizes, dtype=column.dtype)
+        batch = batch.with_columns(column.axis, **{name: tensor})
+    return batch
 
 
 def know_constants() -> None:

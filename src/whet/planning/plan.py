@@ -9,13 +9,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from whet.config.load_config import ConfigLike, as_config
-from whet.config.objectives.distill import DistillObjective
-from whet.config.objectives.grpo import GRPOObjective
-from whet.config.objectives.mix import MixObjective
-from whet.config.objectives.preference import PreferenceObjective
+from whet.config.objectives.custom import CustomObjective
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
+from whet.models.language_model import LanguageModel
 from whet.models.spec import ModelSpec
 from whet.objectives.objective import Objective
 from whet.ops.dispatch import FAST, using
@@ -23,16 +21,18 @@ from whet.planning.collective_traffic import Traffic, of_one_step, traffic
 from whet.planning.devices import Cluster, Target, find_cluster, find_target, share_of_layers
 from whet.planning.memory_estimate import Sketch, Trace, fill, state_bytes, trace, update_bytes
 from whet.planning.meta_model import (
+    META,
     BatchShape,
     from_spec,
     know_constants,
     make_fake_batch,
-    make_objective,
-    other_models,
     prepare,
+    read_frozen_models,
     read_model,
 )
 from whet.planning.step_sizes import batch_shape, cache_bytes, parameters_by_part, settings_of
+from whet.recipes.recipe import Build
+from whet.recipes.registry import recipe_for
 from whet.training.observe.step_flops import StepFlops, step_flops
 from whet.training.optim.optimizers import create_optimizer
 
@@ -135,7 +135,10 @@ class Planner:
         self.parameters = parameters_by_part(model)
         self.cache_bytes = cache_bytes(model, precision.frozen)
         self.model = prepare(model, config, precision)
-        self.others = other_models(config, precision)
+        self.recipe = recipe_for(config)
+        self.step = self.recipe.step_shape()
+        self.frozen = read_frozen_models(self.recipe, precision)
+        self.others = [other for other in self.frozen.values() if isinstance(other, LanguageModel)]
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.trained_bytes = _bytes(p for p in self.model.parameters() if p.requires_grad)
         self.held = _bytes([*self.model.parameters(), *self.model.buffers()])
@@ -159,12 +162,10 @@ class Planner:
         """One micro-batch."""
         if self.sketch is None:
             self.sketch = self._make_sketch()
-        section, kind = self.config.objective, self.target.kind
-        stored = isinstance(section, DistillObjective) and section.offline is not None
+        kind = self.target.kind
         self.sketch.model.grad_checkpoint = recompute
         with self.fake:
-            taught = len(section.teachers) if stored and isinstance(section, DistillObjective) else 0
-            batch = make_fake_batch(shape, device=kind, taught=taught)
+            batch = make_fake_batch(shape, device=kind, columns=self.step.columns)
         return trace(
             self.sketch,
             self.objective,
@@ -193,7 +194,7 @@ class Planner:
         earlier = trained if accumulate or self.cluster.cuts_weights else 0
         # gradients are copied into vectors that are added up over the devices
         gradients = 2 * trained if self.cluster.kind == "ddp" else trained
-        cache = self._completions() * self.cache_bytes
+        cache = self.step.cached_tokens * self.cache_bytes
         moments = {
             found.at: gathered + found.peak + earlier,
             "update": gradients + self.update // cuts,
@@ -219,7 +220,7 @@ class Planner:
     def largest_batch(self, shape: BatchShape, peak: int, *, accumulate: bool) -> int:
         """How many documents of a length fit at once; `peak` is that of the batch of this shape."""
         room = self.target.room
-        step = 2 if isinstance(self.config.objective, PreferenceObjective) else 1
+        step = self.step.multiple
         known = {shape.documents: peak}
 
         def peak_of(documents: int) -> int:
@@ -249,18 +250,8 @@ class Planner:
 
     def _asked_before(self) -> bool:
         """Whether another model is asked before the first step and gone by then."""
-        section = self.config.objective
-        return (
-            bool(self.others) and isinstance(section, PreferenceObjective) and section.reference != "online"
-        )
-
-    def _completions(self) -> int:
-        """Tokens of prompts and completions that are sampled at once."""
-        section, run = self.config.objective, self.config.run
-        if not isinstance(section, GRPOObjective):
-            return 0
-        rows = min(section.generate_rows, section.group_size * (run.batch_size or section.generate_rows))
-        return rows * (self.config.data.max_length + section.max_new_tokens)
+        wanted = self.recipe.frozen_models()
+        return any(wanted[role].before_training for role in self.frozen)
 
     def _make_sketch(self) -> Sketch:
         self.computed_in = self.target.precision
@@ -282,9 +273,9 @@ class Planner:
         return sketch
 
     def _make_objective(self) -> Objective:
-        section = self.config.objective
-        assert not isinstance(section, MixObjective)  # its parts are planned one by one
-        return make_objective(section, self.model, self.others, self.target.precision)
+        b = Build(self.config, self.model, self.target.precision, frozen=self.frozen)
+        with META:
+            return self.recipe.objective(b)
 
     def _gathered(self) -> int:
         """fsdp: what surrounds the layers, two layers, and the gradients of one, in the computed dtype."""
@@ -343,8 +334,14 @@ def plan_run(
     counted: Counted | None = None,
     spec: ModelSpec | None = None,
     suggest: bool = True,
+    user_code: bool = True,
 ) -> Plan:
-    """What a run takes. With a `spec`, of that decoder instead of the model that the config names."""
+    """What a run takes. With a `spec`, of that decoder instead of the model that the config names.
+
+    Without `user_code`, a custom objective is refused instead of imported.
+    """
+    if isinstance(config.objective, CustomObjective) and not user_code:
+        raise ConfigError(f"a plan of objective.kind {config.objective.kind} would run its code")
     cluster = find_cluster(config, gpus, network_gb_s=network_gb_s)
     target = find_target(device, config)
     parts = config.parts()
@@ -374,7 +371,7 @@ def plan_run(
             traffic=of_one_step(cluster, [plan.traffic for plan in plans]),
         )
     planner = Planner(config, target, cluster, spec)
-    shape, tokens_a_step = batch_shape(config)
+    shape, tokens_a_step = batch_shape(config, planner.step)
     length = shape.length if counted is None else counted.length
     tokens = float(tokens_a_step) if counted is None else counted.tokens_a_step
     micro_batches = max(

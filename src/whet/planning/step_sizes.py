@@ -3,31 +3,22 @@
 import torch
 from torch import nn
 
-from whet.config.objectives.custom import CustomObjective
-from whet.config.objectives.grpo import GRPOObjective
-from whet.config.objectives.mix import MixObjective
-from whet.config.objectives.preference import PreferenceObjective
-from whet.config.objectives.union import AnyObjective
 from whet.config.run_config import RunConfig
 from whet.data.packing import StepSettings
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.models.spec import AttentionSpec, LatentAttentionSpec
 from whet.planning.meta_model import BatchShape
+from whet.recipes.recipe import StepShape
 
 
-def batch_shape(config: RunConfig) -> tuple[BatchShape, int]:
+def batch_shape(config: RunConfig, step: StepShape) -> tuple[BatchShape, int]:
     """A full micro-batch of the longest documents, and the tokens of a step."""
-    run, data, section, settings = config.run, config.data, config.objective, settings_of(config)
-    sides = _documents_of(section)
-    length = data.max_length - 1
-    if isinstance(section, GRPOObjective):
-        length += section.max_new_tokens
-    length = min(length, settings.micro_tokens)
-    tokens = run.batch_tokens or (run.batch_size or 1) * sides * length
+    run, data, settings = config.run, config.data, settings_of(config)
+    length = min(data.max_length - 1 + step.more_tokens, settings.micro_tokens)
+    tokens = run.batch_tokens or (run.batch_size or 1) * step.documents * length
     documents = max(1, min(settings.micro_tokens, tokens) // settings.padded(length))
-    if isinstance(section, PreferenceObjective):
-        documents += documents % 2
+    documents += -documents % step.multiple
     return BatchShape(documents, length, data.pack), tokens
 
 
@@ -35,13 +26,6 @@ def settings_of(config: RunConfig) -> StepSettings:
     """How steps are cut into micro-batches."""
     run = config.run
     return StepSettings(run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=config.data.pack)
-
-
-def _documents_of(section: AnyObjective | MixObjective | CustomObjective) -> int:
-    """How many documents an example is."""
-    if isinstance(section, PreferenceObjective):
-        return 2
-    return section.group_size if isinstance(section, GRPOObjective) else 1
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:

@@ -1,25 +1,19 @@
 """Objectives and recipes of the user's own: `objective.kind: package.module:Class`, or an object."""
 
-from pathlib import Path
 from typing import Any
 
 from whet.config.objectives.custom import CustomObjective
 from whet.config.placeholder import parse_placeholder
 from whet.config.run_config import RunConfig
-from whet.data.run_data import RunData
 from whet.error_boundary import reason
 from whet.errors import ConfigError
 from whet.given.given import Given
 from whet.objectives.objective import Objective
-from whet.parallel.process_group import SOLO, World
-from whet.recipes.recipe import Recipe
-from whet.recipes.text_recipe import TextRecipe
+from whet.recipes.recipe import Build, Recipe
 from whet.user_code import load_user_object
 
-_OF_AN_OBJECTIVE = ("coefficients", "weights", "loss")
 
-
-def load_custom(section: CustomObjective, given: Given) -> Objective | type[Recipe]:
+def load_custom(section: CustomObjective, given: Given) -> Objective | type[Recipe[Any]]:  # Any: as below
     """Return the objective of a section, built with its keys, or the recipe class that it names.
 
     Args:
@@ -39,14 +33,12 @@ def load_custom(section: CustomObjective, given: Given) -> Objective | type[Reci
             f"({', '.join(section.arguments)})",
             hint="pass its class, objective=CLASS, or leave the keys out",
         )
-    if missing := [name for name in _OF_AN_OBJECTIVE if not hasattr(built, name)]:
+    if not isinstance(built, Objective):
         raise ConfigError(
-            f"objective.kind {section.kind} is neither an objective nor a recipe: {type(built).__name__} has "
-            f"no {', '.join(missing)}",
+            f"objective.kind {section.kind} is neither an objective nor a recipe: {type(built).__name__}",
             hint="derive it from whet.Objective; docs/python.md has an example",
         )
-    objective: Objective = built
-    return objective
+    return built
 
 
 def _named(section: CustomObjective, given: Given) -> Any:  # Any: whatever a module calls by this name
@@ -74,23 +66,24 @@ def _built(kind: type, section: CustomObjective) -> Any:  # Any: whatever the cl
         ) from error
 
 
-def custom_recipe(
-    config: RunConfig, directory: Path, world: World = SOLO, given: Given | None = None
-) -> Recipe:
+def custom_recipe(config: RunConfig, given: Given) -> Recipe[Any]:  # Any: the section of a custom kind
     """Return the recipe of a custom kind: its own, or the one of texts with its objective."""
-    assert isinstance(config.objective, CustomObjective)
-    custom = load_custom(config.objective, given or Given())
+    assert isinstance(config.objective, CustomObjective)  # see recipe_for
+    custom = load_custom(config.objective, given)
     if isinstance(custom, type):
-        return custom(config, directory, world, given)
-    recipe = CustomTextRecipe(config, directory, world, given)
-    recipe.custom = custom
-    return recipe
+        return custom(config, config.objective, given)
+    return CustomRecipe(config, config.objective, given, custom)
 
 
-class CustomTextRecipe(TextRecipe):
+class CustomRecipe(Recipe[CustomObjective]):
     """A language model on texts, with an objective of the user's own."""
 
-    custom: Objective
+    def __init__(
+        self, config: RunConfig, section: CustomObjective, given: Given, objective: Objective
+    ) -> None:
+        super().__init__(config, section, given)
+        self._objective = objective
 
-    def _objective_on(self, data: RunData) -> Objective:
-        return self.custom
+    def objective(self, b: Build) -> Objective:
+        """Return the user's objective."""
+        return self._objective

@@ -1,59 +1,74 @@
 """Distillation: teachers asked during training, or their stored log-probabilities."""
 
+from collections.abc import Mapping
+
+import torch
+
 from whet.config.objectives.distill import DistillObjective
-from whet.data.run_data import Needs
 from whet.models.language_model import LanguageModel
 from whet.objectives.distill import Distillation
 from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.objective import Objective
-from whet.recipes.objective_inputs import ObjectiveInputs
-from whet.recipes.reference_model import identity_of
-from whet.recipes.teachers import find_teachings, load_teacher
+from whet.recipes.recipe import Build, ColumnShape, FrozenModel, Recipe, StepShape
+from whet.recipes.teachers import find_teachings
+
+_TAUGHT = 64  # stored tokens of a teacher, where nothing says how many
 
 
-def needs(section: DistillObjective) -> Needs:
-    """Return what is read from records: nothing beyond their text."""
-    return Needs()
+class DistillRecipe(Recipe[DistillObjective]):
+    """A language model on texts, and what teachers make of them."""
 
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the teachers, unless they were asked before the run."""
+        if self.section.offline is not None:
+            return {}
+        return {
+            f"teacher {number}": FrozenModel(name, "objective.teacher")
+            for number, (name, _) in enumerate(self.section.teachers)
+        }
 
-def build_objective(section: DistillObjective, inputs: ObjectiveInputs) -> Objective:
-    """Return the objective, with its teachers opened or their stored log-probabilities found."""
-    name, vocab_size = str(inputs.model.name), inputs.model.vocab_size
-    teachers: list[tuple[LanguageModel, float]] = []
-    if section.offline is None:
-        teachers = [(_teacher(teacher, inputs), weight) for teacher, weight in section.teachers]
-    else:
-        found = find_teachings(inputs.examples, section, student=name, vocab_size=vocab_size)
-        for split, teachings in found.items():
-            inputs.examples[split].sides.teachings = teachings
-    return Distillation(
-        teachers,
-        temperature=section.temperature,
-        alpha=section.alpha,
-        divergence=section.divergence,
-        taught=[weight for _, weight in section.teachers] if section.offline else (),
-        matching=_matching(section, teachers[0][0], inputs) if section.hidden else None,
-    )
+    def step_shape(self) -> StepShape:
+        """Return the shape of texts, with the stored log-probabilities of teachers."""
+        if self.section.offline is None:
+            return StepShape()
+        count = len(self.section.teachers)
+        ids = ColumnShape("token", (count, _TAUGHT), torch.long)
+        return StepShape(
+            columns={"taught_ids": ids, "taught_logprobs": ColumnShape("token", (count, _TAUGHT + 1))}
+        )
 
+    def check_models(self, b: Build) -> None:
+        """Refuse layers that the student or the teacher does not have."""
+        self._matching(b)
 
-def _matching(section: DistillObjective, teacher: LanguageModel, inputs: ObjectiveInputs) -> HiddenMatching:
-    assert section.hidden is not None
-    found = HiddenMatching(
-        inputs.model, teacher, section.hidden.layers, kind=section.hidden.kind, weight=section.hidden.weight
-    )
-    if found.projections is not None:
-        found.projections.to(inputs.model.device, inputs.precision.trained)
-    return found
+    def prepare(self, b: Build) -> None:
+        """Find what `whet teach` stored."""
+        if self.section.offline is None:
+            return
+        name, vocab_size = str(b.model.name), b.model.vocab_size
+        stored = find_teachings(b.data.examples, self.section, student=name, vocab_size=vocab_size)
+        for split, teachings in stored.items():
+            b.data.examples[split].sides.teachings = teachings
 
+    def objective(self, b: Build) -> Objective:
+        """Return the objective with its teachers."""
+        section = self.section
+        weights = [weight for _, weight in section.teachers]
+        teachers = [model for model in b.frozen.values() if isinstance(model, LanguageModel)]
+        return Distillation(
+            list(zip(teachers, weights, strict=False)),
+            temperature=section.temperature,
+            alpha=section.alpha,
+            divergence=section.divergence,
+            taught=weights if section.offline else (),
+            matching=None if b.is_plan else self._matching(b),
+        )
 
-def _teacher(name: str, inputs: ObjectiveInputs) -> LanguageModel:
-    teacher = load_teacher(
-        name,
-        dtype=inputs.precision.frozen,
-        device=inputs.model.device,
-        student=str(inputs.model.name),
-        vocab_size=inputs.model.vocab_size,
-        tokenizer=inputs.tokenizer,
-    )
-    inputs.identities[name] = identity_of(teacher)
-    return teacher
+    def _matching(self, b: Build) -> HiddenMatching | None:
+        hidden, teacher = self.section.hidden, b.frozen.get("teacher 0")
+        if hidden is None or not isinstance(teacher, LanguageModel):
+            return None
+        matching = HiddenMatching(b.model, teacher, hidden.layers, kind=hidden.kind, weight=hidden.weight)
+        if matching.projections is not None:
+            matching.projections.to(b.model.device, b.precision.trained)
+        return matching

@@ -7,23 +7,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.config.objectives.grpo import GRPOObjective
 from whet.config.run_config import RunConfig
 from whet.data.packing import StepSettings
-from whet.data.run_data import EvaluationSplit, Needs, RunData
+from whet.data.run_data import EvaluationSplit, Needs
 from whet.data.tokens.prompts import Prompt, fitting
 from whet.errors import ConfigError, StorageError
 from whet.evaluation.answer_metrics import AnswerMetrics
-from whet.given.given import Given
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.objectives.grpo import GRPO
 from whet.parallel.process_group import SOLO, World
-from whet.recipes.objective_inputs import ObjectiveInputs
-from whet.recipes.recipe import Evaluators
-from whet.recipes.reference_model import Reference, identity_of, load_reference, untrained_reference
-from whet.recipes.registry import needs_of
-from whet.recipes.text_recipe import TextRecipe
+from whet.recipes.frozen_models import refuse_longer_texts
+from whet.recipes.recipe import (
+    UNTRAINED,
+    Build,
+    ColumnShape,
+    Evaluators,
+    Frozen,
+    FrozenModel,
+    Recipe,
+    StepShape,
+)
 from whet.rl.rewards.worker_pool import RewardPool
 from whet.rl.rollout_sampler import Sampler, evaluate_rewards
 from whet.rl.rollouts import RolloutStream
@@ -35,64 +42,90 @@ log = logging.getLogger("whet")
 _SHOWN = 120  # characters of a sample in the log
 
 
-class GRPORecipe(TextRecipe):
-    """A language model on what it says itself."""
+class GRPORecipe(Recipe[GRPOObjective]):
+    """A language model on its own answers."""
 
-    data: RunData
+    has_batches_at_start = False
 
-    def __init__(
-        self, config: RunConfig, directory: Path, world: World = SOLO, given: Given | None = None
-    ) -> None:
-        super().__init__(config, directory, world, given)
-        check_config(config)
+    def check(self) -> None:
+        """Refuse settings that would make another policy of the one that samples, or mean nothing here."""
+        check_config(self.config)
 
-    def build(self, held: contextlib.ExitStack) -> None:
-        """Rewards are started before weights are read: they may not even be there."""
-        section = self.config.objective
-        assert isinstance(section, GRPOObjective)
-        self.load_metrics()
-        self.data = RunData(self.config, needs_of(section), today=self.began, given=self.given.data)
-        with self.world.first_alone():
-            self.tokenizer = self._find_tokenizer()
-            self.data.prepare(self.tokenizer)
-        pool = held.enter_context(RewardPool(section, self.given.rewards))
-        self._build_model_and_objective()
+    def needs(self) -> Needs:
+        """Return what is read from records: prompts; the rest of a record is for the rewards."""
+        return Needs(prompts=True)
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the reference of the KL term, where it counts."""
+        if not self.section.beta:
+            return {}
+        name = self.section.reference_model or UNTRAINED
+        return {"reference": FrozenModel(name, "objective.reference_model", trained_dtype=True)}
+
+    def step_shape(self) -> StepShape:
+        """Return the shape of groups of completions."""
+        section, run = self.section, self.config.run
+        rows = min(section.generate_rows, section.group_size * (run.batch_size or section.generate_rows))
+        columns = {
+            "old_logprobs": ColumnShape("token"),
+            **({"reference_logprobs": ColumnShape("token")} if section.beta else {}),
+            "advantages": ColumnShape("document"),
+            "lengths": ColumnShape("document", (), torch.long),
+        }
+        return StepShape(
+            documents=section.group_size,
+            more_tokens=section.max_new_tokens,
+            cached_tokens=rows * (self.config.data.max_length + section.max_new_tokens),
+            columns=columns,
+        )
+
+    def start(self, held: contextlib.ExitStack) -> None:
+        """Start the rewards, too: they may not even be there."""
+        super().start(held)
+        self.pool = held.enter_context(RewardPool(self.section, self.given.rewards))
+
+    def prepare(self, b: Build) -> None:
+        """Make the sampler, and refuse a reference that cannot read the longest completion."""
         self.rollouts = Reinforcement(
             self.config,
-            self.data.prompts,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            pool=pool,
-            precision=self.precision,
-            world=self.world,
+            self.section,
+            b.data.prompts,
+            model=b.model,
+            tokenizer=b.tokenizer,
+            pool=self.pool,
+            precision=b.precision,
+            world=b.world,
         )
-        reference = self._reference(section) if section.beta else None
-        self.stream = self.rollouts.stream(self.data.steps, reference)
+        reference = b.frozen.get("reference")
+        if isinstance(reference, LanguageModel) and self.section.reference_model is not None:
+            prompts = [prompt for part in self.rollouts.prompts.values() for prompt in part]
+            longest = max(len(prompt.tokens) for prompt in prompts) + self.section.max_new_tokens
+            refuse_longer_texts(self.frozen_models()["reference"], reference, longest)
 
-    def _reference(self, section: GRPOObjective) -> Reference:
-        if (name := section.reference_model) is None:
-            return untrained_reference(self.model)
-        prompts = [prompt for part in self.rollouts.prompts.values() for prompt in part]
-        longest = max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens
-        reference = load_reference(
-            name, self.model, self.tokenizer, precision=self.precision, longest=longest
+    def objective(self, b: Build) -> GRPO:
+        """Return the objective."""
+        section = self.section
+        return GRPO(
+            epsilon=section.epsilon,
+            epsilon_high=section.epsilon_high,
+            beta=section.beta,
+            aggregation=section.aggregated_by,
+            max_tokens=section.max_new_tokens,
+            temperature=section.temperature,
         )
-        self.identities[name] = identity_of(reference)
-        return reference
 
-    def frozen_models(self) -> list[LanguageModel]:
-        """The reference that rollouts are compared with."""
-        reference = self.stream.reference
-        return [reference] if isinstance(reference, LanguageModel) else []
+    def steps(self, b: Build) -> RolloutStream:
+        """Return steps on rollouts."""
+        return self.rollouts.stream(b.data.steps, b.frozen.get("reference"))
 
-    def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
-        """The one that reports rollouts, too."""
-        every = self.rollouts.sampler.settings.samples_every
-        samples = RolloutSamples(self.directory / SAMPLES_FILE, every=every)
-        return [*super().callbacks(pause), samples]
+    def callbacks(self, b: Build) -> list[Callback]:
+        """Return the one that writes samples."""
+        return [RolloutSamples(b.directory / SAMPLES_FILE, every=self.section.samples_every)]
 
-    def evaluators(self, split: str, found: EvaluationSplit | None, pause: Callable[[], None]) -> Evaluators:
-        """The rewards of greedy answers."""
+    def evaluators(
+        self, b: Build, split: str, data: EvaluationSplit | None, pause: Callable[[], None]
+    ) -> Evaluators:
+        """Return the rewards of greedy answers, and the config's own metrics of them."""
         judged = self.rollouts.evaluator(split, pause, self.metrics)
         return [] if judged is None else [judged]
 
@@ -103,6 +136,7 @@ class Reinforcement:
     def __init__(
         self,
         config: RunConfig,
+        section: GRPOObjective,
         prompts: Mapping[str, Sequence[Prompt]],
         *,
         model: LanguageModel,
@@ -111,10 +145,9 @@ class Reinforcement:
         precision: Precision,
         world: World = SOLO,
     ) -> None:
-        assert isinstance(config.objective, GRPOObjective)
         self.config = config
         self.model = model
-        self.sampler = Sampler(model, tokenizer, config.objective, pool, precision, world)
+        self.sampler = Sampler(model, tokenizer, section, pool, precision, world)
         if not self.sampler.stops:
             log.warning("the tokenizer has no token that ends an answer: every completion is truncated")
         self.prompts = {name: self._fitting(name, found) for name, found in prompts.items()}
@@ -132,7 +165,7 @@ class Reinforcement:
             log.warning("%s: %d prompts are too long and left out", name, len(prompts) - len(found))
         return found
 
-    def stream(self, steps: StepSettings, reference: Reference | None) -> RolloutStream:
+    def stream(self, steps: StepSettings, reference: Frozen | None) -> RolloutStream:
         """The training steps."""
         return RolloutStream(
             self.sampler, self.prompts["train"], steps, seed=self.config.run.seed, reference=reference
@@ -180,23 +213,6 @@ class RolloutSamples(Injector):  # so that a step's samples are written before i
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
-
-
-def needs(section: GRPOObjective) -> Needs:
-    """Return what is read from records: prompts; the rest of a record is for the rewards."""
-    return Needs(prompts=True)
-
-
-def build_objective(section: GRPOObjective, inputs: ObjectiveInputs) -> GRPO:
-    """Return the objective."""
-    return GRPO(
-        epsilon=section.epsilon,
-        epsilon_high=section.epsilon_high,
-        beta=section.beta,
-        aggregation=section.aggregated_by,
-        max_tokens=section.max_new_tokens,
-        temperature=section.temperature,
-    )
 
 
 def check_config(config: RunConfig) -> None:

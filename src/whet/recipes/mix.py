@@ -1,39 +1,91 @@
-"""The data of a mix: that of each part, and streams whose steps have batches of all of them."""
+"""A weighted sum of objectives, each on its own data: every step has batches of all parts."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
-from types import MappingProxyType
 from typing import Any
 
 from whet.config.objectives.mix import MixObjective
 from whet.config.run_config import RunConfig
 from whet.data.batches import Step, StepStream
+from whet.data.packing import StepSettings
 from whet.data.run_data import EvaluationSplit, RunData
-from whet.data.sources.source import GivenRows
+from whet.given.given import Given
 from whet.models.language_model import LanguageModel
-from whet.recipes.registry import needs_of
+from whet.objectives.mix import Mix
+from whet.objectives.objective import Objective
+from whet.recipes.recipe import Build, FrozenModel, Recipe
+from whet.recipes.registry import recipe_for
 
 log = logging.getLogger("whet")
+
+
+class MixRecipe(Recipe[MixObjective]):
+    """A language model on the data of several objectives."""
+
+    def __init__(self, config: RunConfig, section: MixObjective, given: Given | None = None) -> None:
+        super().__init__(config, section, given)
+        self.parts = {name: recipe_for(part, given) for name, part in config.parts().items()}
+        self.weights = {part.called: part.weight for part in section.parts}
+
+    def check(self) -> None:
+        """Check every part."""
+        for recipe in self.parts.values():
+            recipe.check()
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return those of the parts, under their names."""
+        return {
+            f"{part}.{role}": model
+            for part, recipe in self.parts.items()
+            for role, model in recipe.frozen_models().items()
+        }
+
+    def open_data(self, *, today: date | None = None) -> "MixData":
+        """Open the sources of every part."""
+        parts = {
+            name: RunData(recipe.config, recipe.needs(), today=today, given=self.given.data)
+            for name, recipe in self.parts.items()
+        }
+        return MixData(parts, self.weights)
+
+    def check_models(self, b: Build) -> None:
+        """Check every part."""
+        for name, recipe in self.parts.items():
+            recipe.check_models(self._build(b, name))
+
+    def prepare(self, b: Build) -> None:
+        """Prepare every part."""
+        for name, recipe in self.parts.items():
+            recipe.prepare(self._build(b, name))
+
+    def objective(self, b: Build) -> Objective:
+        """Return the weighted sum of the parts."""
+        parts = {name: recipe.objective(self._build(b, name)) for name, recipe in self.parts.items()}
+        return Mix(parts, self.weights)
+
+    def _build(self, b: Build, name: str) -> Build:
+        """Return what one part has: its config, its data, and its frozen models."""
+        prefix = f"{name}."
+        frozen = {
+            role.removeprefix(prefix): model for role, model in b.frozen.items() if role.startswith(prefix)
+        }
+        data = None if b.data is None else b.data.parts[name]
+        return replace(b, config=self.parts[name].config, data=data, frozen=frozen)
 
 
 class MixData:
     """What the parts of a mix name, used as the data of one run."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        today: date | None = None,
-        given: GivenRows = MappingProxyType({}),
-    ) -> None:
-        assert isinstance(config.objective, MixObjective)
-        self.parts = {
-            name: RunData(part, needs_of(part.objective), today=today, given=given)
-            for name, part in config.parts().items()
-        }
-        self.weights = {part.called: part.weight for part in config.objective.parts}
+    def __init__(self, parts: Mapping[str, RunData], weights: Mapping[str, float]) -> None:
+        self.parts = dict(parts)
+        self.weights = weights
+
+    @property
+    def steps(self) -> StepSettings:
+        """How the steps of the first part are cut."""
+        return next(iter(self.parts.values())).steps
 
     def texts(self) -> Iterator[str]:
         """What the training records of all parts say, to make a tokenizer from."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,75 +13,92 @@ from whet.data.tokens.examples import StoredPairs
 from whet.models.language_model import LanguageModel, evaluating
 from whet.objectives.objective import Objective
 from whet.objectives.preference import Preference, answer_logprobs
-from whet.recipes.objective_inputs import ObjectiveInputs
-from whet.recipes.reference_model import Reference, identity_of, load_reference, untrained_reference
+from whet.recipes.frozen_models import refuse_longer_texts
+from whet.recipes.recipe import UNTRAINED, Build, ColumnShape, FrozenModel, Recipe, StepShape
 from whet.training.loss import in_precision
 
 log = logging.getLogger("whet")
 
 
-def needs(section: PreferenceObjective) -> Needs:
-    """Return what is read from records: pairs of answers."""
-    return Needs(pairs=True)
+class PreferenceRecipe(Recipe[PreferenceObjective]):
+    """A language model on pairs of answers."""
+
+    def needs(self) -> Needs:
+        """Return what is read from records: pairs of answers."""
+        return Needs(pairs=True)
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the reference, which is asked in every step or once before the first."""
+        section = self.section
+        if not section.has_reference:
+            return {}
+        reference = FrozenModel(
+            section.reference_model or UNTRAINED,
+            "objective.reference_model",
+            trained_dtype=True,
+            before_training=not self._is_online,
+        )
+        return {"reference": reference}
+
+    @property
+    def _is_online(self) -> bool:
+        return self.section.has_reference and self.section.reference == "online"
+
+    def step_shape(self) -> StepShape:
+        """Return the shape of pairs."""
+        return StepShape(documents=2, multiple=2, columns={"values": ColumnShape("document", (1,))})
+
+    def prepare(self, b: Build) -> None:
+        """Compute what the reference makes of every pair, unless it is asked in every step."""
+        if not self.section.has_reference:
+            return
+        spec, reference = self.frozen_models()["reference"], b.frozen.get("reference")
+        examples: Mapping[str, StoredPairs] = b.data.examples
+        if isinstance(reference, LanguageModel) and spec.name != UNTRAINED:
+            longest = max(int(pairs.sides.lengths.max()) for pairs in examples.values())
+            refuse_longer_texts(spec, reference, longest)
+        if self._is_online:
+            return
+        model, identity = b.model, f"{b.base_digest} {b.model.fingerprint}"
+        if isinstance(reference, LanguageModel):
+            model, identity = reference, b.identities[spec.name]
+        for name, pairs in examples.items():
+            pairs.references = _references(name, pairs, model, identity, b)
+
+    def objective(self, b: Build) -> Objective:
+        """Return the objective."""
+        section = self.section
+        return Preference(
+            section.kind,
+            beta=section.strength,
+            gamma=section.gamma,
+            label_smoothing=section.label_smoothing,
+            logprobs=section.logprobs,
+            reference=b.frozen["reference"] if self._is_online else None,
+        )
 
 
-def build_objective(section: PreferenceObjective, inputs: ObjectiveInputs) -> Objective:
-    """Return the objective; reference log-probabilities of every pair are computed or found first."""
-    named = _named_reference(section, inputs) if section.has_reference else None
-    reference: Reference | None = None
-    if section.has_reference and section.reference == "online":
-        reference = named or untrained_reference(inputs.model)
-    elif section.has_reference:
-        model, identity = inputs.model, f"{inputs.base_digest} {inputs.model.fingerprint}"
-        if named is not None:
-            model, identity = named, inputs.identities[str(section.reference_model)]
-        for name, pairs in inputs.examples.items():
-            assert isinstance(pairs, StoredPairs)
-            pairs.references = _references(name, pairs, model, identity, inputs)
-    return Preference(
-        section.kind,
-        beta=section.strength,
-        gamma=section.gamma,
-        label_smoothing=section.label_smoothing,
-        logprobs=section.logprobs,
-        reference=reference,
-    )
-
-
-def _named_reference(section: PreferenceObjective, inputs: ObjectiveInputs) -> LanguageModel | None:
-    if (name := section.reference_model) is None:
-        return None
-    longest = max(int(pairs.sides.lengths.max()) for pairs in inputs.examples.values())
-    reference = load_reference(
-        name, inputs.model, inputs.tokenizer, precision=inputs.precision, longest=longest
-    )
-    inputs.identities[name] = identity_of(reference)
-    return reference
-
-
-def _references(
-    name: str, pairs: StoredPairs, model: LanguageModel, identity: str, inputs: ObjectiveInputs
-) -> np.ndarray:
+def _references(name: str, pairs: StoredPairs, model: LanguageModel, identity: str, b: Build) -> np.ndarray:
     """What the reference makes of each answer: computed once, kept beside the tokens."""
     sides = pairs.sides
-    key = hashlib.sha256(f"{identity} {inputs.precision.compute}".encode())
+    key = hashlib.sha256(f"{identity} {b.precision.compute}".encode())
     key.update(np.stack((sides.starts, sides.stops)).tobytes())
     path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
-    if inputs.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):
+    if b.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):
         log.info("reference: log-probabilities of %s from the store", name)
         return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
     log.info("reference: %d answers of %s, once before training", len(sides), name)
-    found = np.zeros((len(pairs), 2))
+    logprobs = np.zeros((len(pairs), 2))
     device = model.device
-    batches = list(one_pass(pairs, inputs.steps))
+    batches = list(one_pass(pairs, b.data.steps))
     mine = []
     with evaluating(model):
-        for _, (_, batch), _ in inputs.world.rounds(batches):
-            with in_precision(inputs.precision, device):
+        for _, (_, batch), _ in b.world.rounds(batches):
+            with in_precision(b.precision, device):
                 scores = answer_logprobs(model, batch.to(device))
             mine.append(scores.double().cpu().numpy().reshape(-1, 2))
-    for (places, _), answers in zip(batches, inputs.world.in_order(mine, len(batches)), strict=True):
-        found[places] = answers
-    if inputs.world.is_main:
-        pairs.store.keep_beside(path.name, found)
-    return found
+    for (places, _), answers in zip(batches, b.world.in_order(mine, len(batches)), strict=True):
+        logprobs[places] = answers
+    if b.world.is_main:
+        pairs.store.keep_beside(path.name, logprobs)
+    return logprobs

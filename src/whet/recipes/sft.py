@@ -1,17 +1,14 @@
 """Supervised fine-tuning: next-token cross-entropy on the supervised tokens."""
 
 from whet.config.objectives.union import SFTObjective
-from whet.data.run_data import Needs
 from whet.objectives.objective import Objective
 from whet.objectives.sft import SFT
-from whet.recipes.objective_inputs import ObjectiveInputs
+from whet.recipes.recipe import Build, Recipe
 
 
-def needs(section: SFTObjective) -> Needs:
-    """Return what is read from records: nothing beyond their text."""
-    return Needs()
+class SFTRecipe(Recipe[SFTObjective]):
+    """A language model on texts."""
 
-
-def build_objective(section: SFTObjective, inputs: ObjectiveInputs) -> Objective:
-    """Return the objective."""
-    return SFT()
+    def objective(self, b: Build) -> Objective:
+        """Return the objective."""
+        return SFT()

@@ -1,69 +1,22 @@
-"""Teachers: loaded and checked for a student, or what they said before, found again."""
+"""What teachers said of the data before a run (`whet teach`), found again."""
 
 import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from whet.config.objectives.distill import DistillObjective
 from whet.data.tokens.examples import StoredExamples, StoredPairs
 from whet.data.tokens.teacher_logprobs import Teaching, open_teaching
-from whet.errors import DataError, ModelError, blamed_on
+from whet.errors import DataError
 from whet.model_io.fingerprints import config_mark, weights_mark
-from whet.model_io.load import load
-from whet.models.language_model import LanguageModel
+from whet.recipes.frozen_models import refuse_other_size
 
 log = logging.getLogger("whet")
 
 Examples = Mapping[str, StoredExamples | StoredPairs]
-
-
-def load_teacher(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    student: str,
-    vocab_size: int | None,
-    tokenizer: Any,  # Any: a transformers tokenizer, as below
-) -> LanguageModel:
-    """A teacher whose opinions are about the student's own token ids."""
-    with blamed_on("objective.teacher"):
-        teacher, theirs = load(name, dtype=dtype, device=device)
-        refuse_other_tokens(
-            name, teacher.vocab_size, theirs, student=student, vocab_size=vocab_size, tokenizer=tokenizer
-        )
-    return teacher
-
-
-def refuse_other_tokens(
-    name: str,
-    size: int,
-    theirs: Any,
-    *,
-    student: str,
-    vocab_size: int | None,
-    tokenizer: Any,
-) -> None:
-    """Refuse a model, of `size` tokens and with the tokenizer `theirs`, whose ids mean other tokens."""
-    if vocab_size is not None:
-        _same_size(name, size, student, vocab_size)
-    known, ours = (each.get_vocab() for each in (theirs, tokenizer)) if theirs else ({}, {})
-    differ = [token for token in {**known, **ours} if known.get(token) != ours.get(token)]
-    if differ:
-        shown = ", ".join(f"{t!r} ({known.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3])
-        raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
-
-
-def _same_size(name: str, theirs: int, student: str, ours: int) -> None:
-    if theirs != ours:
-        raise ModelError(
-            f"{name} has a vocabulary of {theirs}, and {student} of {ours}: both must have the same tokens"
-        )
 
 
 def find_teachings(
@@ -95,7 +48,7 @@ def _teaching(
             "data.max_length and offline.top_k all count)",
             hint="write it with: whet teach CONFIG",
         )
-    _same_size(name, found.facts["vocab_size"], student, vocab_size)
+    refuse_other_size(name, found.facts["vocab_size"], student, vocab_size)
     now = {"weights": weights_mark(name), "config": config_mark(name)}
     for what, mark in now.items():
         if mark is not None and mark != found.facts.get(what, mark):

@@ -3,46 +3,46 @@
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from whet.config.log import Probes
-from whet.config.objectives.classify import ClassifyObjective
-from whet.config.objectives.grpo import GRPOObjective
-from whet.config.quality import Quality
+from whet.config.run import Run
 from whet.config.run_config import RunConfig
 from whet.data.sources.splits import learned
 from whet.errors import ConfigError
 from whet.hardware import find_peak
 from whet.models.language_model import LanguageModel
+from whet.recipes.recipe import Recipe
 from whet.run_directory import SAMPLES_FILE
 from whet.training.callbacks import Callback
-from whet.training.limits import Budget
 from whet.training.observe.step_flops import training_flops_per_token
 from whet.training.observe.throughput import ThroughputMonitor
+
+if TYPE_CHECKING:
+    from whet.runs.assemble import Assembly
 
 log = logging.getLogger("whet")
 
 
-def check_watching(config: RunConfig) -> None:
+def check_watching(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its section
     """Refuse what cannot be watched, before anything is read."""
     if config.log.sinks:
         from whet.training.observe.sink_backends import check_sinks
 
         check_sinks(config.log.sinks)
-    silent = isinstance(config.model, Quality) or isinstance(config.objective, ClassifyObjective)
-    if config.log.samples is not None and silent:
+    if config.log.samples is not None and not recipe.answers_in_text:
         raise ConfigError("log.samples needs a model that answers in text, and this run trains none")
     budget = config.run.budget
-    if budget is not None and budget.flops is not None and isinstance(config.model, Quality):
+    if budget is not None and budget.flops is not None and not recipe.counts_flops:
         raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
 
 
 def watchers(
     config: RunConfig,
     directory: Path,
-    work: Any,  # Any: a Recipe that is built
+    work: "Assembly",
     held: contextlib.ExitStack,
 ) -> list[Callback]:
     """The callbacks that a config asks for; the stream of steps must stand at its beginning.
@@ -52,10 +52,9 @@ def watchers(
     cost, settings = training_flops(config, work), config.log
     rates = ThroughputMonitor(max(10, settings.every), flops_per_token=cost, peak_tflops=peak_tflops(work))
     found: list[Callback] = [rates]
-    if (budget := config.run.budget) is not None:
-        found.append(Budget(flops=budget.flops, minutes=budget.minutes, flops_per_token=cost))
+    found += _limits(config.run, cost)
     if settings.probes is not None:
-        found += _probes(config, settings.probes, work)
+        found += _probes(settings.probes, work)
     if (samples := settings.samples) is not None:
         from whet.training.observe.samples import SampleGenerations
 
@@ -73,6 +72,23 @@ def watchers(
     return found
 
 
+def _limits(run: Run, flops_per_token: float | None) -> list[Callback]:
+    """Return what ends a run before its last step."""
+    if run.budget is None and run.max_memory is None and run.max_time is None:
+        return []
+    from whet.training.limits import Budget, MemoryLimit, TimeLimit
+
+    limits: list[Callback] = []
+    if run.budget is not None:
+        budget = run.budget
+        limits.append(Budget(flops=budget.flops, minutes=budget.minutes, flops_per_token=flops_per_token))
+    if run.max_memory is not None:
+        limits.append(MemoryLimit(run.max_memory))
+    if run.max_time is not None:
+        limits.append(TimeLimit(run.max_time))
+    return limits
+
+
 def _sinks(config: RunConfig, held: contextlib.ExitStack) -> list[Callback]:
     from whet.training.observe.metric_sinks import SinkCallback
     from whet.training.observe.sink_backends import SINKS
@@ -85,7 +101,7 @@ def _sinks(config: RunConfig, held: contextlib.ExitStack) -> list[Callback]:
     return found
 
 
-def training_flops(config: RunConfig, work: Any) -> float | None:  # Any: as above
+def training_flops(config: RunConfig, work: "Assembly") -> float | None:
     """FLOPs that training takes for a token, where they can be counted."""
     if not isinstance(work.model, LanguageModel):
         return None
@@ -93,7 +109,7 @@ def training_flops(config: RunConfig, work: Any) -> float | None:  # Any: as abo
     return training_flops_per_token(work.model, work.objective, length=length, supervised=supervised)
 
 
-def peak_tflops(work: Any) -> float | None:  # Any: as above
+def peak_tflops(work: "Assembly") -> float | None:
     """What the devices of a run can do together; a processor would have to be measured, and is not."""
     if work.device.type == "cpu":
         return None
@@ -111,7 +127,7 @@ def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any:
     return round(tokens / sum(map(len, every))), sum(sides.supervised for sides in every) / tokens
 
 
-def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # Any: as above
+def _probes(wanted: Probes, work: "Assembly") -> list[Callback]:
     from whet.training.observe.probe_batches import probe_batches
     from whet.training.observe.probes import (
         ActivationStats,
@@ -130,8 +146,9 @@ def _probes(config: RunConfig, wanted: Probes, work: Any) -> list[Callback]:  # 
         found.append(WeightStats(wanted.weights))
     if wanted.rank:
         found.append(EffectiveRank(wanted.rank))
-    if isinstance(config.objective, GRPOObjective):
-        log.info("probes: only curvature, weights and rank: grpo has no batch before it has sampled one")
+    if not work.recipe.has_batches_at_start:
+        kind = work.build.config.objective.kind
+        log.info("probes: only curvature, weights and rank: %s has no batch before it has sampled one", kind)
         return found
     pieces = probe_batches(work.stream, work.objective)
     if wanted.gradients:

@@ -1,28 +1,23 @@
 """A run assembled without weights: raises what `whet train` would refuse before its first step."""
 
+import contextlib
 from typing import Any
 
-from whet.config.objectives.distill import DistillObjective
-from whet.config.objectives.grpo import GRPOObjective
-from whet.config.objectives.mix import MixObjective
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
 from whet.errors import blamed_on
-from whet.hardware import Precision
+from whet.hardware import choose_device, choose_precision
 from whet.model_io.tokenizer import tokenizer_of
+from whet.models.decoder import Decoder
 from whet.models.from_scratch.mup import refuse_other_multipliers
 from whet.models.from_scratch.new_model import new_spec
 from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
-from whet.objectives.hidden_matching import HiddenMatching
-from whet.objectives.mix import Mix
-from whet.objectives.objective import Objective
-from whet.planning.meta_model import META, from_spec, make_objective, other_models, prepare, read_model
-from whet.recipes.reference_model import frozen_key, named_models
+from whet.planning.meta_model import META, from_spec, prepare, read_frozen_models, read_model
+from whet.recipes.frozen_models import refuse_other_tokens
+from whet.recipes.model_setup import use_fp8
+from whet.recipes.recipe import UNTRAINED, Build, Frozen, Recipe
 from whet.recipes.registry import recipe_for
-from whet.recipes.teachers import refuse_other_tokens
-from whet.recipes.text_recipe import use_fp8
-from whet.rl.rewards.worker_pool import RewardPool
 from whet.training.optim.optimizers import create_optimizer
 from whet.training.router_balancing import with_routers
 
@@ -34,19 +29,23 @@ def try_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
         config: the run.
         tokens: of the tokenizer, where the model is new and its tokenizer made from texts.
     """
-    work = recipe_for(config, config.directory)
+    recipe = recipe_for(config)
+    recipe.check()
+    device = choose_device(config.run.device)
+    precision = choose_precision(config.run.precision, device)
     model = _untrained(config, tokens)
-    prepare(model, config, work.precision)
+    prepare(model, config, precision)
     if config.run.fp8:
-        use_fp8(model, config.method.kind, device=work.device)
-    parts = config.parts()
-    objective: Objective
-    if parts:
-        objectives = {name: _objective(part, model, work.precision) for name, part in parts.items()}
-        objective = Mix(objectives, dict.fromkeys(parts, 1.0))
-    else:
-        objective = _objective(config, model, work.precision)
-    objective, _ = with_routers(objective, model, config.experts, compute=work.precision.compute)
+        use_fp8(model, config.method.kind, device=device)
+    frozen = read_frozen_models(recipe, precision)
+    _refuse_other_tokens(recipe, frozen, model)
+    with contextlib.ExitStack() as held:
+        recipe.start(held)  # rewards start, or say why they do not
+    b = Build(config, model, precision, frozen=frozen)
+    with META:
+        recipe.check_models(b)
+        objective = recipe.objective(b)
+    objective, _ = with_routers(objective, model, config.experts, compute=precision.compute)
     heads = objective.heads
     create_optimizer(config.optim_groups, model if heads is None else WithHeads(model, heads), quiet=True)
 
@@ -57,36 +56,28 @@ def _untrained(config: RunConfig, tokens: int | None) -> LanguageModel:
         return from_spec(new_spec(name, tokens=tokens, mup=mup))
     model = read_model(name)
     if mup is not None and not isinstance(name, Preset):
-        refuse_other_multipliers(getattr(model, "spec", None), mup, name=name)
+        refuse_other_multipliers(model.spec if isinstance(model, Decoder) else None, mup, name=name)
     return model
 
 
-def _objective(config: RunConfig, model: LanguageModel, precision: Precision) -> Objective:
-    section = config.objective
-    assert not isinstance(section, MixObjective)
-    others = other_models(config, precision)
-    for name, other in zip(named_models(config), others, strict=False):
-        with blamed_on(frozen_key(section)):
-            _refuse_other_tokens(name, other, config, model)
-    if isinstance(section, DistillObjective) and section.hidden is not None and others:
-        with META:
-            HiddenMatching(model, others[0], section.hidden.layers, kind=section.hidden.kind)
-    if isinstance(section, GRPOObjective):
-        with RewardPool(section):  # they start, or say why they do not
-            pass
-    return make_objective(section, model, others, precision)
-
-
-def _refuse_other_tokens(name: str, other: LanguageModel, config: RunConfig, model: LanguageModel) -> None:
-    ours: Any = None  # Any: transformers tokenizers
-    theirs: Any = None
-    if not isinstance(config.language_model, Preset):
-        ours, theirs = tokenizer_of(config.language_model), tokenizer_of(name)
-    refuse_other_tokens(
-        name,
-        other.vocab_size,
-        theirs if ours is not None else None,
-        student=str(config.language_model),
-        vocab_size=model.vocab_size,
-        tokenizer=ours,
-    )
+def _refuse_other_tokens(
+    recipe: Recipe[Any], frozen: dict[str, Frozen], model: LanguageModel
+) -> None:  # Any: its section
+    """Refuse frozen models whose token ids mean other tokens."""
+    base = recipe.config.language_model
+    for role, spec in recipe.frozen_models().items():
+        other = frozen.get(role)
+        if spec.name == UNTRAINED or not isinstance(other, LanguageModel):
+            continue
+        ours = theirs = None
+        if not isinstance(base, Preset):
+            ours, theirs = tokenizer_of(base), tokenizer_of(spec.name)
+        with blamed_on(spec.key):
+            refuse_other_tokens(
+                spec.name,
+                other.vocab_size,
+                theirs if ours is not None else None,
+                student=str(base),
+                vocab_size=model.vocab_size,
+                tokenizer=ours,
+            )

@@ -33,8 +33,7 @@ from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.models.costs import ModelFacts
 from whet.planning.model_facts import model_facts
 from whet.recipes.grpo import check_config
-from whet.recipes.mix import MixData
-from whet.recipes.registry import needs_of
+from whet.recipes.registry import needs_of, recipe_for
 from whet.recipes.teachers import find_teachings
 from whet.runs.build_callbacks import check_watching
 from whet.runs.dry_run import try_assembly
@@ -49,7 +48,7 @@ def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
     tokenizer = None
     if isinstance(config.model, Preset):  # made from the records of all parts, if it is made
         with contextlib.suppress(ConfigError, DataError):  # each part says what is wrong with it
-            tokenizer = new_tokenizer(config.model, MixData(config).texts())
+            tokenizer = new_tokenizer(config.model, recipe_for(config).open_data().texts())
     return {name: view_data(part, samples=samples, tokenizer=tokenizer) for name, part in parts.items()}
 
 
@@ -65,7 +64,7 @@ def view_data(
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
     try:
-        data = RunData(lenient, needs_of(lenient.objective))
+        data = RunData(lenient, needs_of(lenient))
         tokenizer = tokenizer or _tokenizer(lenient, data)
     except (ConfigError, DataError) as error:
         return DataView(config, None, None, (), (), None, (*errors, error))
@@ -228,7 +227,7 @@ def find_refusals(
     found = []
     checks: list[Callable[[], object]] = [
         lambda: config.parallel.check_processes(processes),
-        lambda: check_watching(config),
+        lambda: check_watching(config, recipe_for(config)),
         lambda: choose_precision(config.run.precision, choose_device(config.run.device)),
         lambda: _refuse_no_directory(config.directory),
         lambda: try_assembly(config, tokens=tokens),

@@ -3,28 +3,25 @@
 import contextlib
 import json
 import logging
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from whet.config.checks.unread_keys import unread_lines
 from whet.config.load_config import ConfigLike, load_config, to_yaml
 from whet.config.run_config import RunConfig
-from whet.data.batches import Batch
 from whet.data.run_data import EvaluationSplit
 from whet.error_boundary import memory_knobs_named, wrong_input
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.given.binding import bind_config, check_given
 from whet.given.given import Given
+from whet.models.language_model import LanguageModel
 from whet.parallel.fsdp import TENSOR, device_mesh, local_bytes_of, shard
-from whet.parallel.preflight import agreed, check_device, refuse_differences, seed_rank, start_alike
-from whet.parallel.process_group import SOLO, World, joined, was_restarted
+from whet.parallel.preflight import agreed, refuse_differences, seed_rank, start_alike
+from whet.parallel.process_group import World, joined, was_restarted
 from whet.parallel.tensor_parallel import cut_layers, refuse_uncuttable
-from whet.recipes.recipe import Recipe
-from whet.recipes.registry import recipe_for
 from whet.run_directory import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -37,7 +34,8 @@ from whet.run_directory import (
     set_aside_later_rows,
     steps_with_rows,
 )
-from whet.runs.build_callbacks import check_watching, watchers
+from whet.runs.assemble import Assembly, assemble
+from whet.runs.build_callbacks import watchers
 from whet.runs.provenance import provenance
 from whet.runs.resume_checks import (
     is_run_of,
@@ -61,7 +59,6 @@ from whet.storage import (
 from whet.training.callbacks import Callback, EvaluationStoppedError, Injector
 from whet.training.checkpoint import newest_valid, prune, read_state
 from whet.training.early_stopping import EarlyStopping
-from whet.training.limits import MemoryLimit, TimeLimit
 from whet.training.observe.metrics_logger import MetricsLogger
 from whet.training.state import RunResult
 from whet.training.trainer import Trainer
@@ -84,7 +81,7 @@ def train(config: ConfigLike, callbacks: Iterable[Callback] = (), given: Given |
                 clear_leftovers(directory.parent, of=directory.name)
                 for line in unread_lines(config):
                     log.warning("%s", line)
-        return _Assembly(config, directory, run_log, world, given).go([signals, *callbacks])
+        return _Run(config, directory, run_log, world, given).go([signals, *callbacks])
 
 
 def resume(
@@ -102,10 +99,10 @@ def resume(
             if world.is_main:
                 held.enter_context(locked(directory))
                 checkpoint = _where_to_go_on(directory, config)
-        assembly = _Assembly(config, directory, run_log, world, given)
+        run = _Run(config, directory, run_log, world, given)
         chosen = world.from_main(None if checkpoint is None else str(checkpoint))
         checkpoint = None if chosen is None else Path(chosen)
-        return assembly.go([signals, *callbacks], checkpoint=checkpoint, again=True)
+        return run.go([signals, *callbacks], checkpoint=checkpoint, again=True)
 
 
 def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
@@ -128,100 +125,163 @@ def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
     return checkpoint
 
 
-@contextlib.contextmanager
-def assembled(config: RunConfig) -> Iterator[Recipe]:
-    """The model, the objective and the steps of a run, for those who want to look at them."""
-    work = recipe_for(config, config.directory)
-    _seed(config.run.seed)
-    with contextlib.ExitStack() as held:
-        work.build(held)
-        yield work
-
-
-class _Assembly:
-    """A run: its recipe, the trainer, and the files that say what it is."""
+class _Run:
+    """One run, from its assembly to its summary."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        run_log: RunLog,
-        world: World = SOLO,
-        given: Given | None = None,
+        self, config: RunConfig, directory: Path, run_log: RunLog, world: World, given: Given
     ) -> None:
         self.config = config
         self.directory = directory
         self.run_log = run_log
-        check_watching(config)
         self.world = world
-        self.work = recipe_for(config, directory, world, given)
-        check_device(world, self.work.device)
+        self.given = given
 
     def go(
         self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
     ) -> RunResult:
-        """Build, train (`again`: a run that was begun before), and leave something people can use."""
-        work = self.work
+        """Assemble, train (`again`: a run that was begun before), write `final/`, test, and summarise."""
         with memory_knobs_named(), contextlib.ExitStack() as held:
-            _seed(self.config.run.seed)
-            work.build(held)
-            self._spread()
-            valid, test = (work.data.split(name, work.model) for name in ("valid", "test"))
-            self.description = self._describe()
+            run = assemble(self.config, held, directory=self.directory, world=self.world, given=self.given)
+            self._distribute(run)
+            valid, test = (run.data.split(name, run.model) for name in ("valid", "test"))
+            origins = self._origins(run)
             if again:
-                found = self.origins | {"fingerprint": work.model.fingerprint}
+                known = origins | {"fingerprint": run.model.fingerprint}
                 with wrong_input(f"{self.directory / PROVENANCE_FILE} is damaged", kind=CheckpointError):
-                    refuse_other_origins(self.directory, found, str(work.model.name))
-            lock = held.enter_context(contextlib.ExitStack())  # let go of after sinks, which write there
-            self.trainer = trainer = Trainer(
-                work.model,
-                work.objective,
-                work.stream,
+                    refuse_other_origins(self.directory, known, str(run.model.name))
+            description = self._describe(run, origins)
+            lock = held.enter_context(contextlib.ExitStack())  # released after sinks, which write there
+            trainer = Trainer(
+                run.model,
+                run.objective,
+                run.stream,
                 self.config,
-                [*self._own_callbacks(test, held), *callbacks],
-                total_steps=self._count_steps(),
+                [*self._own_callbacks(run, description, held), *callbacks],
+                total_steps=self._count_steps(run),
                 eval_batches=valid.batches if valid else (),
-                evaluators=work.evaluators("valid", valid, self._pause),
                 directory=self.directory,
-                precision=work.precision,
+                precision=run.precision,
                 world=self.world,
             )
-            with self.world.abreast():
-                if self.world.is_main and not again:
-                    self._write_description()
-                    lock.enter_context(locked(self.directory))
-                if self.world.is_main:
-                    self.run_log.keep_in(self.directory / LOG_FILE)
+            pause = trainer.pause_between_answers
+            trainer.evaluators = run.recipe.evaluators(run.build, "valid", valid, pause)
+            self._open_directory(run, description, lock, again=again)
             if checkpoint is not None:
                 with wrong_input(f"{checkpoint} cannot be restored", kind=CheckpointError):
                     trainer.restore(checkpoint)
                 log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
-            self.began_after = trainer.state.step
+            began_after = trainer.state.step
             if again and self.world.is_main:
-                self._tidy(checkpoint)
+                self._tidy(trainer, checkpoint)
+
             result = trainer.train()
             if not result.unfinished:
                 with self.world.watch.patiently("finishing"):
-                    self._write_final()
-                    if test is not None or self.judges:
-                        self._test(result, test.batches if test else [])
+                    self._write_final(run, trainer, began_after=began_after)
+                    self._test(run, trainer, test, result)
             trainer.end(result)
             return result
 
-    def _test(self, result: RunResult, batches: list[Batch]) -> None:
-        """Evaluate a finished run on its test records, into its summary."""
-        try:
-            metrics = self.trainer.evaluate(batches) if batches else {}
-            for judge in self.judges:
-                metrics |= judge()
-        except EvaluationStoppedError:
-            log.warning("the test records were not evaluated to the end; whet eval does it")
+    def _distribute(self, run: Assembly) -> None:
+        """Make sure that all ranks are about to train the same thing, and let them train it together."""
+        if self.world.size == 1:
             return
-        result.summary["test"] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        known = {
+            "base": run.build.base_digest,
+            "others": run.build.identities,
+            **run.data.digests(),
+            "steps": run.stream.state(),
+        }
+        refuse_differences(self.world, "model and data", known)
 
-    def _tidy(self, checkpoint: Path | None) -> None:
+        def learned() -> list[torch.nn.Parameter]:
+            return [*run.model.parameters(), *(run.objective.heads or torch.nn.Module()).parameters()]
+
+        start_alike(self.world, [p for p in learned() if p.requires_grad])
+        if self.config.parallel.kind == "fsdp":
+            self._shard(run)
+        seed_rank(self.world, self.config.run.seed)
+        log.info(
+            "parallel: %s on %d processes; a rank has %.1f MiB of weights",
+            *(self.config.parallel.kind, self.world.size, local_bytes_of(learned()) / 2**20),
+        )
+
+    def _shard(self, run: Assembly) -> None:
+        refuse_uncuttable(run.model, self.world.tensor)
+        mesh = device_mesh(self.world, run.device)
+        cut_layers(run.model, mesh[TENSOR])
+        frozen = [model for model in run.build.frozen.values() if isinstance(model, LanguageModel)]
+        for model in [run.model, *frozen]:
+            shard(model, mesh, run.precision)
+
+    def _origins(self, run: Assembly) -> dict[str, Any]:  # Any: JSON values
+        """Return what the run is made from: code, data, models and devices."""
+        return provenance(
+            run.data.digests(),
+            run.build.base_digest,
+            device=run.device,
+            began=run.began,
+            tokens=run.data.token_digests(),
+            others=run.build.identities,
+        )
+
+    def _describe(self, run: Assembly, origins: dict[str, Any]) -> dict[str, str]:  # Any: as above
+        """Return the files that say what this run is, by name."""
+        return {
+            **run.recipe.files(run.build),
+            CONFIG_FILE: to_yaml(self.config),
+            PROVENANCE_FILE: json.dumps(origins, indent=2) + "\n",
+        }
+
+    def _own_callbacks(
+        self, run: Assembly, description: dict[str, str], held: contextlib.ExitStack
+    ) -> list[Callback]:
+        config = self.config
+        own: list[Callback] = [
+            MetricsLogger(self.directory / METRICS_FILE, every=config.log.every),
+            _Description(self.directory, description),
+            *run.routers,
+            *run.recipe.callbacks(run.build),
+            *watchers(config, self.directory, run, held),
+        ]
+        if (early := config.eval.early_stop) is not None:
+            own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
+        return own
+
+    def _count_steps(self, run: Assembly) -> int:
+        steps = self.config.run.steps
+        if steps is None:
+            epochs = range(self.config.run.epochs or 0)
+            steps = sum(run.stream.steps_in(epoch) or 0 for epoch in epochs)
+        log.info("steps: %d, each of at most %s", steps, run.data.describe_steps())
+        return steps
+
+    def _open_directory(
+        self, run: Assembly, description: dict[str, str], lock: contextlib.ExitStack, *, again: bool
+    ) -> None:
+        """Write what describes a new run, lock its directory, and keep its log there."""
+        with self.world.abreast():
+            if self.world.is_main and not again:
+                self._write_description(run, description)
+                lock.enter_context(locked(self.directory))
+            if self.world.is_main:
+                self.run_log.keep_in(self.directory / LOG_FILE)
+
+    def _write_description(self, run: Assembly, description: dict[str, str]) -> None:
+        """Before the first step, so that even a failed run can be understood; all of it or nothing."""
+        try:
+            make_directory(self.directory.parent)
+        except OSError as error:
+            raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
+        with new_directory(self.directory.resolve()) as staging:
+            run.recipe.stage(run.build, staging)
+            for name, text in description.items():
+                write_text(staging / name, text)
+
+    def _tidy(self, trainer: Trainer, checkpoint: Path | None) -> None:
         """Leave of a run that is resumed what its checkpoint knows of."""
-        metrics, state = self.directory / METRICS_FILE, self.trainer.state
+        metrics, state = self.directory / METRICS_FILE, trainer.state
         step = state.step if checkpoint is not None else -1
         set_aside_later_rows(metrics, step=step, evaluated_step=state.evaluated_step)
         if checkpoint is not None:
@@ -230,104 +290,30 @@ class _Assembly:
             # a process that ended while it removed the oldest has left one too many
             prune(self.directory, keep=self.config.checkpoint.keep, best_steps=state.best_steps)
 
-    def _spread(self) -> None:
-        """Make sure that all ranks are about to train the same thing, and let them train it together."""
-        if self.world.size == 1:
-            return
-        work = self.work
-        known = {
-            "base": work.base_digest,
-            "others": work.identities,
-            **work.data.digests(),
-            "steps": work.stream.state(),
-        }
-        refuse_differences(self.world, "model and data", known)
-
-        def learned() -> list[torch.nn.Parameter]:
-            return [*work.model.parameters(), *(work.objective.heads or torch.nn.Module()).parameters()]
-
-        start_alike(self.world, [p for p in learned() if p.requires_grad])
-        if self.config.parallel.kind == "fsdp":
-            self._shard()
-        seed_rank(self.world, self.config.run.seed)
-        log.info(
-            "parallel: %s on %d processes; a rank has %.1f MiB of weights",
-            *(self.config.parallel.kind, self.world.size, local_bytes_of(learned()) / 2**20),
-        )
-
-    def _shard(self) -> None:
-        refuse_uncuttable(self.work.model, self.world.tensor)
-        mesh = device_mesh(self.world, self.work.device)
-        cut_layers(self.work.model, mesh[TENSOR])
-        for model in [self.work.model, *self.work.frozen_models()]:
-            shard(model, mesh, self.work.precision)
-
-    def _pause(self) -> None:
-        if self.world.tensor > 1:  # ranks that generate together stop together: afterwards
-            self.world.watch.doing("generating")
-        else:
-            self.trainer.pause_point()
-
-    def _count_steps(self) -> int:
-        run, stream = self.config.run, self.work.stream
-        steps: int = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
-        log.info("steps: %d, each of at most %s", steps, self.work.data.describe_steps())
-        return steps
-
-    def _own_callbacks(self, test: EvaluationSplit | None, held: contextlib.ExitStack) -> list[Callback]:
-        config = self.config
-        own: list[Callback] = [
-            MetricsLogger(self.directory / METRICS_FILE, every=config.log.every),
-            _Description(self.directory, self.description),
-            *self.work.callbacks(self._pause),
-            *watchers(config, self.directory, self.work, held),
-        ]
-        self.judges = self.work.evaluators("test", test, self._pause)
-        if (early := config.eval.early_stop) is not None:
-            own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
-        if config.run.max_memory is not None:
-            own.append(MemoryLimit(config.run.max_memory))
-        if config.run.max_time is not None:
-            own.append(TimeLimit(config.run.max_time))
-        return own
-
-    def _describe(self) -> dict[str, str]:
-        """What this run is, as the files beside it."""
-        work = self.work
-        self.origins = provenance(
-            work.data.digests(),
-            work.base_digest,
-            device=work.device,
-            began=work.began,
-            tokens=work.data.token_digests(),
-            others=work.identities,
-        )
-        return {
-            **self.work.files(),
-            CONFIG_FILE: to_yaml(self.config),
-            PROVENANCE_FILE: json.dumps(self.origins, indent=2) + "\n",
-        }
-
-    def _write_description(self) -> None:
-        """Before the first step, so that even a failed run can be understood; all of it or nothing."""
-        try:
-            make_directory(self.directory.parent)
-        except OSError as error:
-            raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
-        with new_directory(self.directory.resolve()) as staging:
-            self.work.stage(staging)
-            for name, text in self.description.items():
-                write_text(staging / name, text)
-
-    def _write_final(self) -> None:
+    def _write_final(self, run: Assembly, trainer: Trainer, *, began_after: int) -> None:
         final = self.directory / FINAL
-        if self.world.is_main and final.is_dir() and self.trainer.state.step > self.began_after:
-            remove_directory(final)  # of a run whose summary is lost, and which has gone on
-        # else: killed between its result and its summary
-        if not self.world.from_main(final.is_dir()):
-            with self.world.watch.patiently("writing final/"):
-                self.work.write_final(self.trainer)
-            self.world.barrier()
+        if self.world.is_main and final.is_dir() and trainer.state.step > began_after:
+            remove_directory(final)  # of a run whose summary is lost, and which was resumed
+        if self.world.from_main(final.is_dir()):  # killed between its result and its summary
+            run.recipe.restore_final(run.build, final)
+            return
+        with self.world.watch.patiently("writing final/"):
+            run.recipe.save_final(run.build, trainer, final)
+        self.world.barrier()
+
+    def _test(self, run: Assembly, trainer: Trainer, test: EvaluationSplit | None, result: RunResult) -> None:
+        """Evaluate a finished run on its test records, into its summary."""
+        evaluators = run.recipe.evaluators(run.build, "test", test, trainer.pause_between_answers)
+        if test is None and not evaluators:
+            return
+        try:
+            metrics = trainer.evaluate(test.batches) if test is not None and test.batches else {}
+            for evaluator in evaluators:
+                metrics |= evaluator()
+        except EvaluationStoppedError:
+            log.warning("the test records were not evaluated to the end; whet eval does it")
+            return
+        result.summary["test"] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
 
 class _Description(Injector):
@@ -343,9 +329,3 @@ class _Description(Injector):
             for name, text in self.files.items():
                 if not (self.directory / name).exists():
                     replace_text(self.directory / name, text)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

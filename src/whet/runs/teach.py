@@ -21,8 +21,9 @@ from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.models.language_model import LanguageModel, evaluating
 from whet.ops.kl_divergence import top_logprobs
 from whet.planning.model_facts import model_facts
-from whet.recipes.registry import data_of, needs_of
-from whet.recipes.teachers import load_teacher, plain, teaching_path
+from whet.recipes.frozen_models import load_teacher
+from whet.recipes.registry import needs_of, recipe_for
+from whet.recipes.teachers import plain, teaching_path
 
 log = logging.getLogger("whet")
 
@@ -46,7 +47,7 @@ def teach(config: RunConfig) -> None:
     for part in parts.values():
         section = part.objective
         assert isinstance(section, DistillObjective)
-        data = RunData(part, needs_of(section))
+        data = RunData(part, needs_of(part))
         data.prepare(tokenizer)
         for name, _ in section.teachers:
             teacher = load_teacher(
@@ -64,7 +65,7 @@ def teach(config: RunConfig) -> None:
 def _tokenizer(config: RunConfig) -> Any:  # Any: a transformers tokenizer
     """The one that the run will have."""
     if isinstance(config.language_model, Preset):
-        return new_tokenizer(config.language_model, data_of(config).texts())
+        return new_tokenizer(config.language_model, recipe_for(config).open_data().texts())
     if (found := tokenizer_of(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
     return found
@@ -100,11 +101,8 @@ def _answers(
     with evaluating(teacher):
         for places, batch in one_pass(examples, steps):
             here = batch.to(teacher.device)
-            hidden = teacher.hidden(here.tokens, here.positions, here.layout()).flatten(0, 1)
-            chosen = hidden.index_select(0, here.supervised_positions)
-            ids, logprobs = (
-                found.cpu().numpy() for found in top_logprobs(chosen, teacher.head(), top_k=top_k)
-            )
+            likeliest = top_logprobs(teacher.states(here), teacher.head(), top_k=top_k)
+            ids, logprobs = (values.cpu().numpy() for values in likeliest)
             ends = np.cumsum(np.bincount(batch.examples.numpy(), minlength=len(places)))
             for place, stop, start in zip(places, ends, (0, *ends), strict=False):
                 yield place, as_bytes(Taught(ids[start:stop], logprobs[start:stop]))

@@ -20,7 +20,7 @@ from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.planning.model_facts import model_facts
 from whet.recipes.classify.classify import labels_of
 from whet.recipes.mix import MixData
-from whet.recipes.registry import data_of
+from whet.recipes.registry import recipe_for
 
 Severity = Literal["info", "warn", "error"]
 
@@ -42,7 +42,7 @@ class Advice:
 
 def advise(config: RunConfig) -> list[Advice]:
     """Every finding, the gravest first; one `info` a check that found nothing wrong."""
-    data = data_of(config)
+    data: Any = recipe_for(config).open_data()  # Any: RunData or MixData, of the texts that it reads
     tokenizer = _tokenizer(config, data)
     data.prepare(tokenizer)
     found = [

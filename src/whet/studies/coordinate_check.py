@@ -14,7 +14,7 @@ from whet.errors import ConfigError, RunError
 from whet.models.attention import SelfAttention
 from whet.models.decoder import Decoder
 from whet.models.rope import Rotation, rotate
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation, at_width, slope, with_seed
 from whet.training.trainer import Trainer
 

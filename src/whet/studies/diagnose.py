@@ -11,7 +11,7 @@ from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.objectives.objective import Objective
 from whet.recipes.quality.tabular_model import TabularModel
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.studies.dtype_comparison import Diagnosis, Examination
 from whet.training.loss import total_weights
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, RunError
-from whet.runs.run import assembled
+from whet.runs.assemble import assembled
 from whet.storage import replace_text
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation, at_width, with_seed
 from whet.training.trainer import Trainer

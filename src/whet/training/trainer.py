@@ -24,7 +24,6 @@ from whet.training.checkpoint import contents_of, load_checkpoint, random_state,
 from whet.training.checkpoint_writer import CheckpointWriter
 from whet.training.early_stopping import note_best, restore_best_weights
 from whet.training.loss import evaluate_loss, loss_weight
-from whet.training.nonfinite import report_nonfinite
 from whet.training.optim.lr_schedules import Schedule, create_schedule
 from whet.training.optim.optimizers import adopt_optimizer, create_optimizer
 from whet.training.prefetch import Computed, Mark, PendingUpdate, StepClock, StepQueue
@@ -216,6 +215,13 @@ class Trainer:
         self.world.watch.doing("evaluating")
         self.callbacks.pause()
 
+    def pause_between_answers(self) -> None:
+        """The same while answers are generated; ranks that generate together stop together, afterwards."""
+        if self.world.tensor > 1:
+            self.world.watch.doing("generating")
+        else:
+            self.pause_point()
+
     def save(self) -> None:
         """Save a checkpoint of this step, once; a run without a directory has none.
 
@@ -320,6 +326,8 @@ class Trainer:
 
     def _report_nonfinite(self, computed: Computed, loss: float, norm: float) -> None:
         """Warn that the weights were left as they were, or stop with a checkpoint of before this step."""
+        from whet.training.nonfinite import report_nonfinite
+
         directory = self.directory if self.world.is_main else None
         in_a_row = self.state.nonfinite_in_a_row + 1
         error = report_nonfinite(

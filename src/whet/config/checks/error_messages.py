@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from whet.config.checks.other_tools import OTHER_TOOLS
 from whet.config.objectives.union import OBJECTIVE_KINDS
 from whet.config.quality import Quality
 from whet.errors import ConfigError, shorten, shown
@@ -30,6 +29,8 @@ def config_error(error: ValidationError, section: type[BaseModel], *, origin: st
         section: the section that was validated; suggestions of keys come from it.
         origin: the file or name that the values came from, put before the message.
     """
+    from whet.config.checks.other_tools import OTHER_TOOLS  # a long table, for mistakes only
+
     problems = list(_explain(error, section))
     foreign = any(
         each["type"] == "extra_forbidden" and each["loc"][-1] in OTHER_TOOLS for each in error.errors()
@@ -100,6 +101,8 @@ def _before_union(location: Location) -> Location:
 
 def _suggestion(location: Location, root: type[BaseModel]) -> str:
     """Return what to write instead of an unknown key, as the end of a sentence."""
+    from whet.config.checks.other_tools import OTHER_TOOLS
+
     section = _section_at(location[:-1], root)
     if section is None:
         return ""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
-from whet.data.sources import hf_datasets
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import not_found
 from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
@@ -31,6 +30,7 @@ DIRECTORY_READERS = {
     "quality_outcomes.db": "whet.recipes.quality.ledgers:ledgers_content",
 }
 
+HUB_PREFIXES = ("hf:", "hf-stream:")
 REASONS_KEPT = 100  # for `whet data --check`, which lists them
 REASONS_SHOWN = 5  # where bad records are only mentioned
 
@@ -214,7 +214,9 @@ def holds_split(spec: Spec, split: Split) -> bool:
     """Whether a directory has a split, judged by the names in it."""
     if not isinstance(spec, str) or not (directory := Path(spec).expanduser()).is_dir():
         return False
-    return hf_datasets.saved_has_split(directory, split) or has_split(directory, split)
+    from whet.data.sources.hf_datasets import saved_has_split
+
+    return saved_has_split(directory, split) or has_split(directory, split)
 
 
 def _given_content(spec: str, given: GivenRows) -> Content | None:
@@ -234,12 +236,16 @@ def _content(spec: str, split: Split) -> Content:
         from whet.data.synthetic.generators import identity
 
         return Content(rows=lambda: _generated(spec), digest=lambda: digest_text(identity(spec)))
-    if spec.startswith((hf_datasets.PREFIX, hf_datasets.STREAM_PREFIX)):
-        return hf_datasets.hub_content(spec, split)
+    if spec.startswith(HUB_PREFIXES):
+        from whet.data.sources.hf_datasets import hub_content
+
+        return hub_content(spec, split)
     path = Path(spec).expanduser()
     if path.is_dir():
-        if hf_datasets.is_saved(path):
-            return hf_datasets.saved_content(path, split)
+        from whet.data.sources.hf_datasets import is_saved, saved_content
+
+        if is_saved(path):
+            return saved_content(path, split)
         for name, reader in DIRECTORY_READERS.items():
             if (path / name).exists():
                 content: Content = load_object(reader)(path)

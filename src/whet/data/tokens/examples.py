@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from whet.data.tokens.teacher_logprobs import Taught, Teaching
 from whet.data.tokens.token_store import TokenStore
 from whet.errors import DataError
+
+if TYPE_CHECKING:
+    from whet.data.tokens.teacher_logprobs import Taught, Teaching
 
 MOST_CUT = 0.10  # of the records, truncated or dropped, before a warning
 
@@ -23,7 +25,7 @@ class Example:
     supervised: Sequence[bool] | np.ndarray
     origin: str
     values: tuple[float, ...] = ()  # numbers that came with it, such as how hard it is
-    taught: tuple[Taught, ...] = ()  # what each of some teachers said of its supervised targets
+    taught: "tuple[Taught, ...]" = ()  # what each of some teachers said of its supervised targets
 
     @property
     def length(self) -> int:

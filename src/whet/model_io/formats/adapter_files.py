@@ -6,12 +6,11 @@ from typing import Any
 
 from whet.adapters.nf4 import BLOCK, NF4Linear
 from whet.errors import ConfigError
+from whet.lazy_import import load_object
 from whet.model_io.file_checks import check_links
-from whet.model_io.formats.adapter_state import attach_stored, collect
+from whet.model_io.formats.adapter_state import MLX_WEIGHTS, attach_stored, collect
 from whet.model_io.formats.classifier_head import StoredHead
-from whet.model_io.formats.mlx import WEIGHTS as MLX_WEIGHTS
-from whet.model_io.formats.mlx import read_mlx, write_mlx
-from whet.model_io.formats.peft import read_peft, write_peft
+from whet.model_io.formats.peft import read_peft
 from whet.model_io.hub import hub_id
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.language_model import LanguageModel
@@ -21,7 +20,7 @@ CONFIG = "adapter_config.json"
 QUANTISED = "base_quantization.json"  # whet's own, beside either layout: how to quantise the base
 TRAINED_ON = "trained_on.json"  # whet's own, beside a hub id: the copy of that model on this machine
 NF4_BASE = {"kind": "nf4", "block_size": BLOCK, "double_quantization": True}
-LAYOUTS = {"peft": write_peft, "mlx": write_mlx}
+LAYOUTS = {"peft": "whet.model_io.formats.peft:write_peft", "mlx": "whet.model_io.formats.mlx:write_mlx"}
 
 
 def save_adapter(
@@ -50,7 +49,7 @@ def save_adapter(
     with new_directory(directory) as staging:
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
-        LAYOUTS[layout](staging, model, stored)
+        load_object(LAYOUTS[layout])(staging, model, stored)
         if classifier is not None:
             classifier.write(staging)
         if quantised:
@@ -70,7 +69,9 @@ def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
     """Attach the adapter in a directory of either layout; every tensor must fit this model."""
     directory = Path(directory)
     check_links(directory)
-    is_mlx = (directory / MLX_WEIGHTS).is_file()
-    stored = read_mlx(directory) if is_mlx else read_peft(directory, model)
+    if (directory / MLX_WEIGHTS).is_file():
+        stored = load_object("whet.model_io.formats.mlx:read_mlx")(directory)
+    else:
+        stored = read_peft(directory, model)
     attach_stored(model, stored, directory=directory)
     return model

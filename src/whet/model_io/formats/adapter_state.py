@@ -17,6 +17,8 @@ from whet.adapters.targets import tied_to_head
 from whet.errors import ConfigError, ModelError
 from whet.models.language_model import LanguageModel
 
+MLX_WEIGHTS = "adapters.safetensors"  # the file that mlx-lm's layout is known by
+
 
 @dataclass(frozen=True)
 class StoredAdapter:

@@ -12,13 +12,12 @@ from whet.adapters.adapter import adapted
 from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
 from whet.error_boundary import wrong_input
 from whet.errors import ModelError
-from whet.model_io.formats.adapter_state import StoredAdapter
+from whet.model_io.formats.adapter_state import MLX_WEIGHTS, StoredAdapter
 from whet.model_io.safetensors import read_tensors
 from whet.models.language_model import LanguageModel
 from whet.storage import read_json, write_json, write_safetensors
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapters.safetensors"
 _PARTS = {"lora_a": "a", "lora_b": "b", "m": "magnitude"}
 
 
@@ -46,7 +45,7 @@ def write_mlx(directory: Path, model: LanguageModel, stored: StoredAdapter) -> N
         if layer.magnitude is not None:
             tensors[f"{name}.m"] = layer.magnitude
     write_json(directory / CONFIG, config)
-    write_safetensors(directory / WEIGHTS, tensors)
+    write_safetensors(directory / MLX_WEIGHTS, tensors)
 
 
 def _cannot_hold(what: str) -> ModelError:
@@ -96,15 +95,17 @@ def read_mlx(directory: Path) -> StoredAdapter:
         dropout = float(parameters.get("dropout") or 0.0)
         settings = LoRASettings(rank, scale * rank, dropout, kind).checked()
     layers: dict[str, dict[str, torch.Tensor]] = {}
-    for full, tensor in read_tensors(directory / WEIGHTS).items():
+    for full, tensor in read_tensors(directory / MLX_WEIGHTS).items():
         name, _, part = full.rpartition(".")
         if part not in _PARTS:
-            raise ModelError(f"{directory / WEIGHTS}: {full} is not a tensor of an adapter")
+            raise ModelError(f"{directory / MLX_WEIGHTS}: {full} is not a tensor of an adapter")
         layers.setdefault(name, {})[_PARTS[part]] = tensor.T if tensor.dim() == 2 else tensor
     expected = {"a", "b", "magnitude"} if kind == "dora" else {"a", "b"}
     odd = [name for name, parts in layers.items() if parts.keys() != expected]
     if odd:
-        raise ModelError(f"{directory / WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}")
+        raise ModelError(
+            f"{directory / MLX_WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}"
+        )
     return StoredAdapter(
         {
             name: StoredLayer(

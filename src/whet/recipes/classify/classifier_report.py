@@ -14,12 +14,11 @@ from whet.config.objectives.classify import ClassifyObjective
 from whet.config.run_config import RunConfig
 from whet.data.class_balance import label_values, to_marks
 from whet.data.run_data import RunData
-from whet.data.sources.splits import learned
+from whet.data.sources.splits import LEARNED
 from whet.data.tokens.examples import StoredExamples
 from whet.errors import ConfigError, StorageError
 from whet.evaluation.classifier_metrics import Report, marked_report, sigmoid, single_report, softmax
 from whet.evaluation.linear_probe import LinearProbe
-from whet.hardware import Precision
 from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
     StoredHead,
@@ -30,12 +29,12 @@ from whet.model_io.formats.classifier_head import (
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify
 from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
-from whet.parallel.process_group import SOLO, World
 from whet.recipes.classify.calibration import fitted_temperature, rows_of
 from whet.recipes.classify.classifier_config import ClassifierSettings
+from whet.recipes.recipe import Build
 from whet.run_directory import CLASSIFICATION_FILE, FINAL, PROBE_FILE
 from whet.storage import read_json, replace_text
-from whet.training.callbacks import Injector, RunView
+from whet.training.callbacks import Injector, ModelCallback, RunView
 from whet.training.state import RunResult
 
 log = logging.getLogger("whet")
@@ -66,36 +65,26 @@ def report_on(
     return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": speed}
 
 
-class ClassificationEnd(Injector):
-    """Calibrates and keeps the head, and writes classification.json, after a run has finished."""
+class ClassificationReport:
+    """What is measured of a classifier's run: a baseline before it, the calibration and a report after it."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: RunData,
-        objective: Classify,
-        *,
-        model: LanguageModel,
-        directory: Path,
-        precision: Precision,
-        world: World = SOLO,
-    ) -> None:
-        assert isinstance(config.objective, ClassifyObjective)
-        self.section = config.objective
-        self.data = data
+    def __init__(self, config: RunConfig, section: ClassifyObjective, b: Build, objective: Classify) -> None:
+        self.section = section
+        self.data: RunData = b.data
         self.objective = objective
-        self.model = model
-        self.directory = directory
-        self.precision = precision
-        self.world = world
-        self.info = ClassifierSettings.of_config(config, directory).info
-        held = "test" if "test" in data.examples else "valid"
-        self.split = held if held in data.examples else None
-        self.probe = self._probe() if self.section.probe and self.split is not None else None
+        self.model: LanguageModel = b.model
+        self.directory = b.directory
+        self.precision = b.precision
+        self.world = b.world
+        self.info = ClassifierSettings.of_config(config, config.directory).info
+        held = "test" if "test" in self.data.examples else "valid"
+        self.split = held if held in self.data.examples else None
 
-    def _probe(self) -> dict[str, float] | None:
-        """What a line through the untrained model's features tells; measured once, before the first step."""
+    def probe(self) -> dict[str, float] | None:
+        """Return how far a line through the untrained model's features gets, and keep it in the run."""
         path = self.directory / PROBE_FILE
+        if self.split is None or not self.section.probe:
+            return None
         if self.world.from_main(path.is_file()):
             return read_json(path)
         try:
@@ -103,16 +92,15 @@ class ClassificationEnd(Injector):
         except ConfigError as error:
             log.warning("no linear probe: %s (%s)", error.message, error.hint)
             return None
-        assert self.split is not None
-        train = [examples for examples in learned(self.data.examples) if isinstance(examples, StoredExamples)]
+        train = [self._examples(split) for split in LEARNED if split in self.data.examples]
         every = -(-sum(map(len, train)) // PROBE_EXAMPLES)
         known = [examples.only(np.arange(len(examples))[::every]) for examples in train]
-        found = [
+        features = [
             (self._rows(examples, self.objective.features), self._marks_or_classes(examples))
             for examples in (*known, self._examples(self.split))
         ]
-        x, y = (np.concatenate(parts) for parts in zip(*found[:-1], strict=True))
-        x_held, y_held = found[-1]
+        x, y = (np.concatenate(parts) for parts in zip(*features[:-1], strict=True))
+        x_held, y_held = features[-1]
         guessed = probe.fit(x, y).predict(x_held)
         if self.section.multi_label:
             scores = mark_metrics(y_held, guessed)
@@ -120,19 +108,15 @@ class ClassificationEnd(Injector):
             matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
             scores = {name: float(value) for name, value in confusion_metrics(matrix).items()}
         log.info("linear probe of the untrained model: macro F1 %.3f", scores["f1_macro"])
+        if self.world.is_main:
+            with contextlib.suppress(StorageError):  # then the report of a resumed run has none
+                replace_text(path, json.dumps(scores, indent=2) + "\n")
         return scores
 
-    def on_train_begin(self, run: RunView) -> None:
-        """Keep what the probe found: a resumed run has other weights by then."""
-        path = self.directory / PROBE_FILE
-        if self.probe is not None and self.world.is_main and not path.is_file():
-            with contextlib.suppress(StorageError):  # then a resumed run measures it again
-                replace_text(path, json.dumps(self.probe, indent=2) + "\n")
-
     def _examples(self, split: str) -> StoredExamples:
-        found = self.data.examples[split]
-        assert isinstance(found, StoredExamples)
-        return found
+        examples = self.data.examples[split]
+        assert isinstance(examples, StoredExamples)  # labels are never read from pairs
+        return examples
 
     def _rows(self, examples: StoredExamples, compute: Any) -> np.ndarray:  # Any: the objective's own method
         return rows_of(
@@ -149,8 +133,8 @@ class ClassificationEnd(Injector):
         classes: np.ndarray = label_values(examples, 1)[:, 0].astype(np.int64)
         return classes
 
-    def stored_head(self) -> StoredHead:
-        """The head as it is kept: calibrated, where the config asks for it."""
+    def calibrated_head(self) -> StoredHead:
+        """Return the head to be saved: calibrated, where the config asks for it."""
         calibration = {"temperature": self._calibrate()} if self.section.calibrate else None
         weights = self.objective.class_weights.tolist()
         stored = WeightedHead(self.objective.head, self.info, weights, calibration)
@@ -169,20 +153,22 @@ class ClassificationEnd(Injector):
         log.info("calibrated: temperature %.3f, on %d validation records", temperature, len(valid))
         return temperature
 
-    def on_train_end(self, result: RunResult) -> None:
-        """Write the report of a finished run, on its test records or else its validation ones."""
-        if result.unfinished or self.split is None:
-            return
-        final = self.directory / FINAL
-        kept = read_head(final).head.to(self.model.device)
-        self.objective.head.load_state_dict(kept.state_dict())  # a run killed after final/ has another one
+    def load_saved_head(self, final: Path) -> None:
+        """Use the head that was saved: a run that was stopped after it has another one."""
+        saved = read_head(final).head.to(self.model.device)
+        self.objective.head.load_state_dict(saved.state_dict())
+
+    def write(self, probe: dict[str, float] | None) -> dict[str, float]:
+        """Write classification.json, on the test records or else the validation ones; returns its scores."""
+        if self.split is None:
+            return {}
         examples = self._examples(self.split)
         started = time.perf_counter()
         logits = self._rows(examples, self.objective.logits)
         seconds = time.perf_counter() - started
         columns = len(self.info.classes) if self.section.multi_label else 1
         try:
-            found = report_on(
+            report = report_on(
                 logits,
                 label_values(examples, columns),
                 self.info,
@@ -192,15 +178,37 @@ class ClassificationEnd(Injector):
             )
         except ConfigError as error:
             log.warning("no classification report: %s (%s)", error.message, error.hint)
-            return
-        found |= {"split": self.split, "calibration": read_calibration(final)}
-        if self.probe is not None:
-            found["baselines"]["linear probe"] = self.probe
+            return {}
+        report |= {"split": self.split, "calibration": read_calibration(self.directory / FINAL)}
+        if probe is not None:
+            report["baselines"]["linear probe"] = probe
         try:
             if self.world.is_main:
-                replace_text(self.directory / CLASSIFICATION_FILE, json.dumps(found, indent=2) + "\n")
+                replace_text(self.directory / CLASSIFICATION_FILE, json.dumps(report, indent=2) + "\n")
         except StorageError as error:  # final/ is there; whet eval makes the report again
             log.warning(error.message)
-            return
+            return {}
         scores = ("accuracy", "balanced_accuracy", "f1_macro", "mcc", "ece")
-        result.summary["classification"] = {name: found[name] for name in scores if name in found}
+        return {name: report[name] for name in scores if name in report}
+
+
+class ClassificationEnd(ModelCallback, Injector):
+    """Measures a baseline before the first step, and writes the report of a finished run."""
+
+    def __init__(self, report: ClassificationReport) -> None:
+        self.report = report
+        self.probe: dict[str, float] | None = None
+
+    def touches_model(self, step: int) -> bool:
+        """Return False: only the untrained and the final model are looked at."""
+        return False
+
+    def on_train_begin(self, run: RunView) -> None:
+        """Measure the untrained model, or read what was measured before the run was stopped."""
+        if run.step == 0 or self.report.world.from_main((self.report.directory / PROBE_FILE).is_file()):
+            self.probe = self.report.probe()
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Write the report, and its scores into the summary."""
+        if not result.unfinished and (scores := self.report.write(self.probe)):
+            result.summary["classification"] = scores

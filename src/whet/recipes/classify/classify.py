@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
@@ -10,50 +11,69 @@ import numpy as np
 from whet.config.objectives.classify import ClassifyObjective
 from whet.data.class_balance import class_counts, describe_classes
 from whet.data.class_labels import Labels
-from whet.data.run_data import Needs, RunData
+from whet.data.run_data import Needs
+from whet.data.sources.splits import learned
 from whet.data.tokens.examples import StoredExamples
-from whet.model_io.formats.classifier_head import StoredHead
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
-from whet.recipes.classify.classifier_report import ClassificationEnd
-from whet.recipes.objective_inputs import ObjectiveInputs
-from whet.recipes.text_recipe import TextRecipe
+from whet.recipes.classify.classifier_report import ClassificationEnd, ClassificationReport
+from whet.recipes.model_setup import save_language_model
+from whet.recipes.recipe import Build, ColumnShape, Recipe, StepShape
 from whet.run_directory import HELD_OUT_FILE
 from whet.training.callbacks import Callback
+from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
 
 
-class ClassifyRecipe(TextRecipe):
+class ClassifyRecipe(Recipe[ClassifyObjective]):
     """A head on the model tells classes apart."""
 
-    data: RunData
+    answers_in_text = False
 
-    def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
-        """The one that writes the report, too; it looks at the untrained model now."""
-        assert isinstance(self.task, Classify)
-        self.end = ClassificationEnd(
-            self.config,
-            self.data,
-            self.task,
-            model=self.model,
-            directory=self.directory,
-            precision=self.precision,
-            world=self.world,
+    def needs(self) -> Needs:
+        """Return what is read from records: labels; some are held out of each class, or repeated."""
+        section = self.section
+        return Needs(
+            labels=labels_of(section), valid_share=section.valid_share, oversample=section.oversample
         )
-        return [*super().callbacks(pause), self.end]
 
-    def files(self) -> dict[str, str]:
-        """Which records were held out, too."""
-        held_out = self.data.held_out
+    def step_shape(self) -> StepShape:
+        """Return the shape of texts with their labels."""
+        columns = len(self.section.names) if self.section.multi_label else 1
+        return StepShape(columns={"values": ColumnShape("document", (columns,))})
+
+    def objective(self, b: Build) -> Classify:
+        """Return the objective with a new head, weighted as the training records ask for."""
+        if b.is_plan:
+            with b.model.device:
+                return build_classify(self.section, b.model, None, seed=self.config.run.seed)
+        train = learned(b.data.examples)
+        return build_classify(self.section, b.model, train, seed=self.config.run.seed)
+
+    def callbacks(self, b: Build) -> list[Callback]:
+        """Return the one that writes the report."""
+        return [ClassificationEnd(self._report(b))]
+
+    def files(self, b: Build) -> dict[str, str]:
+        """Return which records were held out, too."""
+        held_out = b.data.held_out
         more = {} if held_out is None else {HELD_OUT_FILE: json.dumps(held_out, indent=2) + "\n"}
-        return {**super().files(), **more}
+        return {**super().files(b), **more}
 
-    def stored_head(self) -> StoredHead | None:
-        """The trained one."""
-        return self.end.stored_head()
+    def save_final(self, b: Build, trainer: Trainer, path: Path) -> None:
+        """Write the model with its head, calibrated where the config asks for it."""
+        save_language_model(self.config, b, path, head=self._report(b).calibrated_head())
+
+    def restore_final(self, b: Build, path: Path) -> None:
+        """Load the head as it was saved: calibrated."""
+        self._report(b).load_saved_head(path)
+
+    def _report(self, b: Build) -> ClassificationReport:
+        assert isinstance(b.objective, Classify)
+        return ClassificationReport(self.config, self.section, b, b.objective)
 
 
 def labels_of(section: ClassifyObjective) -> Labels:
@@ -61,20 +81,10 @@ def labels_of(section: ClassifyObjective) -> Labels:
     return Labels(section.names, multi_label=section.multi_label)
 
 
-def needs(section: ClassifyObjective) -> Needs:
-    """Return what is read from records: labels; some are held out of each class, or repeated."""
-    return Needs(labels=labels_of(section), valid_share=section.valid_share, oversample=section.oversample)
-
-
-def build_objective(section: ClassifyObjective, inputs: ObjectiveInputs) -> Classify:
-    """Return the objective with a new head."""
-    return build_classify(section, inputs.model, inputs.training_examples(), seed=inputs.seed)
-
-
 def build_classify(
-    section: ClassifyObjective, model: LanguageModel, train: Sequence[StoredExamples], *, seed: int
+    section: ClassifyObjective, model: LanguageModel, train: Sequence[StoredExamples] | None, *, seed: int
 ) -> Classify:
-    """The objective, with a new head, weighted as the training records ask for."""
+    """Return the objective with a new head, weighted as the training records, if any, ask for."""
     names = section.names
     head = ClassificationHead(
         model.head().weight.shape[1], len(names), pooling=section.pooling, bias=section.bias
@@ -82,7 +92,7 @@ def build_classify(
     return Classify(
         head.to(model.device),
         multi_label=section.multi_label,
-        class_weights=_class_weights(section, train),
+        class_weights=None if train is None else _class_weights(section, train),
         normalise=section.normalise,
         label_smoothing=section.label_smoothing,
         focal=section.focal,

@@ -1,15 +1,16 @@
 """The recipe of the quality-decision task: its rows, metrics, final files and dry run."""
 
-import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from whet.config.load_config import load_config, to_yaml
 from whet.config.quality import Quality, RegressionObjective
@@ -21,6 +22,7 @@ from whet.data.sources.source import GivenRows, Source, Spec, open_source
 from whet.errors import ConfigError
 from whet.hardware import Precision, choose_device
 from whet.model_io.fingerprints import weights_digest
+from whet.objectives.objective import Objective
 from whet.recipes.quality.padic_router import EXPERTS, IN_DIM
 from whet.recipes.quality.regression import Regression
 from whet.recipes.quality.row_batches import QualityRows, RowPart, RowStream, read_rows, row_batches
@@ -35,7 +37,7 @@ from whet.recipes.quality.tabular_model import (
     save_quality,
 )
 from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
-from whet.recipes.recipe import Recipe
+from whet.recipes.recipe import Build, Data, Evaluators, Recipe, describe_parameters
 from whet.run_directory import ARCH_FILE, CONFIG_FILE, FINAL, LOG_FILE, METRICS_FILE, PROVENANCE_FILE
 from whet.storage import append_text, new_directory, read_json, write_json, write_text
 from whet.training.callbacks import Callback, Injector, Metrics
@@ -74,7 +76,11 @@ class RowData:
         self.rows: dict[RowPart, QualityRows] = {}
         self.examples: dict[str, Any] = {}  # Any: none; an objective on texts has some
 
-    def prepare(self) -> None:
+    def texts(self) -> Iterator[str]:
+        """Return nothing: rows are not texts."""
+        return iter(())
+
+    def prepare(self, tokenizer: object = None) -> None:
         """Read every source; one that is named for several splits is divided between them."""
         data = self.config.data
         for split, source in self.sources.items():
@@ -324,38 +330,63 @@ def _dry_row(step: int, lr: float, spec: QualitySpec, *, began: float) -> Metric
     return row if spec.arm == "dense" else row | routed
 
 
-class QualityRecipe(Recipe):
+class QualityRecipe(Recipe[RegressionObjective]):
     """The quality-decision models, on rows of numbers."""
 
-    data: RowData
-    model: TabularModel
+    answers_in_text = False
+    counts_flops = False
 
-    def build(self, held: contextlib.ExitStack) -> None:
-        """Rows, then the model."""
-        section, objective = self.config.model, self.config.objective
-        assert isinstance(section, Quality)
-        assert isinstance(objective, RegressionObjective)
-        self.data = RowData(self.config, self.given.data)
-        with self.world.first_alone():
-            self.data.prepare()
-        self.stream = self.data.stream()
-        log.info("device: %s; precision %s", self.device, self.precision.reason)
-        self.model = new_quality_model(QualitySpec.from_config(section), seed=self.config.run.seed)
-        self.model.to(self.device, self.precision.trained).requires_grad_(True)
-        self.base_digest = weights_digest(self.model)
-        self.announce(self.model)
-        self.objective = Regression(gluing=objective.gluing)
+    def open_data(self, *, today: date | None = None) -> RowData:
+        """Open the tables."""
+        return RowData(self.config, self.given.data)
 
-    def callbacks(self, pause: Callable[[], None]) -> list[Callback]:
-        """How experts agree, the rows' other names, and the last line."""
-        return [Gluing(), QualityRow(self.model.spec), QualitySummary(self.model.spec, self.directory)]
+    def find_tokenizer(self, data: Data, directory: Path) -> None:
+        """Return None: rows need no tokenizer."""
+        return
 
-    def files(self) -> dict[str, str]:
-        """The architecture, as the task's other tools read it."""
-        return {ARCH_FILE: json.dumps(architecture(self.model.spec), indent=2) + "\n"}
+    def model(
+        self,
+        tokenizer: None,
+        *,
+        device: torch.device,
+        precision: Precision,
+    ) -> tuple[TabularModel, str]:
+        """Return a new model and the digest of its weights."""
+        log.info("device: %s; precision %s", device, precision.reason)
+        model = new_quality_model(self._spec, seed=self.config.run.seed)
+        model.to(device, precision.trained).requires_grad_(True)
+        digest = weights_digest(model)
+        log.info("parameters: %s", describe_parameters(model))
+        return model, digest
 
-    def write_final(self, trainer: Trainer) -> None:
-        """The model, and the checkpoint that the task's other tools read."""
-        with self.world.abreast():
-            if self.world.is_main:
-                write_final(trainer, self.directory, seed=self.config.run.seed)
+    @property
+    def _spec(self) -> QualitySpec:
+        assert isinstance(self.config.model, Quality)  # a config with this objective has no other
+        return QualitySpec.from_config(self.config.model)
+
+    def objective(self, b: Build) -> Objective:
+        """Return the objective."""
+        return Regression(gluing=self.section.gluing)
+
+    def callbacks(self, b: Build) -> list[Callback]:
+        """Return how experts agree, the rows' other names, and the last line."""
+        return [Gluing(), QualityRow(self._spec), QualitySummary(self._spec, b.directory)]
+
+    def evaluators(
+        self, b: Build, split: str, data: EvaluationSplit | None, pause: Callable[[], None]
+    ) -> Evaluators:
+        """Return none: the loss has everything."""
+        return []
+
+    def files(self, b: Build) -> dict[str, str]:
+        """Return the architecture, as the task's other tools read it."""
+        return {ARCH_FILE: json.dumps(architecture(self._spec), indent=2) + "\n"}
+
+    def stage(self, b: Build, staging: Path) -> None:
+        """Write nothing more: there is no tokenizer."""
+
+    def save_final(self, b: Build, trainer: Trainer, path: Path) -> None:
+        """Write the model, and the checkpoint that the task's other tools read."""
+        with b.world.abreast():
+            if b.world.is_main:
+                write_final(trainer, b.directory, seed=self.config.run.seed)

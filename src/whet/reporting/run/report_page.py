@@ -201,6 +201,7 @@ def plan_of(run: RunFiles) -> Values:
         return {}
     device = "cpu" if chip is None else chip.name
     try:
-        return plan_json(plan_run(load_config(run.directory / CONFIG_FILE), device=device, suggest=False))
+        config = load_config(run.directory / CONFIG_FILE)
+        return plan_json(plan_run(config, device=device, suggest=False, user_code=False))
     except WhetError:  # a model that is not here any more, or one that has no plan
         return {}

@@ -15,7 +15,6 @@ from whet.parallel.gradient_sync import by_mesh
 from whet.training.optim.lr_schedules import Schedule
 from whet.training.optim.masked_optimizer import MaskedOptimizer
 from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
-from whet.training.optim.plain_adam import PlainAdam
 
 log = logging.getLogger("whet")
 
@@ -70,7 +69,10 @@ def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.opti
         case "adam" | "adamw":
             how: dict[str, bool] = {"fused": True}
             if not chosen_paths().fused_optimizer:
-                create, how = PlainAdam, {"decoupled": section.name == "adamw"}
+                create, how = (
+                    load_object("whet.training.optim.plain_adam:PlainAdam"),
+                    {"decoupled": section.name == "adamw"},
+                )
             return create(groups, lr=lr, betas=betas, eps=eps, **how)
     assert_never(section.name)
 

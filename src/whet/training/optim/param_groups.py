@@ -11,7 +11,6 @@ from whet.adapters.modules_to_save import ModuleToSave
 from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.mup import POWERS, role_of, width_ratio
 from whet.models.heads import ClassificationHead
 
 
@@ -94,6 +93,8 @@ def mup_factors(section: Optim, model: nn.Module) -> dict[str, float]:
     """What muP multiplies the rate of each parameter by, where it is not 1."""
     if (ratio := mup_ratio(section, model)) == 1:
         return {}
+    from whet.models.from_scratch.mup import POWERS, role_of
+
     by_muon = hidden_matrices(model) if section.name == "muon" else set()
     found = {}
     for name, p in model.named_parameters():
@@ -109,6 +110,8 @@ def mup_ratio(section: Optim, model: nn.Module) -> float:
         return 1.0
     if not isinstance(model, Decoder):
         raise ConfigError("optim.mup knows the weights of whet's own decoders, and there are others to train")
+    from whet.models.from_scratch.mup import width_ratio
+
     return width_ratio(model.spec, section.mup)
 
 

@@ -1,0 +1,187 @@
+"""The language model of a run: its tokenizer, its weights, what is generated with it, and how it is saved."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from whet.adapters.attach import make_trainable
+from whet.config.eval import Evaluation
+from whet.config.preset import Preset
+from whet.config.run_config import RunConfig
+from whet.data.batches import Batch, make_batch
+from whet.data.run_data import EvaluationSplit
+from whet.data.tokens.examples import Example
+from whet.errors import ConfigError, ModelError
+from whet.hardware import Precision
+from whet.model_io.fingerprints import weights_digest
+from whet.model_io.formats.adapter_files import save_adapter
+from whet.model_io.load import load_base, load_quantised
+from whet.model_io.save import save, save_base
+from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
+from whet.model_io.tokenizer_files import save_tokenizer
+from whet.models.decoder import Decoder
+from whet.models.language_model import LanguageModel
+from whet.ops.attention import describe_backend
+from whet.ops.fp8 import MULTIPLE
+from whet.ops.linear import Linear
+from whet.parallel.fsdp import whole_on_main
+from whet.recipes.recipe import Build, Data, Evaluators, describe_parameters
+from whet.run_directory import BASE, TOKENIZER
+
+if TYPE_CHECKING:
+    from whet.evaluation.answer_metrics import AnswerMetrics
+    from whet.model_io.formats.classifier_head import StoredHead
+
+log = logging.getLogger("whet")
+
+
+def find_tokenizer(config: RunConfig, data: Data, directory: Path) -> Any:  # Any: a transformers tokenizer
+    """Return the model's tokenizer, or a new one made from the data."""
+    model = config.language_model
+    if isinstance(model, Preset):
+        return new_tokenizer(model, data.texts(), kept_in=directory / TOKENIZER)
+    if (tokenizer := tokenizer_of(model)) is None:
+        raise ModelError(f"{model} has no tokenizer, so it cannot read records")
+    return tokenizer
+
+
+def build_language_model(
+    config: RunConfig,
+    tokenizer: Any,  # Any: a transformers tokenizer
+    *,
+    device: torch.device,
+    precision: Precision,
+) -> tuple[LanguageModel, str]:
+    """Return the model with its adapters, ready to be trained, and the digest of its untrained weights."""
+    method = config.method
+    log.info("device: %s; precision %s; attention: %s", device, precision.reason, describe_backend(device))
+    dtype = precision.trained if method.kind == "full" else precision.frozen
+    model = _untrained(config, tokenizer, device=device, dtype=dtype)
+    base_digest = weights_digest(model)
+    make_trainable(model, method, dtype=precision.trained)
+    model.grad_checkpoint = config.run.grad_checkpoint
+    if config.run.fp8:
+        log.info("fp8: %s", use_fp8(model, method.kind))
+    log.info("parameters: %s", describe_parameters(model))
+    return model, base_digest
+
+
+def _untrained(
+    config: RunConfig,
+    tokenizer: Any,  # Any: as above
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LanguageModel:
+    name = config.language_model
+    if isinstance(name, Preset):
+        from whet.models.from_scratch.new_model import new_model
+
+        model = new_model(name, tokenizer, seed=config.run.seed, mup=config.optim.mup)
+        return model.to(device, dtype)
+    if config.method.kind == "qlora":
+        return load_quantised(name, dtype=dtype, device=device)
+    model, _ = load_base(name, dtype=dtype, device=device)
+    if config.optim.mup is not None:
+        from whet.models.from_scratch.mup import refuse_other_multipliers
+
+        spec = model.spec if isinstance(model, Decoder) else None
+        refuse_other_multipliers(spec, config.optim.mup, name=name)
+    return model
+
+
+def compile_model(b: Build) -> None:
+    """Compile the layers of a language model, and try them on a first micro-batch."""
+    from whet.training.compile import compile_blocks
+
+    log.info("compile: %s", compile_blocks(b.model, _first_batch(b), b.precision))
+
+
+def _first_batch(b: Build) -> Batch:
+    """Return what a run begins with; a few tokens where that is not known yet, or the model is to be cut."""
+    if b.steps is None or b.config.parallel.kind == "fsdp":
+        return make_batch([[Example([0] * 9, [True] * 9, "a trial")]])
+    first: Batch = b.steps.peek()[0]
+    return first
+
+
+def text_evaluators(
+    section: Evaluation,
+    metrics: "AnswerMetrics | None",
+    b: Build,
+    data: EvaluationSplit | None,
+    pause: Callable[[], None],
+) -> Evaluators:
+    """Return exact match and the config's own metrics, where answers are generated."""
+    if data is None or not data.questions:
+        return []
+    from whet.evaluation.answer_metrics import answer_evaluator
+
+    evaluate = answer_evaluator(
+        b.model,
+        b.tokenizer,
+        data.questions,
+        max_tokens=section.max_new_tokens,
+        exact=section.generate,
+        metrics=metrics,
+        pause=pause,
+        world=b.world,
+    )
+    return [evaluate]
+
+
+def stage_tokenizer(config: RunConfig, b: Build, staging: Path) -> None:
+    """Keep a tokenizer that was made for this run: it is in no model directory yet."""
+    if isinstance(config.model, Preset):
+        save_tokenizer(b.tokenizer, staging / TOKENIZER)
+
+
+def save_language_model(
+    config: RunConfig, b: Build, final: Path, *, head: "StoredHead | None" = None
+) -> None:
+    """Write a Hugging Face model directory or a PEFT adapter directory."""
+    with whole_on_main(b.model, b.world), b.world.abreast():
+        if b.world.is_main:
+            _save(config, b, final, head)
+
+
+def _save(config: RunConfig, b: Build, final: Path, head: "StoredHead | None") -> None:
+    if config.method.kind == "full":
+        save(b.model, b.tokenizer, final, classifier=head)
+        return
+    base = None
+    if b.model.name is None:  # an adapter was folded in: these weights are nowhere else
+        base = b.directory / BASE
+        if not base.exists():
+            save_base(b.model, b.tokenizer, base)
+    save_adapter(b.model, final, tokenizer=b.tokenizer, base=base, classifier=head)
+
+
+def use_fp8(model: LanguageModel, method: str, *, device: torch.device | None = None) -> str:
+    """Let the linear layers of all blocks multiply in 8 bits while they train; says how many do."""
+    device = device or model.device
+    if method != "full":
+        raise ConfigError(
+            "run.fp8 is for training every weight", hint="set method.kind to full, or run.fp8 to false"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"run.fp8: {name} cannot multiply in 8 bits", hint="set run.fp8 to false")
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"run.fp8 does not run on {device.type}", hint="set run.fp8 to false")
+    layers = [module for block in model.blocks() for module in block.modules() if type(module) is Linear]
+    fitting = [
+        layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+    ]
+    if not fitting:
+        raise ConfigError(
+            f"run.fp8: no linear layer of this model has sides that are multiples of {MULTIPLE}",
+            hint="only whet's own architectures have such layers; set run.fp8 to false",
+        )
+    for layer in fitting:
+        layer.fp8 = True
+    slow = " (on a CPU only to try it out)" if device.type == "cpu" else ""
+    return f"{len(fitting)} of {len(layers)} linear layers multiply in 8 bits while training{slow}"

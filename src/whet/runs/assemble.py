@@ -1,0 +1,144 @@
+"""Everything up to the first step, in the order in which mistakes are cheapest to find."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.config.run_config import RunConfig
+from whet.data.batches import StepStream
+from whet.given.given import Given
+from whet.hardware import Precision, choose_device, choose_precision
+from whet.models.language_model import LanguageModel
+from whet.models.moe import mixtures
+from whet.objectives.objective import Objective
+from whet.parallel.preflight import check_device
+from whet.parallel.process_group import SOLO, World
+from whet.recipes.recipe import Build, Recipe
+from whet.recipes.registry import recipe_for
+from whet.run_directory import began_on
+from whet.runs.build_callbacks import check_watching
+from whet.training.callbacks import Callback
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A run that is ready for its first step."""
+
+    recipe: Recipe[Any]  # Any: its section
+    build: Build
+    objective: Objective  # with the terms of the model's routers
+    stream: StepStream
+    routers: list[Callback]  # what reports and balances them
+    device: torch.device
+    began: date
+
+    @property
+    def model(self) -> Any:  # Any: the Trainable that the objective is for
+        """The model that is trained."""
+        return self.build.model
+
+    @property
+    def data(self) -> Any:  # Any: the recipe's Data
+        """The records, tokenised."""
+        return self.build.data
+
+    @property
+    def tokenizer(self) -> Any:  # Any: a transformers tokenizer
+        """The tokenizer, where there is one."""
+        return self.build.tokenizer
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes."""
+        return self.build.precision
+
+
+def assemble(
+    config: RunConfig,
+    held: contextlib.ExitStack,
+    *,
+    directory: Path,
+    world: World = SOLO,
+    given: Given | None = None,
+) -> Assembly:
+    """Read the data, load the models, and build the objective and the steps of a run.
+
+    What is `held` lives as long as the run.
+    """
+    recipe = recipe_for(config, given)
+    recipe.check()
+    check_watching(config, recipe)
+    device = choose_device(config.run.device)
+    check_device(world, device)
+    precision = choose_precision(config.run.precision, device)
+    began = began_on(directory)
+    _seed(config.run.seed)
+
+    data = recipe.open_data(today=began)
+    with world.first_alone():
+        tokenizer = recipe.find_tokenizer(data, directory)
+        data.prepare(tokenizer)
+    recipe.start(held)
+
+    model, base_digest = recipe.model(tokenizer, device=device, precision=precision)
+    data.check(model)
+    b = Build(
+        config, model, precision, data, tokenizer, base_digest=base_digest, directory=directory, world=world
+    )
+    if recipe.has_batches_at_start:
+        b.steps = recipe.steps(b)
+    if isinstance(model, LanguageModel):
+        _complete_language_model(recipe, b)
+
+    recipe.prepare(b)
+    wanted = recipe.frozen_models()
+    b.frozen = {role: frozen for role, frozen in b.frozen.items() if not wanted[role].before_training}
+    b.objective = recipe.objective(b)
+    stream = b.steps = b.steps or recipe.steps(b)
+    objective, routers = _with_routers(b.objective, b)
+    return Assembly(recipe, b, objective, stream, routers, device, began)
+
+
+def _complete_language_model(recipe: Recipe[Any], b: Build) -> None:  # Any: its section
+    """Compile the model and load the frozen ones beside it, where the run asks for that."""
+    if b.config.run.compile:
+        from whet.recipes.model_setup import compile_model
+
+        compile_model(b)
+    if wanted := recipe.frozen_models():
+        from whet.recipes.frozen_models import load_frozen_models
+
+        b.frozen, b.identities = load_frozen_models(wanted, b.model, b.tokenizer, precision=b.precision)
+
+
+def _with_routers(objective: Objective, b: Build) -> tuple[Objective, list[Callback]]:
+    """Return the objective with the terms of the model's routers, and who reports them."""
+    section = b.config.experts
+    if not isinstance(b.model, LanguageModel):
+        return objective, []
+    if not mixtures(b.model) and not any(section.model_dump().values()):
+        return objective, []
+    from whet.training.router_balancing import with_routers
+
+    routed, callbacks = with_routers(objective, b.model, section, compute=b.precision.compute)
+    return routed, list(callbacks)
+
+
+@contextlib.contextmanager
+def assembled(config: RunConfig) -> Iterator[Assembly]:
+    """Assemble a run for those who want to look at its model, objective and steps."""
+    with contextlib.ExitStack() as held:
+        yield assemble(config, held, directory=config.directory)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
