@@ -1,0 +1,232 @@
+"""A trainer without a config: any torch optimizer, any schedule, plain iterators, exact resume."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import whet
+from tiny import random_examples
+from whet.data.batches import BatchStream, make_batch
+from whet.data.packing import StepSettings
+from whet.errors import CheckpointError, RunError
+from whet.objectives.sft import SFT
+from whet.training.callbacks import Callback, ModelCallback, StopRun
+from whet.training.checkpoint import newest_valid
+from whet.training.optim.optimizers import reads_skip_flag
+from whet.training.settings import TrainSettings
+from whet.training.trainer import Trainer
+
+SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=True)
+PLAIN = TrainSettings(precision="fp32", clip=None)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """Somebody's optimizer: a momentum tensor and a Python counter per parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["velocity"] = 0.5 * state.get("velocity", torch.zeros_like(p)) + p.grad
+                p.sub_(state["velocity"] * group["lr"] / math.sqrt(state["count"]))
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, eps=1e-3),
+    "own": lambda params: OwnSGD(params, lr=0.1),
+}
+
+
+def load(tiny_directory):
+    torch.manual_seed(0)
+    model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
+    return model.requires_grad_(True)
+
+
+def steps_of(count=6):
+    return [[make_batch([[example]]) for example in random_examples(3, seed=n)] for n in range(count)]
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_a_plain_loop(tiny_directory, name):
+    """The reference: full logits, one mean over the tokens of a step, torch's own optimizer and schedule."""
+    model = load(tiny_directory)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    rate = optimizer.param_groups[0]["lr"]
+    result = Trainer(
+        model, SFT(), steps_of(), optimizer=optimizer, schedule=lambda step: rate / step, settings=PLAIN
+    ).fit()
+    assert result.steps == 6
+    assert not result.unfinished
+    assert result.stopped_because == "finished"
+
+    reference = load(tiny_directory)
+    optimizer = OPTIMIZERS[name](reference.parameters())
+    for number, step in enumerate(steps_of(), start=1):
+        total = sum(batch.supervised for batch in step)
+        losses = []
+        for batch in step:
+            logits = reference(batch.tokens).flatten(0, 1)
+            losses.append(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum") / total)
+        optimizer.zero_grad()
+        sum(losses).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate / number
+        optimizer.step()
+        assert result.history[number - 1]["loss"] == pytest.approx(float(sum(losses)), rel=1e-5)
+    for ours, theirs in zip(weights(model), weights(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_groups_keep_their_ratio_to_the_first(tiny_directory):
+    model = load(tiny_directory)
+    first, *rest = model.parameters()
+    groups = [{"params": rest, "lr": 0.2}, {"params": [first], "lr": 0.05}]
+    optimizer = torch.optim.SGD(groups)
+    trainer = Trainer(model, SFT(), steps_of(2), optimizer=optimizer, schedule=lambda _: 0.4, settings=PLAIN)
+    trainer.fit()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.1])
+    # without a schedule the rates are those that the optimizer has
+    optimizer = torch.optim.SGD([{"params": rest, "lr": 0.2}, {"params": [first], "lr": 0.05}])
+    Trainer(model, SFT(), steps_of(2), optimizer=optimizer, settings=PLAIN).fit()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.05])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_neither_weights_nor_state(tiny_directory, name):
+    model = load(tiny_directory)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    assert reads_skip_flag(optimizer) == (name == "adamw-fused")
+    settings = TrainSettings(precision="fp32", on_nonfinite="skip")
+    trainer = Trainer(model, SFT(), steps_of(3), optimizer=optimizer, settings=settings)
+    trainer.step(steps_of()[0])
+
+    def state():
+        moments = [v for each in optimizer.state.values() for v in each.values()]
+        return [v.clone() if torch.is_tensor(v) else torch.tensor(v) for v in moments]
+
+    before, moments = weights(model), state()
+    hook = trainer.trained[-1].register_hook(lambda gradient: gradient * math.nan)
+    assert trainer.step(steps_of()[1])["skipped"]
+    assert equal(before, weights(model))
+    assert equal(moments, state())
+    hook.remove()
+    assert "skipped" not in trainer.step(steps_of()[2])
+    assert not equal(before, weights(model))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("data", ["iterator", "stream"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, name, data):
+    class StopAt(Callback):
+        def on_step_end(self, step, metrics):
+            return StopRun("enough", unfinished=True) if step == 2 else None
+
+    def trainer(directory, callbacks=()):
+        model = load(tiny_directory)
+        steps = steps_of() if data == "iterator" else BatchStream(random_examples(20), SETTINGS, seed=0)
+        total = None if data == "iterator" else 6
+        optimizer = OPTIMIZERS[name](model.parameters())
+        return Trainer(
+            model,
+            SFT(),
+            steps,
+            callbacks=callbacks,
+            optimizer=optimizer,
+            total_steps=total,
+            directory=directory,
+            settings=PLAIN,
+        )
+
+    whole = trainer(tmp_path / "whole")
+    whole.fit()
+    assert trainer(tmp_path / "cut", [StopAt()]).fit().unfinished
+    again = trainer(tmp_path / "cut")
+    again.restore(newest_valid(tmp_path / "cut"))
+    result = again.fit()
+    assert (result.steps, result.unfinished) == (6, False)
+    assert equal(weights(whole.model), weights(again.model))
+
+
+def test_what_cannot_be_resumed_is_said(tiny_directory, tmp_path):
+    model = load(tiny_directory)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    Trainer(model, SFT(), steps_of(3), optimizer=optimizer, directory=tmp_path, settings=PLAIN).fit()
+    short = Trainer(model, SFT(), steps_of(2), optimizer=optimizer, settings=PLAIN)
+    with pytest.raises(CheckpointError, match="the data ends after 2 steps, and the checkpoint is at 3"):
+        short.restore(newest_valid(tmp_path))
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["past"] = [p.detach()]
+
+    model = load(tiny_directory)
+    odd = Trainer(model, SFT(), steps_of(1), optimizer=Odd(model.parameters()), directory=tmp_path / "odd")
+    with pytest.raises(CheckpointError, match=r"Odd keeps .* as list, which cannot be saved"):
+        odd.fit()
+
+
+def test_mistakes_are_named(tiny_directory):
+    model = load(tiny_directory)
+    with pytest.raises(RunError, match="needs an optimizer"):
+        Trainer(model, SFT(), [])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+
+    class Duck:
+        def loss(self, model, batch): ...
+
+    with pytest.raises(RunError, match=r"Duck is not an objective\n.*whet.Objective"):
+        Trainer(model, Duck(), [], optimizer=optimizer)
+    ended = Trainer(model, SFT(), steps_of(1), optimizer=optimizer, total_steps=2, settings=PLAIN)
+    with pytest.raises(RunError, match="the batches ran out after step 1 of 2"):
+        ended.fit()
+
+
+def test_only_a_model_callback_gets_the_trainer(tiny_directory):
+    seen = {}
+
+    class Plain(Callback):
+        def on_train_begin(self, run):
+            seen["plain"] = (run.step, run.total_steps, run.directory, run.is_main)
+            with pytest.raises(AttributeError, match="inherit from whet.ModelCallback, use self.trainer"):
+                _ = run.model
+
+    class Model(ModelCallback):
+        def on_step_end(self, step, metrics):
+            seen["model"] = self.trainer.model
+
+    model = load(tiny_directory)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    trainer = Trainer(
+        model, SFT(), steps_of(1), callbacks=[Plain(), Model()], optimizer=optimizer, settings=PLAIN
+    )
+    trainer.fit()
+    assert seen == {"plain": (0, None, None, True), "model": model}
+    # on a GPU the next step is prefetched, unless somebody uses the model in between
+    trainer.prefetches = True
+    trainer.queue.stream = trainer.stream = BatchStream(random_examples(20), SETTINGS, seed=0)
+    assert not trainer._may_prefetch(1)
+    trainer.callbacks.callbacks = [Plain()]
+    assert trainer._may_prefetch(1)
