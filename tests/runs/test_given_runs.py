@@ -8,6 +8,7 @@ import datasets
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
 
@@ -198,3 +199,51 @@ def test_a_run_with_objects_is_opened_reported_and_exported_without_them(tiny_di
 def whet_command(*arguments, cwd):
     command = [sys.executable, "-m", "whet", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_user_code_reads_as_it_should(tiny_directory, tmp_path):
+    """The program that the Python API is designed around, word for word but for the settings of a short run."""
+    rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(12)]
+    base = {"model": str(tiny_directory), "data": {"max_length": 64}, "eval": {"max_new_tokens": 4}}
+    base["run"] = {"dir": str(tmp_path), "steps": 2, "batch_size": 4, "device": "cpu"}
+    grpo = {"kind": "grpo", "group_size": 2, "max_new_tokens": 4}
+
+    def json_rate(answers, records):
+        return sum(answer.isdecimal() for answer in answers) / len(answers)
+
+    def short(prompt, completion, record):
+        return -float(len(completion))
+
+    class Smoothed(whet.Objective):
+        likelihood = True
+
+        def weights(self, batch):
+            return {"loss": float(batch.supervised)}
+
+        def loss(self, model, batch):
+            logits = model.logits(model.states(batch)).float()
+            summed = F.cross_entropy(logits, batch.supervised_targets, label_smoothing=0.1, reduction="sum")
+            return whet.Loss({"loss": summed})
+
+    def named(name):
+        return {**base, "run": {**base["run"], "name": name}}
+
+    first = whet.train(
+        named("a"), data={"train": rows, "valid": rows[:5]}, metrics={"json_rate": json_rate}, verbose=0
+    )
+    assert 0 <= first.metrics["eval_json_rate"] <= 1
+    rewarded = whet.train(
+        {**named("b"), "objective": grpo}, data={"train": rows}, rewards={"short": short}, verbose=0
+    )
+    assert rewarded.metrics["reward_mean"] <= 0
+
+    class Stop(whet.Callback):
+        def on_step_end(self, step, metrics):
+            return whet.StopRun("enough", unfinished=True) if step == 1 else None
+
+    run = whet.train(named("c"), [Stop()], data={"train": rows}, objective=Smoothed(), verbose=0)
+    assert run.unfinished
+    with pytest.raises(CheckpointError):  # hashes are checked
+        whet.resume(run.directory, data={"train": rows[1:]}, objective=Smoothed(), verbose=0)
+    again = whet.resume(run.directory, data={"train": rows}, objective=Smoothed(), verbose=0)
+    assert (again.steps, again.unfinished) == (2, False)
