@@ -14,8 +14,13 @@ import tempfile
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tiny import write_tiny_model
+
+# a busy machine makes every example slow: no test compares timings
+settings.register_profile("whet", deadline=None)
+settings.load_profile("whet")
 
 if "WHET_TOKENS" not in os.environ:  # token stores of the tests, and of the processes they start
     os.environ["WHET_TOKENS"] = tempfile.mkdtemp(prefix="whet-tokens-")

@@ -1,6 +1,9 @@
 """Small things to test with: a random model on disk, examples and batches of it."""
 
+import json
 import random
+import subprocess
+import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -87,3 +90,22 @@ def run_config(tiny_directory, tmp_path, **sections):
 def read_records(spec):
     """Every record of a source at once."""
     return list(open_source(spec))
+
+
+def run_commands(*commands, cwd):
+    """Run commands of whet one after the other in one process of their own: each must succeed."""
+    script = """
+import json, sys
+from whet.cli.app import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["whet", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (arguments, end.code)
+"""
+    arguments = json.dumps([[str(word) for word in command] for command in commands])
+    shown = subprocess.run(
+        [sys.executable, "-c", script, arguments], capture_output=True, text=True, check=False, cwd=cwd
+    )
+    assert shown.returncode == 0, shown.stderr

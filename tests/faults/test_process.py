@@ -139,7 +139,7 @@ def test_a_signal_while_the_model_loads_ends_at_once_with_a_line(
                 raise ValueError("exception in a callback") from None
             raise
 
-    monkeypatch.setattr("whet.recipes.text_recipe.load_base", loading)
+    monkeypatch.setattr("whet.recipes.model_setup.load_base", loading)
     with pytest.raises(KeyboardInterrupt, match="stopped before the first step, so there is nothing to save"):
         whet.train(run_config(tiny_directory, tmp_path))
     assert not (tmp_path / "runs").exists()

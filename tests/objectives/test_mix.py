@@ -17,7 +17,7 @@ from whet.objectives.mix import Mix
 from whet.objectives.objective import Loss
 from whet.objectives.preference import Preference
 from whet.objectives.sft import SFT
-from whet.recipes.mix import MixData
+from whet.recipes.registry import recipe_for
 from whet.training.callbacks import Callback, StopRun
 
 SFT_PART = {
@@ -98,7 +98,7 @@ def test_the_gradient_is_the_sum_of_the_parts_whatever_the_cut(tiny, tiny_direct
         for part in parts:
             part["data"]["pack"] = pack
         config = make_config(mix_config(tiny_directory, tmp_path, parts, run={"micro_batch_tokens": micro}))
-        data = MixData(config)
+        data = recipe_for(config).open_data()
         data.prepare(tokenizer)
         pairs = data.parts["dpo"].examples["train"]
         torch.manual_seed(0)

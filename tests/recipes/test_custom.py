@@ -1,8 +1,6 @@
 """Objectives of one's own in a config: nothing is imported before a run, and what cannot be used is named."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 import whet
-from tiny import run_config
+from tiny import run_commands, run_config
 from whet.config.load_config import load_config, make_config, to_dict, to_yaml
 from whet.config.objectives.custom import CustomObjective
 from whet.errors import CheckpointError, ConfigError
@@ -174,21 +172,14 @@ def test_a_custom_run_is_opened_reported_and_listed_without_its_code(tiny_direct
     values["objective"] = {"kind": "custom_trap:Objective", "strength": 1}
     values["eval"]["metrics"] = {"rate": "custom_trap:rate"}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
-    for command in (
+    run_commands(
         ["report", run],
         ["runs", run.parent],
         ["export", run, "--to", "hf"],
         ["generate", run, "2+2=", "--max-tokens", "2"],
         ["eval", run, "--data", "synth:house-test:2"],
-    ):
-        shown = subprocess.run(
-            [sys.executable, "-m", "whet", *map(str, command)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=trap,
-        )
-        assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
+        cwd=trap,
+    )
     assert "custom_trap:Objective" in (run / "report.html").read_text()
     whet.load(run, device="cpu")
     assert not (tmp_path / "imported").exists()

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 import whet
-from tiny import run_config
+from tiny import run_commands, run_config
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.given.given import collect_given
 from whet.runs.run import resume, train
@@ -173,15 +173,13 @@ def test_a_run_with_objects_is_opened_reported_and_exported_without_them(tiny_di
     """In another process, where importing anything of the user's would fail."""
     objects = grpo_objects()
     run = train(grpo_config(tiny_directory, tmp_path), given=objects).directory
-    commands = [
+    run_commands(
         ["report", run],
         ["runs", run.parent],
         ["export", run, "--to", "hf"],
         ["generate", run, "2+2=", "--max-tokens", "2"],
-    ]
-    for command in commands:
-        shown = whet_command(*command, cwd=tmp_path)
-        assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
+        cwd=tmp_path,
+    )
     assert "python:near:" in (run / "report.html").read_text()
     model, _ = whet.load(run, device="cpu", dtype=torch.float32)
     assert model.vocab_size == 260
