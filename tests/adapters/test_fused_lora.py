@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from whet.adapters import fused_lora
-from whet.adapters.adapter import unchanging
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
+from whet.adapters.adapter import LoRASettings, unchanging
+from whet.adapters.layers.lora_linear import LoRALinear
 
 
 @pytest.mark.parametrize("rows", [1, 8, 30, 60])

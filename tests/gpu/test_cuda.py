@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import random_examples, run_config
-from whet.adapters.adapter import adapted, unchanging
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
+from whet.adapters.adapter import LoRASettings, adapted, unchanging
+from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.nf4 import dequantise, quantise
 from whet.config.load_config import make_config
 from whet.data.batches import BatchStream, make_batch

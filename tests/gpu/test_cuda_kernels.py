@@ -7,7 +7,8 @@ import torch
 
 import whet
 from tiny import run_config
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
+from whet.adapters.adapter import LoRASettings
+from whet.adapters.layers.lora_linear import LoRALinear
 from whet.generation.engine import complete, generate_tokens
 from whet.models.feedforward import FeedForward
 from whet.models.norms import OffsetRMSNorm, RMSNorm

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from whet.adapters import fused_lora
-from whet.adapters.adapter import unchanging
+from whet.adapters.adapter import LoRASettings, unchanging
 from whet.adapters.layers.dora import DoRALinear
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
+from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.layers.pissa import PiSSALinear
 from whet.models.feedforward import FeedForward
 from whet.models.spec import FeedForwardSpec

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 import whet
 from tiny_adapters import adapter_tensors, load, load_theirs, shake, tokens, write_base
-from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.adapter import LoRASettings, adapted, adapters_off
 from whet.adapters.attach import VARIANTS as CLASSES
-from whet.adapters.layers.lora_linear import LoRASettings
 from whet.errors import ConfigError, ModelError
 from whet.lazy_import import load_object
 from whet.ops.cross_entropy import linear_cross_entropy

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from whet.adapters.adapter import Adapter, adapted, replace_module
+from whet.adapters.adapter import Adapter, LoRASettings, adapted, replace_module
 from whet.adapters.layers.lora_embedding import LoRAEmbedding
 from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_weights
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings
+from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.modules_to_save import retrain
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import ALL_LINEAR, chosen_layers, per_layer, saved_modules, tied_to_head

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from whet.adapters.adapter import Adapter, replace_module
+from whet.adapters.adapter import Adapter, StoredModule, replace_module
 from whet.models.language_model import LanguageModel
 
 
@@ -40,11 +40,9 @@ class ModuleToSave(Adapter):
         trained = dict(self.trained.named_parameters())
         return {name: trained[name].to(p.dtype) for name, p in self.base.named_parameters()}
 
-    def folded(self) -> nn.Module:
-        """The base with the trained parameters."""
-        for name, tensor in self.merged().items():
-            self.base.get_parameter(name).data.copy_(tensor)
-        return self.base
+    def stored(self) -> StoredModule:
+        """The trained parameters in their own dtype."""
+        return StoredModule(parameters=dict(self.trained.named_parameters()))
 
 
 def retrain(model: LanguageModel, names: list[str]) -> None:

@@ -28,7 +28,7 @@ from whet.ops.attention import describe_backend
 from whet.ops.fp8 import MULTIPLE
 from whet.ops.linear import Linear
 from whet.parallel.fsdp import whole_on_main
-from whet.recipes.recipe import Build, Data, Evaluators, describe_parameters
+from whet.recipes.recipe import Build, Evaluators, RecipeData, describe_parameters
 from whet.run_directory import BASE, TOKENIZER
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("whet")
 
 
-def find_tokenizer(config: RunConfig, data: Data, directory: Path) -> Any:  # Any: a transformers tokenizer
+def find_tokenizer(
+    config: RunConfig, data: RecipeData, directory: Path
+) -> Any:  # Any: a transformers tokenizer
     """Return the model's tokenizer, or a new one made from the data."""
     model = config.language_model
     if isinstance(model, Preset):

@@ -65,7 +65,7 @@ class StepShape:
     columns: Mapping[str, ColumnShape] = field(default_factory=dict)
 
 
-class Data(Protocol):
+class RecipeData(Protocol):
     """Records, tokenised and cut: RunData, or what a recipe has in its place."""
 
     @property
@@ -104,7 +104,7 @@ class Build:
     config: RunConfig
     model: Any  # Any: the Trainable that the recipe's objective is for
     precision: Precision
-    data: Any = None  # Any: the Data of the recipe; None in plans
+    data: Any = None  # Any: the RecipeData of the recipe; None in plans
     tokenizer: Any = None  # Any: a transformers tokenizer
     frozen: Mapping[str, Frozen] = field(default_factory=dict)  # by role
     identities: Mapping[str, str] = field(default_factory=dict)  # of frozen models, by name
@@ -155,11 +155,11 @@ class Recipe(abc.ABC, Generic[S]):
 
             self.metrics = AnswerMetrics(self.config.eval.metrics, self.given.metrics)
 
-    def open_data(self, *, today: date | None = None) -> Data:
+    def open_data(self, *, today: date | None = None) -> RecipeData:
         """Open the sources; nothing is read before it is needed."""
         return RunData(self.config, self.needs(), today=today, given=self.given.data)
 
-    def find_tokenizer(self, data: Data, directory: Path) -> Any:  # Any: a transformers tokenizer
+    def find_tokenizer(self, data: RecipeData, directory: Path) -> Any:  # Any: a transformers tokenizer
         """Return the model's tokenizer, or a new one made from the data."""
         from whet.recipes.model_setup import find_tokenizer
 

@@ -11,7 +11,6 @@ from whet.config.checks.unread_keys import unread
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
-from whet.data.batches import BatchStream
 from whet.data.class_balance import class_counts
 from whet.data.run_data import RunData
 from whet.data.tokens.examples import StoredExamples
@@ -188,8 +187,7 @@ def _steps(config: RunConfig, data: RunData | MixData) -> int | None:
     if isinstance(data, MixData) or data.needs.prompts or config.data.curriculum is not None:
         return None
     stream = data.stream()
-    assert isinstance(stream, BatchStream)
-    return sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
+    return sum(stream.steps_in(epoch) or 0 for epoch in range(run.epochs or 0))
 
 
 def _epochs(config: RunConfig, data: RunData, train: StoredExamples) -> Iterator[Advice]:
@@ -197,9 +195,7 @@ def _epochs(config: RunConfig, data: RunData, train: StoredExamples) -> Iterator
     if not isinstance(section, ClassifyObjective) or steps is None or config.data.curriculum is not None:
         return
     key = "run.epochs" if config.run.epochs else "run.steps"
-    stream = data.stream()
-    assert isinstance(stream, BatchStream)
-    epochs = config.run.epochs or steps / stream.steps_in(0)
+    epochs = config.run.epochs or steps / (data.stream().steps_in(0) or steps)
     counts = class_counts(labels_of(section), train)
     ratio = counts.max() / max(1, counts.min())
     if not counts.min():

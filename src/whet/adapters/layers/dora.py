@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.adapters.adapter import LoRASettings, StoredLayer
 from whet.adapters.fused_lora import Operands
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, StoredLayer
+from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.nf4 import NF4Linear
 
 
@@ -58,6 +59,6 @@ class DoRALinear(LoRALinear):
         norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).detach().clamp(min=1e-15)
         return (whole * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
 
-    def stored(self) -> StoredLayer:
+    def stored_layer(self) -> StoredLayer:
         """With the lengths."""
-        return super().stored()._replace(magnitude=self.lora_magnitude_vector)
+        return super().stored_layer()._replace(magnitude=self.lora_magnitude_vector)

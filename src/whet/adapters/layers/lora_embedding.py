@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.adapters.adapter import Adapter
-from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
+from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModule
 
 
 class LoRAEmbedding(Adapter):
@@ -52,11 +51,7 @@ class LoRAEmbedding(Adapter):
         update = (self.lora_embedding_B.float() @ self.lora_embedding_A.float()).T * self.scale
         return {"weight": (self.base.weight.float() + update).to(self.base.weight.dtype)}
 
-    def folded(self) -> nn.Module:
-        """The base with the update in its rows."""
-        self.base.weight.data.copy_(self.merged()["weight"])
-        return self.base
-
-    def stored(self) -> StoredLayer:
+    def stored(self) -> StoredModule:
         """This adapter, for a file."""
-        return StoredLayer(self.settings, self.lora_embedding_A, self.lora_embedding_B, embedding=True)
+        a, b = self.lora_embedding_A, self.lora_embedding_B
+        return StoredModule.of_layer(StoredLayer(self.settings, a, b, embedding=True))

@@ -10,8 +10,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
-from whet.adapters.adapter import Adapter
-from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
+from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModule
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
 from whet.models.moe import Experts, Router
@@ -131,17 +130,12 @@ class LoRAExperts(Adapter):
         """The parameters of a plain module that computes the same."""
         return {**dict(self.base.named_parameters()), **self._updated()}
 
-    def folded(self) -> nn.Module:
-        """The base with the updates in its weights."""
-        for name, tensor in self._updated().items():
-            self.base.get_parameter(name).data.copy_(tensor)
-        return self.base
-
-    def stored(self) -> dict[str, StoredLayer]:
+    def stored(self) -> StoredModule:
         """The adapter of each fused weight, for a file."""
-        return {
+        layers = {
             name: StoredLayer(
                 settings, self.lora_A[name], self.lora_B[name], experts=expert_shape(self.base, name)[0]
             )
             for name, settings in self.settings.items()
         }
+        return StoredModule(layers)

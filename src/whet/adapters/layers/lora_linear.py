@@ -2,55 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.adapters.adapter import Adapter
+from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModule
 from whet.adapters.fused_lora import Operands, Settled, low_rank_gated, low_rank_products
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError
 from whet.ops.kernels import lora_swiglu
-
-
-@dataclass(frozen=True)
-class LoRASettings:
-    """What the adapter of one layer is, apart from its weights."""
-
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    variant: str = "lora"
-
-    @property
-    def scale(self) -> float:
-        """What the update is multiplied by; rsLoRA's (arXiv 2312.03732) does not shrink with the rank."""
-        return self.alpha / (math.sqrt(self.rank) if self.variant == "rslora" else self.rank)
-
-    def checked(self) -> Self:
-        """Return settings out of a file, or a ValueError where no layer can be computed with them."""
-        if self.rank < 1:
-            raise ValueError(f"the rank is {self.rank}, and must be at least 1")
-        if not math.isfinite(self.alpha):
-            raise ValueError(f"alpha is {self.alpha}, and must be a finite number")
-        if not 0 <= self.dropout <= 1:
-            raise ValueError(f"the dropout is {self.dropout}, and must be from 0 to 1")
-        return self
-
-
-class StoredLayer(NamedTuple):
-    """One layer's adapter as files hold it."""
-
-    settings: LoRASettings
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
-    magnitude: torch.Tensor | None = None  # [out]: DoRA's lengths
-    embedding: bool = False  # of an embedding, whose input says which row
-    experts: int = 0  # of a fused weight: A and B of so many experts, as in LoRAExperts
 
 
 class LoRALinear(Adapter):
@@ -176,14 +138,12 @@ class LoRALinear(Adapter):
         bias = {} if self.base.bias is None else {"bias": self.base.bias}
         return {"weight": self.merged_weight(), **bias}
 
-    def folded(self) -> nn.Module:
-        """The base layer with the update in its weight; a quantised one becomes a plain one."""
-        base = self.base.to_linear() if isinstance(self.base, NF4Linear) else self.base
-        base.weight.data.copy_(self.merged_weight())
-        return base
-
-    def stored(self) -> StoredLayer:
+    def stored(self) -> StoredModule:
         """This layer's adapter, for a file."""
+        return StoredModule.of_layer(self.stored_layer())
+
+    def stored_layer(self) -> StoredLayer:
+        """The low-rank update that a variant is stored as."""
         return StoredLayer(self.settings, self.lora_A, self.lora_B)
 
 

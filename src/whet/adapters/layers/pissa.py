@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from whet.adapters.adapter import LoRASettings, StoredLayer
 from whet.adapters.fused_lora import Operands
-from whet.adapters.layers.lora_linear import LoRALinear, LoRASettings, StoredLayer
+from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.nf4 import NF4Linear
 
 
@@ -38,7 +39,7 @@ class PiSSALinear(LoRALinear):
         b = torch.cat([self.lora_B, self.lora_B - self.first_B], dim=1)
         return super().operands()._replace(a=a, b=b)
 
-    def stored(self) -> StoredLayer:
+    def stored_layer(self) -> StoredLayer:
         """As that plain LoRA, at the same scale, of what has changed."""
         operands, rank = self.operands(), 2 * self.settings.rank
         plain = replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank)

@@ -6,12 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.adapter import StoredLayer, adapted, adapters_off
 from whet.adapters.attach import put_adapters
-from whet.adapters.layers.lora_embedding import LoRAEmbedding
-from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_weights
-from whet.adapters.layers.lora_linear import LoRALinear, StoredLayer
-from whet.adapters.modules_to_save import ModuleToSave
+from whet.adapters.layers.lora_experts import expert_shape, fused_weights
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import tied_to_head
 from whet.errors import ConfigError, ModelError
@@ -32,20 +29,16 @@ class StoredAdapter:
 
 def collect(model: LanguageModel) -> StoredAdapter:
     """What there is to save of a model with adapters."""
-    layers, whole = {}, {}
+    own_layers, own_parameters = _own_tensors(model)
+    layers = {model.hf_name(name): layer for name, layer in own_layers.items()}
+    whole = {}
     with adapters_off(model):
         tied = {name.removesuffix(".base") for name in tied_to_head(model)}
-    for name, module in adapted(model):
-        if isinstance(module, LoRALinear | LoRAEmbedding):
-            layers[model.hf_name(name)] = module.stored()
-        elif isinstance(module, LoRAExperts):
-            layers |= {model.hf_name(f"{name}.{leaf}"): each for leaf, each in module.stored().items()}
-        elif isinstance(module, ModuleToSave):
-            for key, parameter in module.trained.named_parameters():
-                whole[model.hf_name(f"{name}.{key}")] = model.as_stored(f"{name}.{key}", parameter)
-                if name in tied:
-                    # under both names: a library that finds one would train it apart from the other
-                    whole[model.hf_name("lm_head.weight")] = parameter
+    for name, parameter in own_parameters.items():
+        whole[model.hf_name(name)] = model.as_stored(name, parameter)
+        if name.rpartition(".")[0] in tied:
+            # under both names: a library that finds one would train it apart from the other
+            whole[model.hf_name("lm_head.weight")] = parameter
     if not layers and not whole:
         raise ModelError("the model has no adapter to save", hint="attach one: whet.attach_lora(model)")
     return StoredAdapter(layers, whole, origin=model.name)
@@ -68,28 +61,27 @@ def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Pat
     whole = _own_parameters(model, stored)
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in whole))
     put_adapters(model, {names[name]: layer.settings for name, layer in stored.layers.items()}, saved)
+    own_layers, own_parameters = _own_tensors(model)
     with torch.no_grad():
         for name, layer in stored.layers.items():
-            own = _own(model, names[name])
+            own = own_layers[names[name]]
             own.a.copy_(layer.a)
             own.b.copy_(layer.b)
             if own.magnitude is not None and layer.magnitude is not None:
                 own.magnitude.copy_(layer.magnitude)
         for name, tensor in whole.items():
-            path, _, leaf = name.rpartition(".")
-            retrained = model.get_submodule(path)
-            assert isinstance(retrained, ModuleToSave)
-            retrained.trained.get_parameter(leaf).copy_(model.as_stored(name, tensor))
+            own_parameters[name].copy_(model.as_stored(name, tensor))
 
 
-def _own(model: LanguageModel, name: str) -> StoredLayer:
-    path, _, leaf = name.rpartition(".")
-    parent = model.get_submodule(path)
-    if isinstance(parent, LoRAExperts):
-        return parent.stored()[leaf]
-    module = getattr(parent, leaf)
-    assert isinstance(module, LoRALinear | LoRAEmbedding)
-    return module.stored()
+def _own_tensors(model: LanguageModel) -> tuple[dict[str, StoredLayer], dict[str, torch.Tensor]]:
+    """The updates and the parameters trained in full, by this model's names."""
+    layers: dict[str, StoredLayer] = {}
+    parameters: dict[str, torch.Tensor] = {}
+    for name, module in adapted(model):
+        stored = module.stored()
+        layers |= {f"{name}.{leaf}" if leaf else name: layer for leaf, layer in stored.layers.items()}
+        parameters |= {f"{name}.{leaf}": tensor for leaf, tensor in stored.parameters.items()}
+    return layers, parameters
 
 
 def _layer_problems(model: LanguageModel, stored: StoredAdapter, names: dict[str, str]) -> list[str]:

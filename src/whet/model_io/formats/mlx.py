@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from whet.adapters.adapter import adapted
-from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
+from whet.adapters.adapter import LoRASettings, StoredLayer, adapted
 from whet.error_boundary import wrong_input
 from whet.errors import ModelError
 from whet.model_io.formats.adapter_state import MLX_WEIGHTS, StoredAdapter

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import LoRASettings, StoredLayer, adapted
 from whet.adapters.layers.lora_experts import expert_shape, expert_weights, fused_weights
-from whet.adapters.layers.lora_linear import LoRASettings, StoredLayer
 from whet.error_boundary import wrong_input
 from whet.errors import ModelError
 from whet.model_io.formats.adapter_state import StoredAdapter

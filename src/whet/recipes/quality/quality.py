@@ -37,7 +37,7 @@ from whet.recipes.quality.tabular_model import (
     save_quality,
 )
 from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
-from whet.recipes.recipe import Build, Data, Evaluators, Recipe, describe_parameters
+from whet.recipes.recipe import Build, Evaluators, Recipe, RecipeData, describe_parameters
 from whet.run_directory import ARCH_FILE, CONFIG_FILE, FINAL, LOG_FILE, METRICS_FILE, PROVENANCE_FILE
 from whet.storage import append_text, new_directory, read_json, write_json, write_text
 from whet.training.callbacks import Callback, Injector, Metrics
@@ -340,7 +340,7 @@ class QualityRecipe(Recipe[RegressionObjective]):
         """Open the tables."""
         return RowData(self.config, self.given.data)
 
-    def find_tokenizer(self, data: Data, directory: Path) -> None:
+    def find_tokenizer(self, data: RecipeData, directory: Path) -> None:
         """Return None: rows need no tokenizer."""
         return
 

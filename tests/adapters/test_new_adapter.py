@@ -1,0 +1,126 @@
+"""A kind of adapter that whet does not know is saved, loaded and merged by its `stored` and `merged` alone."""
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+
+import whet
+from tiny_adapters import load, load_theirs, shake, tokens, write_base
+from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModule, adapted, replace_module
+from whet.adapters.nf4 import NF4Linear
+
+
+class OutputScale(Adapter):
+    """y = v * (x W' + bias), stored as a weight and bias that were trained in full."""
+
+    def __init__(self, base):
+        super().__init__(base)
+        self.gain = nn.Parameter(torch.ones(base.out_features))
+
+    def forward(self, x):
+        return self.base(x) * self.gain if self.enabled else self.base(x)
+
+    def merged(self):
+        merged = {"weight": self.gain[:, None] * self.base.weight}
+        return merged if self.base.bias is None else {**merged, "bias": self.gain * self.base.bias}
+
+    def stored(self):
+        return StoredModule(parameters={name: tensor.detach() for name, tensor in self.merged().items()})
+
+
+class OutputScaleAsDoRA(OutputScale):
+    """The same without a bias, stored as a DoRA that changes only the lengths of rows."""
+
+    def stored(self):
+        weight = self.base.weight
+        a, b = torch.zeros(4, weight.shape[1]), torch.zeros(weight.shape[0], 4)
+        layer = StoredLayer(LoRASettings(4, variant="dora"), a, b, self.gain.detach() * weight.norm(dim=1))
+        return StoredModule.of_layer(layer)
+
+
+@pytest.fixture(scope="module", params=["llama", "bridge"])
+def base(request, tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / request.param, request.param)
+
+
+def scaled(model, kind, leaf):
+    """Put adapters of the new kind, with gains from 0.5 to 1.5, on every layer of a name."""
+    torch.manual_seed(1)
+    for name, module in list(model.named_modules()):
+        if name.endswith(f".{leaf}"):
+            replace_module(model, name, kind(module))
+            nn.init.uniform_(model.get_submodule(name).gain, 0.5, 1.5)
+    assert any(isinstance(module, kind) for _, module in adapted(model))
+    return model
+
+
+def logits_by_formula(directory, model):
+    """Logits of transformers' model after its weights were multiplied in float64."""
+    theirs = load_theirs(directory)
+    for name, module in adapted(model):
+        linear = theirs.get_submodule(model.hf_name(name))
+        gain = module.gain.detach().double()
+        linear.weight.data = (gain[:, None] * linear.weight.data.double()).float()
+        if linear.bias is not None:
+            linear.bias.data = (gain * linear.bias.data.double()).float()
+    return theirs(input_ids=tokens()).logits.detach()
+
+
+def assert_same_logits(model, expected):
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "variant"), [(OutputScale, "lora"), (OutputScaleAsDoRA, "dora")])
+def test_peft_loads_it_beside_known_adapters(base, tmp_path, kind, variant):
+    model = shake(whet.attach_lora(load(base), rank=4, targets="qv", variant=variant))
+    scaled(model, kind, "down_proj")
+    whet.save_adapter(model, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(load_theirs(base), tmp_path / "adapter").eval()
+    expected = theirs(input_ids=tokens()).logits.detach()
+    assert (expected - load_theirs(base)(input_ids=tokens()).logits).abs().max() > 0.01
+    assert_same_logits(model, expected)
+    assert_same_logits(whet.load_adapter(load(base), tmp_path / "adapter"), expected)
+
+
+@pytest.mark.parametrize("layout", ["peft", "mlx"])
+def test_either_layout_holds_what_is_stored_as_a_layer(base, tmp_path, layout):
+    model = scaled(load(base), OutputScaleAsDoRA, "down_proj")
+    whet.save_adapter(model, tmp_path / "adapter", layout)
+    loaded = whet.load_adapter(load(base), tmp_path / "adapter")
+    assert_same_logits(loaded, logits_by_formula(base, model))
+
+
+@pytest.mark.parametrize("leaf", ["q_proj", "down_proj"])
+def test_merged_and_saved_models_are_by_the_formula(base, tmp_path, leaf):
+    model = scaled(load(base), OutputScale, leaf)
+    expected = logits_by_formula(base, model)
+    assert_same_logits(model, expected)
+    whet.save(model, None, tmp_path / "model")
+    written = load_theirs(tmp_path / "model")(input_ids=tokens()).logits.detach()
+    torch.testing.assert_close(written, expected, rtol=1e-4, atol=1e-4)
+    whet.merge(model)
+    assert not list(adapted(model))
+    assert_same_logits(model, expected)
+
+
+def test_a_quantised_base_becomes_a_plain_layer():
+    torch.manual_seed(0)
+    base = NF4Linear(nn.Linear(64, 8), device=torch.device("cpu"), dtype=torch.float32)
+    layer = OutputScale(base)
+    gain = nn.init.uniform_(layer.gain, 0.5, 1.5).detach().double()
+    weight, bias = gain[:, None] * base.weight.double(), gain * base.bias.double()
+    with torch.no_grad():
+        plain = layer.folded()
+    assert type(plain) is nn.Linear
+    torch.testing.assert_close(plain.weight.double(), weight)
+    torch.testing.assert_close(plain.bias.double(), bias)
+
+
+def test_an_adapter_has_to_say_both():
+    class Silent(Adapter):
+        pass
+
+    with pytest.raises(TypeError, match=r"merged.*stored"):
+        Silent(nn.Linear(2, 2))
