@@ -1,10 +1,16 @@
 """Keys that another kind would read are named, and only those."""
 
+from typing import get_args
+
 import pytest
 
 from tiny import run_config
-from whet.config.checks.unread_keys import unread_lines
+from whet.config.checks.error_messages import inner_sections
+from whet.config.checks.unread_keys import unread_by_objective, unread_lines
 from whet.config.load_config import make_config, to_dict
+from whet.config.optim import ScheduleKind
+from whet.config.run_config import RunConfig
+from whet.config.section import key_info
 
 FULL = {"kind": "full"}
 
@@ -23,6 +29,11 @@ FULL = {"kind": "full"}
             {"objective": {"kind": "distrust", "mode": "additive", "strength": 0.5}},
             "objective.strength",
             "objective.mode: additive",
+        ),
+        (
+            {"objective": {"kind": "grpo", "rewards": ["exact_match"], "reference_model": "a"}},
+            "objective.reference_model",
+            "objective.beta: 0",
         ),
         ({"optim": {"nesterov": True}}, "optim.nesterov", "optim.name: adamw"),
         ({"optim": {"name": "sgd", "betas": [0.8, 0.9]}}, "optim.betas", "optim.name: sgd"),
@@ -64,6 +75,7 @@ def test_what_the_chosen_kind_does_not_read_is_named(tiny_directory, tmp_path, s
         {"objective": {"kind": "dpo", "label_smoothing": 0.1, "reference": "online"}},
         {"objective": {"kind": "simpo", "gamma": 0.5, "beta": 1.0}},
         {"objective": {"kind": "distrust", "strength": 0.5}},
+        {"objective": {"kind": "grpo", "rewards": ["exact_match"], "reference_model": "a", "beta": 0.1}},
         {"optim": {"name": "sgd", "momentum": 0.5, "nesterov": True}},
         {"optim": {"name": "muon", "betas": [0.8, 0.9], "eps": 1e-6}},
         {"optim": {"schedule": "step", "decay_every": 5, "decay_factor": 0.1, "min_lr_ratio": 0}},
@@ -90,6 +102,40 @@ def test_the_parts_of_a_mix_are_looked_into(tiny_directory, tmp_path):
         "objective.parts.0.data.curriculum.kind: length",
         "objective.parts.1.objective.gamma has no effect with objective.parts.1.objective.kind: ipo",
     ]
+
+
+def test_conditions_name_keys_and_values_that_exist():
+    """A typo in one would make a key unread for ever."""
+    sections, conditions = [RunConfig], 0
+    for section in sections:
+        for field in section.model_fields.values():
+            sections += [each for each in inner_sections(field.annotation) if each not in sections]
+            if (read_by := key_info(field).read_by) is None:
+                continue
+            switch = section.model_fields[read_by.switch]
+            known = get_args(ScheduleKind if read_by.switch == "schedule" else switch.annotation)
+            assert set(read_by.values) <= set(known)
+            conditions += 1
+    assert conditions > 30
+
+
+@pytest.mark.parametrize(
+    ("values", "keys"),
+    [
+        ({}, set()),
+        ({"kind": "sft"}, set()),
+        ({"kind": "a.py:Mine", "gamma": 1}, set()),
+        ({"kind": ["dpo"]}, set()),
+        ({"kind": "dpo"}, {"gamma", "logprobs"}),
+        ({"kind": "orpo"}, {"gamma", "logprobs", "label_smoothing", "reference", "reference_model"}),
+        ({"kind": "distrust"}, {"alpha", "scale"}),  # mode is weight unless it is given
+        ({"kind": "distrust", "mode": "additive"}, {"strength"}),
+        ({"kind": "grpo", "beta": 0.0}, {"reference_model"}),
+        ({"kind": "grpo", "beta": 0.1}, set()),
+    ],
+)
+def test_plain_values_of_an_objective_are_looked_into(values, keys):
+    assert unread_by_objective(values) == keys
 
 
 def clean(tiny_directory, tmp_path, **sections):

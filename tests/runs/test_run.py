@@ -487,6 +487,18 @@ def test_resume_refuses_a_changed_config_and_names_every_difference(tiny_directo
     assert whet.resume(first.directory).steps == 5
 
 
+def test_a_resumed_run_may_change_how_long_how_often_and_where():
+    from whet.runs.resume_checks import MAY_CHANGE
+
+    assert {key for key in MAY_CHANGE if not key.startswith("objective.parts.")} == {
+        *("checkpoint", "parallel", "log", "eval.every", "eval.batches", "eval.max_new_tokens"),
+        *("run.name", "run.dir", "run.steps", "run.epochs", "run.max_time", "run.max_memory", "run.budget"),
+        *("run.on_nonfinite", "run.nonfinite_limit", "run.micro_batch_tokens", "run.grad_checkpoint"),
+        *("run.compile", "run.device", "objective.reward_timeout", "objective.reward_memory"),
+        *("objective.reward_workers", "objective.samples_every"),
+    }
+
+
 def test_a_run_of_a_version_with_fewer_keys_is_not_a_changed_one(tiny_directory, tmp_path):
     from whet.config.load_config import make_config, to_dict
     from whet.runs.resume_checks import refuse_changes

@@ -334,6 +334,11 @@ def test_a_loss_that_is_another_quantity_in_each_group_ranks_none(
         ({"objective": CLASSIFY}, {"objective": {**CLASSIFY, "focal": 2.0}}, "eval_accuracy"),
         ({"objective": {**CLASSIFY, "pooling": "last"}}, {"objective": {**CLASSIFY, "pooling": "mean"}}, "eval_loss"),
         ({"objective": {**DPO, "gamma": 1.0}}, {"objective": {**DPO, "gamma": 2.0}}, "eval_loss"),
+        (
+            {"objective": {"kind": "grpo", "beta": 0.0, "reference_model": "a", "samples": 1}},
+            {"objective": {"kind": "grpo", "beta": 0.0, "reference_model": "b", "samples": 2}},
+            "loss",
+        ),
         ({}, {"objective": {"kind": "mtp", "weight": 0.3}}, "eval_perplexity"),
         ({}, {"objective": {"kind": "distrust", "mode": "weight"}}, "eval_cross_entropy"),
         ({"objective": MIX}, {"objective": other_mix(weight=1.0)}, "eval_dpo.loss"),

@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from whet.config.section import Positive, Section, Text
+from whet.config.section import KeyInfo, Positive, ReadBy, Section, Text
+
+_BY_LENGTH = KeyInfo(read_by=ReadBy("kind", ("length",)))
+_BY_DIFFICULTY = KeyInfo(read_by=ReadBy("kind", ("difficulty",)))
 
 
 class WeightedSource(Section):
@@ -42,18 +45,22 @@ class Curriculum(Section):
     """An order of examples that changes during the run."""
 
     kind: Literal["length", "difficulty"] = Field(description="from short to long, or from easy to hard")
-    stages: Positive = Field(4, description="length: limits that rise evenly to the longest example")
-    steps: Positive | None = Field(
+    stages: Annotated[Positive, _BY_LENGTH] = Field(
+        4, description="length: limits that rise evenly to the longest example"
+    )
+    steps: Annotated[Positive | None, _BY_LENGTH] = Field(
         None, description="length: steps of a stage; null: the stages together take half of the run"
     )
-    shortest: Annotated[int, Field(gt=1)] = Field(32, description="length: tokens of the first stage's limit")
-    score: str | None = Field(
+    shortest: Annotated[Annotated[int, Field(gt=1)], _BY_LENGTH] = Field(
+        32, description="length: tokens of the first stage's limit"
+    )
+    score: Annotated[str | None, _BY_DIFFICULTY] = Field(
         None, description="difficulty: a field of the records; those above its median are hard"
     )
-    hard: Sources | None = Field(
+    hard: Annotated[Sources | None, _BY_DIFFICULTY] = Field(
         None, description="difficulty: hard records, when data.train is the easy ones"
     )
-    ramp: float = Field(
+    ramp: Annotated[float, _BY_DIFFICULTY] = Field(
         0.5, ge=0, le=1, description="difficulty: share of the run after which all examples are hard"
     )
 

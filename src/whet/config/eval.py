@@ -1,13 +1,14 @@
 """The `eval` section and early stopping."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from whet.config.placeholder import parse_placeholder
-from whet.config.section import Positive, Section, Text
+from whet.config.section import KeyInfo, Positive, Section, Text
 
+_CHANGEABLE = KeyInfo(may_change_on_resume=True)
 _OF_EVERY_RUN = ("loss", "perplexity", "bits_per_byte", "s")  # eval_loss, ...
 
 
@@ -25,8 +26,10 @@ class EarlyStop(Section):
 class Evaluation(Section):
     """Evaluation during a run: before the first step, at intervals, after the last."""
 
-    every: Positive | None = Field(None, description="steps between evaluations; null: first and last only")
-    batches: Positive | None = Field(
+    every: Annotated[Positive | None, _CHANGEABLE] = Field(
+        None, description="steps between evaluations; null: first and last only"
+    )
+    batches: Annotated[Positive | None, _CHANGEABLE] = Field(
         None, description="validation loss on at most this many micro-batches; null: the whole set"
     )
     generate: bool = Field(False, description="also exact match: generate each answer and compare")
@@ -35,7 +38,7 @@ class Evaluation(Section):
         description="functions of (answers, records), by name: package.module:function, "
         "path/to/file.py:function, or python:NAME for one passed from Python; their values are eval_NAME",
     )
-    max_new_tokens: Positive = Field(256, description="longest generated answer")
+    max_new_tokens: Annotated[Positive, _CHANGEABLE] = Field(256, description="longest generated answer")
     early_stop: EarlyStop | None = Field(None, description="stop when a metric no longer improves")
 
     @field_validator("metrics", mode="before")

@@ -5,13 +5,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from whet.config.checks.patterns import compile_pattern
-from whet.config.section import Factor, Positive, Section
+from whet.config.section import Factor, KeyInfo, Positive, ReadBy, Section
 
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
 
 # parameters that have a rate by a key of their own, by name
 ROUTERS = r"\.mlp\.gate\.|^router\."  # of language models, and of the quality models
 LORA_B = r"\.lora_(embedding_)?B(\.|$)"
+
+_ADAM_NAMES = ("adamw", "adam", "adamw8bit", "muon")
+_ADAM = KeyInfo(read_by=ReadBy("name", _ADAM_NAMES))
+_ADAM_OR_LION = KeyInfo(read_by=ReadBy("name", (*_ADAM_NAMES, "lion")))
+_SGD = KeyInfo(read_by=ReadBy("name", ("sgd",)))
+_DECAYING = KeyInfo(read_by=ReadBy("schedule", ("linear", "cosine", "exponential", "step", "wsd")))
+_STEP = KeyInfo(read_by=ReadBy("schedule", ("step",)))
+_WSD = KeyInfo(read_by=ReadBy("schedule", ("wsd",)))
 
 LION_BETAS = (0.9, 0.99)  # of its paper, arXiv 2302.06675, and of its authors' code
 
@@ -66,12 +74,12 @@ class Optim(Section):
         "adamw", description="the optimizer; adamw8bit needs whet[bitsandbytes]"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    betas: tuple[Factor, Factor] = Field(
+    betas: Annotated[tuple[Factor, Factor], _ADAM_OR_LION] = Field(
         (0.9, 0.999), description="averaging factors of Adam(W) and Lion; Lion's default is [0.9, 0.99]"
     )
-    eps: float = Field(1e-8, gt=0, description="Adam(W)'s epsilon")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
-    nesterov: bool = Field(False, description="SGD looks ahead along its momentum")
+    eps: Annotated[float, _ADAM] = Field(1e-8, gt=0, description="Adam(W)'s epsilon")
+    momentum: Annotated[float, _SGD] = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    nesterov: Annotated[bool, _SGD] = Field(False, description="SGD looks ahead along its momentum")
     weight_decay: float = Field(
         0.0, ge=0, description="of matrices; added to the gradient by Adam and SGD, decoupled in all others"
     )
@@ -87,10 +95,16 @@ class Optim(Section):
         "cosine", description="after the warm-up: one schedule, or a list of parts in a row"
     )
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up from 0")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio")
-    decay_every: Positive | None = Field(None, description="step: updates from one decay to the next")
-    decay_factor: float = Field(0.5, gt=0, lt=1, description="step: what the rate is then multiplied by")
-    decay_fraction: float = Field(
+    min_lr_ratio: Annotated[float, _DECAYING] = Field(
+        0.1, ge=0, le=1, description="the schedule ends at lr * min_lr_ratio"
+    )
+    decay_every: Annotated[Positive | None, _STEP] = Field(
+        None, description="step: updates from one decay to the next"
+    )
+    decay_factor: Annotated[float, _STEP] = Field(
+        0.5, gt=0, lt=1, description="step: what the rate is then multiplied by"
+    )
+    decay_fraction: Annotated[float, _WSD] = Field(
         0.1, gt=0, le=1, description="wsd: the share of the run's steps over which the rate falls"
     )
     groups: dict[str, ParameterGroup] = Field(

@@ -1,16 +1,17 @@
 """The `model` section of the quality-decision task, and the defaults of its runs."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from whet.config.section import Positive, Section
+from whet.config.section import KeyInfo, ObjectiveSection, Positive, ReadBy, Section
 
 Size = Literal["nano", "tiny", "medium", "full"]
 Arm = Literal["softmax", "sheaf-padic", "dense"]
 STEPS: dict[str, int] = {"nano": 20, "tiny": 50, "medium": 100, "full": 100}
 ROUTER = r"^router\."  # the router's parameters, by name
+_PADIC = KeyInfo(read_by=ReadBy("arm", ("sheaf-padic",)))
 _LARGEST_CODE = 2**20  # more would not come back from fp32 as they went in
 
 
@@ -21,14 +22,18 @@ class Quality(Section):
     arm: Arm = Field(
         "softmax", description="how rows find their experts, or dense: a twin of the same size without any"
     )
-    base: int = Field(
+    base: Annotated[int, _PADIC] = Field(
         5, ge=2, le=97, description="sheaf-padic: the base p in which router logits are written"
     )
-    digits: int = Field(6, gt=0, le=20, description="sheaf-padic: how many digits they have")
-    tie_digits: Positive = Field(
+    digits: Annotated[int, _PADIC] = Field(
+        6, gt=0, le=20, description="sheaf-padic: how many digits they have"
+    )
+    tie_digits: Annotated[Positive, _PADIC] = Field(
         4, description="sheaf-padic: experts whose logits agree in this many leading digits are tied"
     )
-    clamp: float = Field(8.0, gt=0, description="sheaf-padic: logits are cut to -clamp .. clamp")
+    clamp: Annotated[float, _PADIC] = Field(
+        8.0, gt=0, description="sheaf-padic: logits are cut to -clamp .. clamp"
+    )
 
     @model_validator(mode="after")
     def _digits_fit(self) -> "Quality":
@@ -103,8 +108,10 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
     )
 
 
-class RegressionObjective(Section):
+class RegressionObjective(ObjectiveSection):
     """Regression: the squared error of the quality-decision task."""
+
+    answer_level_kinds = ("regression",)
 
     kind: Literal["regression"] = Field(description="mean squared error over rows and outputs")
     gluing: float = Field(

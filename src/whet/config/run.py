@@ -1,12 +1,13 @@
 """The `run`, `run.budget` and `checkpoint` sections."""
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from whet.config.section import Positive, PrecisionName, Section, Text
+from whet.config.section import KeyInfo, Positive, PrecisionName, Section, Text
 
+_CHANGEABLE = KeyInfo(may_change_on_resume=True)
 _LONGEST_NAME = 200  # file systems allow 255 bytes, and staging adds some
 
 
@@ -39,32 +40,38 @@ class BudgetSection(Section):
 class Run(Section):
     """How long, how much at once, on what."""
 
-    name: Text = Field("run", min_length=1, description="the run lands in dir/name")
-    dir: Text = Field("runs", description="where runs are kept")
-    steps: Positive | None = Field(None, description="optimizer steps")
-    epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
+    name: Annotated[Text, _CHANGEABLE] = Field("run", min_length=1, description="the run lands in dir/name")
+    dir: Annotated[Text, _CHANGEABLE] = Field("runs", description="where runs are kept")
+    steps: Annotated[Positive | None, _CHANGEABLE] = Field(None, description="optimizer steps")
+    epochs: Annotated[Positive | None, _CHANGEABLE] = Field(
+        None, description="passes over the data, instead of steps"
+    )
     batch_size: Positive | None = Field(None, description="examples in an optimizer step")
     batch_tokens: Positive | None = Field(None, description="tokens in an optimizer step, instead")
-    micro_batch_tokens: Positive | None = Field(
+    micro_batch_tokens: Annotated[Positive | None, _CHANGEABLE] = Field(
         None, description="tokens computed at once; null: batch_tokens, at most 4096"
     )
     seed: int = Field(0, description="seed of everything random")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    device: Annotated[str, _CHANGEABLE] = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     precision: PrecisionName = Field("auto", description="number format; fp16 is for GPUs without bf16")
     fp8: bool = Field(False, description="multiply in 8 bits in the layers' products; method full")
-    compile: bool = Field(False, description="torch.compile each layer")
-    grad_checkpoint: bool = Field(False, description="recompute activations: less memory, more time")
-    on_nonfinite: Literal["stop", "skip"] = Field(
+    compile: Annotated[bool, _CHANGEABLE] = Field(False, description="torch.compile each layer")
+    grad_checkpoint: Annotated[bool, _CHANGEABLE] = Field(
+        False, description="recompute activations: less memory, more time"
+    )
+    on_nonfinite: Annotated[Literal["stop", "skip"], _CHANGEABLE] = Field(
         "stop", description="at a non-finite loss or gradient; weights stay unchanged either way"
     )
-    nonfinite_limit: Positive = Field(
+    nonfinite_limit: Annotated[Positive, _CHANGEABLE] = Field(
         10, description="with on_nonfinite skip: this many such steps in a row stop the run"
     )
-    max_time: float | None = Field(
+    max_time: Annotated[float | None, _CHANGEABLE] = Field(
         None, gt=0, description="minutes, from its start or resume, after which the run saves and stops"
     )
-    max_memory: float | None = Field(None, gt=0, description="GiB at which the run saves and stops")
-    budget: BudgetSection | None = Field(
+    max_memory: Annotated[float | None, _CHANGEABLE] = Field(
+        None, gt=0, description="GiB at which the run saves and stops"
+    )
+    budget: Annotated[BudgetSection | None, _CHANGEABLE] = Field(
         None, description="what the run may cost: when it is spent, it is done"
     )
 

@@ -19,8 +19,10 @@ from whet.config.preset import Preset
 from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
 from whet.config.router_balancing import RouterBalancing
 from whet.config.run import Checkpoint, Run
-from whet.config.section import Section, Text
+from whet.config.section import KeyInfo, Section, Text
 from whet.errors import ConfigError
+
+_CHANGEABLE = KeyInfo(may_change_on_resume=True)
 
 
 def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after
@@ -63,10 +65,10 @@ class RunConfig(Section):
     optim: Optim = Optim()
     experts: RouterBalancing = RouterBalancing()
     eval: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Annotated[Checkpoint, _CHANGEABLE] = Checkpoint()
     run: Run
-    parallel: Parallel = Parallel()
-    log: Log = Log()
+    parallel: Annotated[Parallel, _CHANGEABLE] = Parallel()
+    log: Annotated[Log, _CHANGEABLE] = Log()
 
     @property
     def directory(self) -> Path:
@@ -190,12 +192,17 @@ class RunConfig(Section):
         return own or self._has("valid")
 
     @model_validator(mode="after")
+    def _objective_chooses_targets(self) -> "RunConfig":
+        targets = self.objective.default_targets
+        if "targets" not in self.method.model_fields_set and self.method.targets != targets:
+            method = self.method.model_copy(update={"targets": targets})
+            object.__setattr__(self, "method", method)  # frozen for everyone else
+        return self
+
+    @model_validator(mode="after")
     def _classification_fits(self) -> "RunConfig":
         if not isinstance(self.objective, ClassifyObjective):
             return self
-        if "targets" not in self.method.model_fields_set:
-            method = self.method.model_copy(update={"targets": "qv"})
-            object.__setattr__(self, "method", method)  # frozen for everyone else
         data = self.data
         for key, given in (
             ("eval.generate", self.eval.generate),

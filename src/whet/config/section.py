@@ -1,11 +1,13 @@
 """What every section of a config is, and the kinds of values that several of them have."""
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
 PrecisionName = Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"]
@@ -18,6 +20,32 @@ def _as_text(value: Any) -> Any:  # Any: YAML values
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
+
+
+@dataclass(frozen=True)
+class ReadBy:
+    """The values of another key of the section with which a key is read; none listed: any but 0."""
+
+    switch: str
+    values: tuple[str, ...] = ()
+
+    def includes(self, chosen: Sequence[object]) -> bool:
+        """Return whether one of the chosen values reads the key."""
+        return any(each in self.values if self.values else each for each in chosen)
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What a key affects: `key: Annotated[int, KeyInfo(changes_loss=False)]`."""
+
+    read_by: ReadBy | None = None  # None: always read
+    changes_loss: bool = True  # of an objective: runs with another value have another loss
+    may_change_on_resume: bool = False
+
+
+def key_info(field: FieldInfo) -> KeyInfo:
+    """Return what a field is annotated with, or the defaults."""
+    return next((each for each in field.metadata if isinstance(each, KeyInfo)), KeyInfo())
 
 
 class Section(BaseModel):
@@ -47,6 +75,14 @@ class Section(BaseModel):
             field.alias or name: set(_types_in(field.annotation)) for name, field in cls.model_fields.items()
         }
         return {key: _for_a_number(value, kinds.get(key, set())) for key, value in values.items()}
+
+
+class ObjectiveSection(Section):
+    """The keys of one or several objective kinds, and what other parts of whet ask about these."""
+
+    default_targets: ClassVar[str] = "all-linear"  # method.targets, where a config does not set it
+    # its kinds whose loss is a mean over answers, texts or rows: that of others is over tokens
+    answer_level_kinds: ClassVar[tuple[str, ...]] = ()
 
 
 def _for_a_number(value: Any, kinds: set[type]) -> Any:  # Any: YAML values

@@ -4,12 +4,16 @@ import contextlib
 import json
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from whet.config.checks.error_messages import inner_sections
 from whet.config.load_config import flat_keys, load_config, make_config, to_dict
 from whet.config.run_config import RunConfig
+from whet.config.section import key_info
 from whet.errors import CheckpointError, ConfigError
 from whet.run_directory import (
     ARCH_FILE,
@@ -26,34 +30,19 @@ from whet.storage import read_json
 
 log = logging.getLogger("whet")
 
+
+def _changeable(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if key_info(field).may_change_on_resume:
+            yield key
+        else:
+            for inner in inner_sections(field.annotation):
+                yield from _changeable(inner, f"{key}.")
+
+
 # how long, how often and where; everything else would make another run of it
-MAY_CHANGE = (
-    "run.name",
-    "run.dir",
-    "run.steps",
-    "run.epochs",
-    "run.max_time",
-    "run.max_memory",
-    "run.budget",
-    "run.budget.flops",
-    "run.budget.minutes",
-    "run.on_nonfinite",
-    "run.nonfinite_limit",
-    "run.micro_batch_tokens",
-    "run.grad_checkpoint",
-    "run.compile",
-    "run.device",
-    "eval.every",
-    "eval.batches",
-    "eval.max_new_tokens",
-    "objective.reward_timeout",
-    "objective.reward_memory",
-    "objective.reward_workers",
-    "objective.samples_every",
-    "checkpoint",
-    "parallel",
-    "log",
-)
+MAY_CHANGE = tuple(_changeable(RunConfig))
 
 
 def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
@@ -83,7 +72,7 @@ def differences(
 
 
 def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE
+    return any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
 
 
 def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) -> None:  # Any: JSON values

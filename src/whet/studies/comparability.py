@@ -7,16 +7,9 @@ from typing import Any
 from whet.config.checks.unread_keys import unread_by_objective
 from whet.config.load_config import flat_keys
 from whet.config.metric_direction import quantity
+from whet.config.objectives.union import section_of_kind
+from whet.config.section import key_info
 from whet.runs.run_files import Values, section
-
-# what an objective has beside what defines its loss
-_NOT_OF_THE_LOSS = {
-    *("probe", "calibrate", "valid_share", "pooling", "bias", "block", "reference"),
-    *("reward_timeout", "reward_workers", "reward_memory", "generate_rows", "mismatch_tolerance"),
-    *("samples_every", "samples"),
-}
-# whose losses are not a mean over tokens
-_OF_WHOLE_ANSWERS = ("classify", "regression", "grpo", "dpo", "ipo")
 
 
 def differing_keys(configs: Sequence[Values], metric: str) -> list[str]:
@@ -43,7 +36,7 @@ def _defining(config: Values, metric: str) -> Iterator[tuple[str, object]]:
             (f"experts.{key}", section(config, "experts").get(key, 0.0))
             for key in ("load_balancing", "z_loss")
         )
-    if what != "bits" and not _counts_answers(objective):
+    if what != "bits" and _is_token_mean(objective):
         yield "model.tokenizer", section(config, "model").get("tokenizer")
     parts = objective.get("parts")
     if not isinstance(parts, list):
@@ -63,12 +56,15 @@ def _defining(config: Values, metric: str) -> Iterator[tuple[str, object]]:
 
 def _of_objective(what: str, objective: Values, data: Values, place: str) -> Iterator[tuple[str, object]]:
     if what == "loss":
-        left_out = _NOT_OF_THE_LOSS | unread_by_objective(objective)
+        fields = section_of_kind(objective.get("kind")).model_fields
+        left_out = {key for key, field in fields.items() if not key_info(field).changes_loss}
+        left_out |= unread_by_objective(objective)
         kept: Mapping[str, Any] = {key: objective[key] for key in objective if key not in left_out}
         yield from flat_keys({"kind": "sft", **kept}, f"{place}objective.")
-    if not _counts_answers(objective):
+    if _is_token_mean(objective):
         yield f"{place}data.supervise", data.get("supervise", "assistant")
 
 
-def _counts_answers(objective: Values) -> bool:
-    return objective.get("kind") in _OF_WHOLE_ANSWERS
+def _is_token_mean(objective: Values) -> bool:
+    kind = objective.get("kind")
+    return kind not in section_of_kind(kind).answer_level_kinds

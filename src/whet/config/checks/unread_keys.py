@@ -3,64 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from whet.config.objectives.distrust import DistrustObjective
-from whet.config.objectives.grpo import GRPOObjective
-from whet.config.objectives.mix import MixObjective
-from whet.config.objectives.preference import PreferenceObjective
-from whet.config.optim import Optim
-from whet.config.quality import Quality
+from whet.config.method import Method
+from whet.config.objectives.union import section_of_kind
 from whet.config.run_config import RunConfig
-from whet.config.section import Section
-
-Readers = Mapping[str, tuple[str, ...]]  # a key, and the kinds that read it
-
-_ADAM = ("adamw", "adam", "adamw8bit", "muon")
-_METHOD: Readers = dict.fromkeys(
-    (
-        *("rank", "alpha", "dropout", "variant", "targets", "layers", "rank_pattern", "alpha_pattern"),
-        *("lr_ratio", "modules_to_save"),
-    ),
-    ("lora", "qlora"),
-)
-_PREFERENCE: Readers = {
-    "gamma": ("simpo",),
-    "label_smoothing": ("dpo",),
-    **dict.fromkeys(("reference", "reference_model"), ("dpo", "ipo")),
-    "logprobs": ("ipo",),
-}
-_DISTRUST: Readers = {"strength": ("weight",), "alpha": ("additive",), "scale": ("additive",)}
-_CURRICULUM: Readers = {
-    **dict.fromkeys(("stages", "steps", "shortest"), ("length",)),
-    **dict.fromkeys(("score", "hard", "ramp"), ("difficulty",)),
-}
-_OPTIMIZER: Readers = {
-    "betas": (*_ADAM, "lion"),
-    "eps": _ADAM,
-    "momentum": ("sgd",),
-    "nesterov": ("sgd",),
-}
-_SCHEDULE: Readers = {
-    "min_lr_ratio": ("linear", "cosine", "exponential", "step", "wsd"),
-    "decay_every": ("step",),
-    "decay_factor": ("step",),
-    "decay_fraction": ("wsd",),
-}
-_QUALITY: Readers = dict.fromkeys(("base", "digits", "tie_digits", "clamp"), ("sheaf-padic",))
+from whet.config.section import Section, key_info
 
 
 def unread(config: RunConfig) -> dict[str, str]:
     """Keys that differ from their default and that nothing reads, each with the choice that makes it so."""
     method = config.method
-    if config.objective.kind == "classify" and method.targets == "qv":  # the default there
-        method = method.model_copy(update={"targets": "all-linear"})
-    return dict(
-        [
-            *_unread(method, "method", "kind", _METHOD),
-            *_of_optim(config.optim),
-            *(_unread(config.model, "model", "arm", _QUALITY) if isinstance(config.model, Quality) else ()),
-            *_of_objective(config, ""),
-        ]
-    )
+    if method.targets == config.objective.default_targets:
+        method = method.model_copy(update={"targets": Method().targets})
+    return dict(_unread(config.model_copy(update={"method": method}), ""))
 
 
 def unread_lines(config: RunConfig) -> list[str]:
@@ -70,49 +24,34 @@ def unread_lines(config: RunConfig) -> list[str]:
 
 def unread_by_objective(values: Mapping[str, Any]) -> set[str]:  # Any: YAML values
     """The keys of an objective, as plain values, that its kind does not read."""
-    switch, readers = ("mode", _DISTRUST) if values.get("kind") == "distrust" else ("kind", _PREFERENCE)
-    if values.get("kind") not in ("distrust", "dpo", "ipo", "orpo", "simpo"):
-        return set()
-    return {key for key, kinds in readers.items() if values.get(switch) not in kinds}
+    fields = section_of_kind(values.get("kind")).model_fields
+    conditions = {key: read_by for key, field in fields.items() if (read_by := key_info(field).read_by)}
+    return {
+        key
+        for key, read_by in conditions.items()
+        if not read_by.includes([values.get(read_by.switch, fields[read_by.switch].get_default())])
+    }
 
 
-def _of_objective(config: RunConfig, place: str) -> Iterator[tuple[str, str]]:
-    """What an objective and its data leave unread; of a mix, each part's."""
-    if isinstance(config.objective, MixObjective):
-        for number, part in enumerate(config.parts().values()):
-            yield from _of_objective(part, f"objective.parts.{number}.")
+def _unread(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield what a section, the sections in it and those in its lists leave unread."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unread(item, f"{path}{index}.")
+    if not isinstance(value, Section):
         return
-    if isinstance(config.objective, PreferenceObjective):
-        yield from _unread(config.objective, f"{place}objective", "kind", _PREFERENCE)
-    if isinstance(config.objective, GRPOObjective):
-        yield from _of_grpo(config.objective, place)
-    if isinstance(config.objective, DistrustObjective):
-        yield from _unread(config.objective, f"{place}objective", "mode", _DISTRUST)
-    if config.data.curriculum is not None:
-        yield from _unread(config.data.curriculum, f"{place}data.curriculum", "kind", _CURRICULUM)
+    for name, field in type(value).model_fields.items():
+        own, read_by = getattr(value, name), key_info(field).read_by
+        if read_by is not None and own != field.get_default():
+            chosen = _chosen(getattr(value, read_by.switch))
+            if not read_by.includes(chosen):
+                yield f"{path}{name}", f"{path}{read_by.switch}: {', '.join(map(_shown, chosen))}"
+        yield from _unread(own, f"{path}{name}.")
 
 
-def _of_grpo(section: GRPOObjective, place: str) -> Iterator[tuple[str, str]]:
-    if section.reference_model is not None and not section.beta:
-        yield f"{place}objective.reference_model", f"{place}objective.beta: 0"
+def _chosen(switch: Any) -> list[Any]:  # Any: a name, a number, or sections that each have a kind
+    return [each.kind for each in switch] if isinstance(switch, list) else [switch]
 
 
-def _of_optim(section: Optim) -> Iterator[tuple[str, str]]:
-    yield from _unread(section, "optim", "name", _OPTIMIZER)
-    kinds = {part.kind for part in section.parts}
-    choice = f"optim.schedule: {', '.join(part.kind for part in section.parts)}"
-    for key in _given(section, _SCHEDULE):
-        if kinds.isdisjoint(_SCHEDULE[key]):
-            yield f"optim.{key}", choice
-
-
-def _unread(section: Section, place: str, switch: str, readers: Readers) -> Iterator[tuple[str, str]]:
-    chosen = getattr(section, switch)
-    for key in _given(section, readers):
-        if chosen not in readers[key]:
-            yield f"{place}.{key}", f"{place}.{switch}: {chosen}"
-
-
-def _given(section: Section, keys: Readers) -> Iterator[str]:
-    fields = type(section).model_fields
-    return (key for key in keys if getattr(section, key) != fields[key].get_default())
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,25 +1,31 @@
 """The keys of classification."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from whet.config.section import Positive, Section, Text
+from whet.config.section import KeyInfo, ObjectiveSection, Positive, Text
 
 Pooling = Literal["last", "mean", "first"]
 Weighting = Literal["auto", "none", "inverse", "sqrt_inverse", "effective"]
+_NOT_IN_THE_LOSS = KeyInfo(changes_loss=False)
 
 
-class ClassifyObjective(Section):
+class ClassifyObjective(ObjectiveSection):
     """Classification: a head on the model says which class a text belongs to, or which classes."""
+
+    default_targets = "qv"
+    answer_level_kinds = ("classify",)
 
     kind: Literal["classify"] = Field(description="records are {input, label} or {input, labels}")
     classes: Positive | list[Text] = Field(description="the classes' names, or how many there are")
     multi_label: bool = Field(False, description="a text may belong to several classes, or to none")
-    pooling: Pooling = Field(
+    pooling: Annotated[Pooling, _NOT_IN_THE_LOSS] = Field(
         "last", description="what the head reads: the last real token, the mean of all, or the first"
     )
-    bias: bool = Field(False, description="a bias in the head; transformers' heads have none")
+    bias: Annotated[bool, _NOT_IN_THE_LOSS] = Field(
+        False, description="a bias in the head; transformers' heads have none"
+    )
     class_weights: Weighting | list[float] = Field(
         "auto",
         description="what a sample of each class counts; auto: sqrt_inverse where the largest class has more "
@@ -31,16 +37,18 @@ class ClassifyObjective(Section):
     oversample: bool = Field(False, description="repeat the samples of rarer classes, instead of weights")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
     focal: float = Field(0.0, ge=0, description="focal loss: its gamma; what is known counts less")
-    valid_share: float = Field(
+    valid_share: Annotated[float, _NOT_IN_THE_LOSS] = Field(
         0.2,
         ge=0,
         le=0.5,
         description="held out of data.train, of each class alike, where data.valid is empty",
     )
-    calibrate: bool = Field(
+    calibrate: Annotated[bool, _NOT_IN_THE_LOSS] = Field(
         False, description="after training, fit a temperature on the validation records into the head"
     )
-    probe: bool = Field(True, description="also fit a linear classifier on the untrained model's features")
+    probe: Annotated[bool, _NOT_IN_THE_LOSS] = Field(
+        True, description="also fit a linear classifier on the untrained model's features"
+    )
 
     @property
     def names(self) -> list[str]:

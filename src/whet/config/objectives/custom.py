@@ -6,11 +6,11 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from whet.config.placeholder import parse_placeholder
-from whet.config.section import Section
+from whet.config.section import ObjectiveSection
 from whet.errors import shown
 
 
-class CustomObjective(Section):
+class CustomObjective(ObjectiveSection):
     """An objective or a recipe of your own, see docs/python.md; any other keys are arguments of its class."""
 
     model_config = ConfigDict(extra="allow")

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from whet.config.section import Positive, Section, Text
+from whet.config.section import ObjectiveSection, Positive, Section, Text
 
 
 class Teacher(Section):
@@ -32,7 +32,7 @@ class HiddenMatchingSection(Section):
     weight: float = Field(1.0, gt=0, description="what it is multiplied by in the sum")
 
 
-class DistillObjective(Section):
+class DistillObjective(ObjectiveSection):
     """Distillation: what a teacher thinks of each token."""
 
     kind: Literal["distill"] = Field(description="alpha * T^2 * divergence + (1 - alpha) * cross-entropy")

@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from whet.config.placeholder import parse_placeholder
-from whet.config.section import Positive, Section, Text
+from whet.config.section import KeyInfo, ObjectiveSection, Positive, ReadBy, Section, Text
 
 BUILTIN_REWARDS = ("exact_match", "numeric_match", "regex", "json_schema", "length")
 Advantage = Literal["group", "dr_grpo", "rloo", "reinforce"]
 Aggregation = Literal["token", "sequence", "constant"]
+_NOT_IN_THE_LOSS = KeyInfo(changes_loss=False)
+_BESIDE_THE_RUN = KeyInfo(changes_loss=False, may_change_on_resume=True)
 
 
 class Reward(Section):
@@ -62,8 +64,10 @@ def _refuse_callable(reward: Any) -> None:  # Any: what a caller gave
         )
 
 
-class GRPOObjective(Section):
+class GRPOObjective(ObjectiveSection):
     """Reinforcement: completions of the model's own, judged by functions, see docs/grpo.md."""
+
+    answer_level_kinds = ("grpo",)
 
     kind: Literal["grpo"] = Field("grpo", description="groups of completions to each prompt are compared")
     rewards: list[Reward] = Field(
@@ -72,11 +76,13 @@ class GRPOObjective(Section):
     on_error: float | None = Field(
         None, description="value of a reward that raises, hangs or gives no number; null: the run stops"
     )
-    reward_timeout: float = Field(10.0, gt=0, description="seconds that one call of a reward may take")
-    reward_workers: Positive | None = Field(
+    reward_timeout: Annotated[float, _BESIDE_THE_RUN] = Field(
+        10.0, gt=0, description="seconds that one call of a reward may take"
+    )
+    reward_workers: Annotated[Positive | None, _BESIDE_THE_RUN] = Field(
         None, description="processes that rewards run in; null: one a core, at most 4"
     )
-    reward_memory: float | None = Field(
+    reward_memory: Annotated[float | None, _BESIDE_THE_RUN] = Field(
         None,
         gt=0,
         description="GiB of memory that a process of the rewards may allocate; null: half of the machine's",
@@ -86,7 +92,9 @@ class GRPOObjective(Section):
     temperature: float = Field(
         1.0, gt=0, description="of sampling; ratios are those of the distribution that was sampled from"
     )
-    generate_rows: Positive = Field(256, description="completions decoded at once")
+    generate_rows: Annotated[Positive, _NOT_IN_THE_LOSS] = Field(
+        256, description="completions decoded at once"
+    )
     advantage: Advantage = Field(
         "group",
         description="(reward - mean) / std of its group; dr_grpo: without the std; rloo: against the mean of "
@@ -108,7 +116,7 @@ class GRPOObjective(Section):
     beta: float = Field(
         0.0, ge=0, description="weight of the KL to the reference; 0 needs and keeps no such model"
     )
-    reference_model: Text | None = Field(
+    reference_model: Annotated[Text | None, KeyInfo(read_by=ReadBy("beta"))] = Field(
         None,
         description="the reference's name or path; null: the model as it is before the first step",
     )
@@ -119,14 +127,18 @@ class GRPOObjective(Section):
     mask_truncated: bool = Field(
         False, description="completions that did not end in max_new_tokens are not learned from"
     )
-    mismatch_tolerance: float | None = Field(
+    mismatch_tolerance: Annotated[float | None, _NOT_IN_THE_LOSS] = Field(
         None,
         gt=0,
         description="largest mean distance of the trainer's log-probabilities from the sampler's; "
         "null: 0.001 in fp32, 0.1 in bf16 and fp16",
     )
-    samples_every: Positive = Field(10, description="steps between rows of samples.jsonl")
-    samples: Annotated[int, Field(ge=0)] = Field(4, description="completions shown each time")
+    samples_every: Annotated[Positive, _BESIDE_THE_RUN] = Field(
+        10, description="steps between rows of samples.jsonl"
+    )
+    samples: Annotated[Annotated[int, Field(ge=0)], _NOT_IN_THE_LOSS] = Field(
+        4, description="completions shown each time"
+    )
 
     @property
     def aggregated_by(self) -> Aggregation:

@@ -9,7 +9,7 @@ from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.grpo import GRPOObjective
 from whet.config.objectives.union import AnyObjective
 from whet.config.quality import RegressionObjective
-from whet.config.section import Positive, Section
+from whet.config.section import ObjectiveSection, Positive, Section
 
 
 class Part(Section):
@@ -40,7 +40,7 @@ class Part(Section):
         return self
 
 
-class MixObjective(Section):
+class MixObjective(ObjectiveSection):
     """A mix: a weighted sum of objectives, each on its own data."""
 
     kind: Literal["mix"] = Field(description="every step has a batch of each part")

@@ -1,10 +1,10 @@
 """Multi-token prediction, and the layer of its heads."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from whet.config.section import Positive, Section
+from whet.config.section import KeyInfo, ObjectiveSection, Positive, Section
 
 
 class MTPBlock(Section):
@@ -31,7 +31,7 @@ class MTPBlock(Section):
         return {key: value for key, value in self.model_dump().items() if value is not None}
 
 
-class MTPObjective(Section):
+class MTPObjective(ObjectiveSection):
     """Multi-token prediction: heads beside the model learn the tokens after the next one."""
 
     kind: Literal["mtp"] = Field(
@@ -39,6 +39,6 @@ class MTPObjective(Section):
     )
     n_predict: Positive = Field(2, description="heads; head k learns the token k after the next one")
     weight: float = Field(0.3, gt=0, description="of the heads' mean loss")
-    block: MTPBlock | None = Field(
+    block: Annotated[MTPBlock | None, KeyInfo(changes_loss=False)] = Field(
         None, description="the layer of each head; null: one like the model's last, or whet's own"
     )

@@ -1,6 +1,6 @@
 """The union of all objective kinds; SFT, which has no keys of its own, is here."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -11,10 +11,10 @@ from whet.config.objectives.grpo import GRPOObjective
 from whet.config.objectives.mtp import MTPObjective
 from whet.config.objectives.preference import PreferenceObjective
 from whet.config.quality import RegressionObjective
-from whet.config.section import Section
+from whet.config.section import ObjectiveSection
 
 
-class SFTObjective(Section):
+class SFTObjective(ObjectiveSection):
     """Fine-tuning and pretraining: the loss of the next token, on the supervised ones."""
 
     kind: Literal["sft"] = Field("sft", description="what is optimised")
@@ -32,8 +32,14 @@ AnyObjective = Annotated[
     Field(discriminator="kind"),
 ]
 
-# pydantic names the branch it took by them
-OBJECTIVE_KINDS = (
-    *("sft", "dpo", "ipo", "orpo", "simpo", "distill", "mtp", "distrust", "classify", "grpo", "regression"),
-    "mix",
-)
+_SECTIONS: dict[str, type[ObjectiveSection]] = {
+    kind: section
+    for section in get_args(get_args(AnyObjective)[0])
+    for kind in get_args(section.model_fields["kind"].annotation)
+}
+OBJECTIVE_KINDS = (*_SECTIONS, "mix")  # pydantic names the branch it took by them
+
+
+def section_of_kind(kind: object) -> type[ObjectiveSection]:
+    """Return the section of an objective kind; of a mix, a custom kind or an unknown one, the base class."""
+    return _SECTIONS.get(kind, ObjectiveSection) if isinstance(kind, str) else ObjectiveSection
