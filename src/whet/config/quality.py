@@ -111,6 +111,7 @@ def unfit_key(values: Mapping[str, Any]) -> str | None:  # Any: the values of a 
 class RegressionObjective(ObjectiveSection):
     """Regression: the squared error of the quality-decision task."""
 
+    output = "numbers"
     answer_level_kinds = ("regression",)
 
     kind: Literal["regression"] = Field(description="mean squared error over rows and outputs")

@@ -81,6 +81,7 @@ class ObjectiveSection(Section):
     """The keys of one or several objective kinds, and what other parts of whet ask about these."""
 
     default_targets: ClassVar[str] = "all-linear"  # method.targets, where a config does not set it
+    output: ClassVar[Literal["text", "class", "numbers"]] = "text"  # of the trained model
     # its kinds whose loss is a mean over answers, texts or rows: that of others is over tokens
     answer_level_kinds: ClassVar[tuple[str, ...]] = ()
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from whet.config.objectives.distill import DistillObjective
+from whet.data.run_data import RunData
+from whet.data.tokens.teacher_logprobs import Teaching
 from whet.models.language_model import LanguageModel
 from whet.objectives.distill import Distillation
 from whet.objectives.hidden_matching import HiddenMatching
@@ -41,14 +43,20 @@ class DistillRecipe(Recipe[DistillObjective]):
         """Refuse layers that the student or the teacher does not have."""
         self._matching(b)
 
+    def check_examples(self, data: RunData, *, vocab_size: int) -> None:
+        """Refuse examples that offline teachers were not asked about."""
+        self._stored(data, str(self.config.language_model), vocab_size)
+
     def prepare(self, b: Build) -> None:
         """Find what `whet teach` stored."""
-        if self.section.offline is None:
-            return
-        name, vocab_size = str(b.model.name), b.model.vocab_size
-        stored = find_teachings(b.data.examples, self.section, student=name, vocab_size=vocab_size)
+        stored = self._stored(b.data, str(b.model.name), b.model.vocab_size)
         for split, teachings in stored.items():
             b.data.examples[split].sides.teachings = teachings
+
+    def _stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[Teaching]]:
+        if self.section.offline is None:
+            return {}
+        return find_teachings(data.examples, self.section, student=student, vocab_size=vocab_size)
 
     def objective(self, b: Build) -> Objective:
         """Return the objective with its teachers."""

@@ -49,7 +49,20 @@ class GRPORecipe(Recipe[GRPOObjective]):
 
     def check(self) -> None:
         """Refuse settings that would make another policy of the one that samples, or mean nothing here."""
-        check_config(self.config)
+        config = self.config
+        if config.method.kind != "full" and config.method.dropout:
+            raise ConfigError(
+                "objective grpo compares log-probabilities with those of a moment before: "
+                "method.dropout must be 0"
+            )
+        if config.data.curriculum is not None:
+            raise ConfigError("objective grpo draws its prompts evenly: it has no data.curriculum")
+        if config.data.order == "mlx":
+            raise ConfigError(
+                "objective grpo has no batches of mlx-lm: set data.order to shuffle or sequential"
+            )
+        if config.run.batch_size is None:
+            raise ConfigError("objective grpo counts prompts: set run.batch_size instead of run.batch_tokens")
 
     def needs(self) -> Needs:
         """Return what is read from records: prompts; the rest of a record is for the rewards."""
@@ -213,18 +226,3 @@ class RolloutSamples(Injector):  # so that a step's samples are written before i
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
-
-
-def check_config(config: RunConfig) -> None:
-    """Refuse settings that would make another policy of the one that samples, or mean nothing here."""
-    if config.method.kind != "full" and config.method.dropout:
-        raise ConfigError(
-            "objective grpo compares log-probabilities with those of a moment before: "
-            "method.dropout must be 0"
-        )
-    if config.data.curriculum is not None:
-        raise ConfigError("objective grpo draws its prompts evenly: it has no data.curriculum")
-    if config.data.order == "mlx":
-        raise ConfigError("objective grpo has no batches of mlx-lm: set data.order to shuffle or sequential")
-    if config.run.batch_size is None:
-        raise ConfigError("objective grpo counts prompts: set run.batch_size instead of run.batch_tokens")

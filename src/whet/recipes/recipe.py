@@ -180,6 +180,9 @@ class Recipe(abc.ABC, Generic[S]):
     def check_models(self, b: Build) -> None:
         """Refuse models that do not fit one another; also called before any weight is loaded."""
 
+    def check_examples(self, data: RunData, *, vocab_size: int) -> None:
+        """Refuse examples that lack what another command writes; for `whet data`, which has no model."""
+
     def prepare(self, b: Build) -> None:
         """Make passes over the data that fill columns; never called by plans."""
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from whet.config.objectives.distill import DistillObjective
-from whet.config.objectives.grpo import GRPOObjective
+from whet.config.objectives.custom import is_custom_kind
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
 from whet.data.inspect.data_facts import (
@@ -32,9 +31,7 @@ from whet.hardware import choose_device, choose_precision
 from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.models.costs import ModelFacts
 from whet.planning.model_facts import model_facts
-from whet.recipes.grpo import check_config
 from whet.recipes.registry import needs_of, recipe_for
-from whet.recipes.teachers import find_teachings
 from whet.runs.build_callbacks import check_watching
 from whet.runs.dry_run import try_assembly
 from whet.training.optim.lr_schedules import create_schedule
@@ -129,13 +126,12 @@ def _view_examples(
 
 
 def _missing_teachings(config: RunConfig, data: RunData, model: ModelFacts | None) -> Iterator[WhetError]:
-    section, vocab_size = config.objective, model.vocab_size if model is not None else None
-    if isinstance(section, DistillObjective) and section.offline is not None and vocab_size is not None:
-        try:
-            student = str(config.language_model)
-            find_teachings(data.examples, section, student=student, vocab_size=vocab_size)
-        except WhetError as error:
-            yield error
+    if model is None or model.vocab_size is None or is_custom_kind(config.objective.kind):
+        return  # looking at data runs nobody's code
+    try:
+        recipe_for(config).check_examples(data, vocab_size=model.vocab_size)
+    except WhetError as error:
+        yield error
 
 
 def _view_prompts(
@@ -147,19 +143,20 @@ def _view_prompts(
     errors: list[WhetError],
 ) -> DataView:
     """The prompts of a run that learns from what its model says: there are no examples to show yet."""
-    assert isinstance(config.objective, GRPOObjective)
+    recipe = recipe_for(config)
+    shape = recipe.step_shape()
     data.use(tokenizer)
     found, unread = [], list[tuple[str, str]]()
     context = model.max_positions if model is not None and model.max_positions else config.data.max_length
     try:
-        check_config(config)
+        recipe.check()
         for name, source in data.sources.items():
             data.prepare_prompts(name)
             left = fitting(
                 data.prompts[name],
                 context=context,
                 max_length=config.data.max_length,
-                max_new_tokens=config.objective.max_new_tokens,
+                max_new_tokens=shape.more_tokens,
                 drop=config.data.too_long == "drop",
             )
             dropped = len(data.prompts[name]) - len(left)
@@ -185,6 +182,8 @@ def _view_prompts(
         tuple(errors),
         unread_prompts=tuple(unread),
         prompts=tuple(found),
+        completions=shape.documents,
+        completion_tokens=shape.more_tokens,
     )
 
 

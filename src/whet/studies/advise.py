@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 
 from whet.config.checks.unread_keys import unread
-from whet.config.objectives.classify import ClassifyObjective
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
 from whet.data.class_balance import class_counts
@@ -17,7 +16,6 @@ from whet.data.tokens.examples import StoredExamples
 from whet.errors import ModelError
 from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
 from whet.planning.model_facts import model_facts
-from whet.recipes.classify.classify import labels_of
 from whet.recipes.mix import MixData
 from whet.recipes.registry import recipe_for
 
@@ -191,15 +189,15 @@ def _steps(config: RunConfig, data: RunData | MixData) -> int | None:
 
 
 def _epochs(config: RunConfig, data: RunData, train: StoredExamples) -> Iterator[Advice]:
-    section, steps = config.objective, _steps(config, data)
-    if not isinstance(section, ClassifyObjective) or steps is None or config.data.curriculum is not None:
+    labels, steps = data.needs.labels, _steps(config, data)
+    if labels is None or steps is None or config.data.curriculum is not None:
         return
     key = "run.epochs" if config.run.epochs else "run.steps"
     epochs = config.run.epochs or steps / (data.stream().steps_in(0) or steps)
-    counts = class_counts(labels_of(section), train)
+    counts = class_counts(labels, train)
     ratio = counts.max() / max(1, counts.min())
     if not counts.min():
-        absent = section.names[int(counts.argmin())]
+        absent = labels.names[int(counts.argmin())]
         yield Advice(
             "data.train", "error", f"no record is of the class {absent}", "add some, or drop the class"
         )

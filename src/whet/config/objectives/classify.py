@@ -15,6 +15,7 @@ class ClassifyObjective(ObjectiveSection):
     """Classification: a head on the model says which class a text belongs to, or which classes."""
 
     default_targets = "qv"
+    output = "class"
     answer_level_kinds = ("classify",)
 
     kind: Literal["classify"] = Field(description="records are {input, label} or {input, labels}")

@@ -129,6 +129,8 @@ class DataView:
     classes_left: str = ""  # how many training examples each class then has, for a person
     unread_prompts: tuple[tuple[str, str], ...] = ()  # fields of the prompts that reach no token, as above
     prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
+    completions: int = 0  # of each prompt
+    completion_tokens: int = 0  # of the longest
 
 
 def check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> None:

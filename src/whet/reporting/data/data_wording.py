@@ -1,6 +1,5 @@
 """The facts of a run's data in words: the same ones in a terminal and on a page."""
 
-from whet.config.objectives.grpo import GRPOObjective
 from whet.config.preset import Preset
 from whet.data.inspect.data_facts import SHAPES_COUNTED, DataView, Sample, SplitFacts
 from whet.data.inspect.step_facts import StepFacts
@@ -107,14 +106,14 @@ def _twins(count: int, pair: tuple[str, str]) -> str:
 
 def step_rows(view: DataView) -> WordingRows:
     """The plan: how many steps, how large, how well filled."""
-    plan, run, objective = view.steps, view.config.run, view.config.objective
-    if view.prompts and isinstance(objective, GRPOObjective):
+    plan, run = view.steps, view.config.run
+    if view.prompts:
         count = f"{run.steps:,}" if run.steps else f"{run.epochs:,} epochs"
         return [
             *view.prompts,
             ("steps", count),
-            ("a step", f"{run.batch_size:,} prompts, {objective.group_size:,} completions to each"),
-            ("a completion", f"at most {objective.max_new_tokens:,} tokens"),
+            ("a step", f"{run.batch_size:,} prompts, {view.completions:,} completions to each"),
+            ("a completion", f"at most {view.completion_tokens:,} tokens"),
         ]
     if plan is None:
         return [("steps", "cannot be planned: see the problems")]

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from statistics import median
 
+from whet.config.objectives.union import section_of_kind
 from whet.reporting.formatting import format_elapsed, format_number, format_value
 from whet.run_directory import CONFIG_FILE, FINAL
 from whet.runs.metric_series import as_number
@@ -143,10 +144,10 @@ def use_commands(run: RunFiles) -> list[str]:
     place = shlex.quote(str(run.directory))
     if not run.finished:
         return [f"whet resume {place}"]
-    kind = section(run.config, "objective").get("kind")
-    if kind == "classify":
+    output = section_of_kind(section(run.config, "objective").get("kind")).output
+    if output == "class":
         return [f"whet classify {place} 'a text'", f"whet classify {place} --data test.jsonl"]
-    if kind == "regression":  # a model of rows: there is nothing to talk to
+    if output == "numbers":  # there is nothing to talk to
         return [f"ls {shlex.quote(str(run.directory / FINAL))}"]
     return [
         f"whet chat {place}",
