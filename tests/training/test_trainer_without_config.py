@@ -168,6 +168,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, nam
     assert equal(weights(whole.model), weights(again.model))
 
 
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_run_that_a_step_stopped_is_resumed_before_that_step(tiny_directory, tmp_path, prefetches):
+    """Also with a plain iterator, of which the next step was taken already."""
+
+    def trainer(directory):
+        model = load(tiny_directory)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        made = Trainer(model, SFT(), steps_of(), optimizer=optimizer, directory=directory, settings=PLAIN)
+        made.prefetches = prefetches
+        return made
+
+    whole = trainer(tmp_path / "whole")
+    whole.fit()
+    broken, count = trainer(tmp_path / "broken"), 0
+
+    def spoiled(gradient):
+        nonlocal count
+        count += 1
+        return gradient * math.nan if count in (7, 8, 9) else gradient  # the micro-batches of step 3
+
+    broken.trained[-1].register_hook(spoiled)
+    with pytest.raises(RunError, match="step 3: loss"):
+        broken.fit()
+    again = trainer(tmp_path / "broken")
+    again.restore(newest_valid(tmp_path / "broken"))
+    assert again.state.step == 2
+    again.fit()
+    assert equal(weights(whole.model), weights(again.model))
+
+
 def test_what_cannot_be_resumed_is_said(tiny_directory, tmp_path):
     model = load(tiny_directory)
     optimizer = OPTIMIZERS["sgd"](model.parameters())

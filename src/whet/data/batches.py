@@ -3,6 +3,7 @@
 import abc
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -185,8 +186,6 @@ class Step(Sequence[Batch]):
 class StepStream(abc.ABC):
     """Steps in an order that is saved with checkpoints and continued on resume."""
 
-    can_rewind = True  # `seek` also goes back
-
     def __iter__(self) -> Self:
         return self
 
@@ -216,7 +215,7 @@ class StepStream(abc.ABC):
 
     def can_prefetch(self) -> bool:
         """Return whether the next step may be taken before the metrics of this one are known."""
-        return self.can_rewind
+        return True
 
     def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # noqa: B027
         """Check or count what came of a step, whose metrics these are. Any: JSON values."""
@@ -225,41 +224,42 @@ class StepStream(abc.ABC):
 class IteratorStream(StepStream):
     """Lists of micro-batches from any iterable, which may end.
 
-    Its position is the number of steps taken: a resumed run takes as many from a fresh iterable first.
+    Its position is the number of steps taken: a resumed run takes as many from a fresh iterable first. It
+    can go back by the two steps that a trainer may have to undo: a prefetched one and the one before it.
     """
-
-    can_rewind = False
 
     def __init__(self, batches: Iterable[Sequence[Batch]]) -> None:
         self._batches = iter(batches)
         self._taken = 0
-        self._peeked: Step | None = None
+        self._past: deque[Step] = deque(maxlen=2)
+        self._next: deque[Step] = deque()  # steps that were put back
 
     def __next__(self) -> Step:
-        step = self.peek()
-        self._taken, self._peeked = self._taken + 1, None
+        step = self._next.popleft() if self._next else self._read()
+        self._past.append(step)
+        self._taken += 1
         return step
 
-    def peek(self) -> Step:
-        """Return the next step, and keep it for `next`."""
-        if self._peeked is None:
-            batches = next(self._batches)
-            self._peeked = batches if isinstance(batches, Step) else Step(batches)
-        return self._peeked
+    def _read(self) -> Step:
+        batches = next(self._batches)
+        return batches if isinstance(batches, Step) else Step(batches)
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
         """Return the number of steps taken."""
         return {"taken": self._taken}
 
     def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Skip the steps that were taken before `state`; an iterator cannot go back."""
+        """Skip steps up to `state`, or put back the last ones."""
         wanted = state.get("taken", self._taken)  # older checkpoints have no position of iterators
-        if wanted < self._taken:
-            raise CheckpointError(
-                f"{self._taken} steps were taken from this iterator, and the checkpoint is at {wanted}",
-                hint="restore into a trainer with a fresh iterator",
-            )
-        for _ in range(wanted - self._taken):
+        while self._taken > wanted:
+            if not self._past:
+                raise CheckpointError(
+                    f"{self._taken} steps were taken from this iterator, and the checkpoint is at {wanted}",
+                    hint="restore into a trainer with a fresh iterator",
+                )
+            self._next.appendleft(self._past.pop())
+            self._taken -= 1
+        while self._taken < wanted:
             try:
                 next(self)
             except StopIteration:

@@ -66,7 +66,7 @@ class StepQueue:
     def _compute(self) -> Computed:
         device, world = self.train_step.device, self.train_step.world
         began, random = Mark(device), device_random(device)
-        position = self.stream.state() if self.stream.can_rewind else None
+        position = self.stream.state()
         with world.watch.patiently("preparing a step"):  # an epoch's order, or rollouts
             step = next(self.stream)
         return Computed(step, self.train_step.gradients(step), began, position, random)
