@@ -18,7 +18,7 @@ from whet.errors import ConfigError, StorageError, check_positive
 from whet.models.language_model import LanguageModel
 from whet.storage import new_file, write_safetensors
 from whet.training.callbacks import Injector, Metrics, ModelCallback, RunView
-from whet.training.loss import total_weights, weighted_loss
+from whet.training.loss import in_precision, total_weights, weighted_loss
 from whet.training.observe.activation_capture import ActivationCapture
 from whet.training.observe.attention_maps import visit_attention
 from whet.training.observe.layer_stats import (
@@ -34,7 +34,7 @@ from whet.training.observe.probe_batches import texts_of, units
 from whet.training.prefetch import Reading
 
 if TYPE_CHECKING:
-    from whet.training.trainer import Trainer
+    pass
 
 log = logging.getLogger("whet")
 
@@ -279,7 +279,11 @@ class ActivationStats(_OnTexts):
         sums: dict[str, torch.Tensor] = {}
         keep = functools.partial(_summed, eps=self.eps)
         for text in self.texts:
-            with torch.no_grad(), _precision(self.trainer), ActivationCapture(model, keep=keep) as captured:
+            with (
+                torch.no_grad(),
+                in_precision(self.trainer.precision, self.trainer.device),
+                ActivationCapture(model, keep=keep) as captured,
+            ):
                 model.hidden(text.to(self.trainer.device))
             for name, found in captured.outputs.items():
                 sums[name] = sums[name] + found if name in sums else found
@@ -308,7 +312,7 @@ class AttentionEntropy(_OnTexts):
             sums[layer] = sums.get(layer, torch.zeros((), device=weights.device)) + entropies.sum()
 
         for text in self.texts:
-            with _precision(self.trainer):
+            with in_precision(self.trainer.precision, self.trainer.device):
                 visit_attention(model, text.to(self.trainer.device), visit)
         positions = sum(text.numel() for text in self.texts)
         totals = dict(zip(sums, Reading(*sums.values()).values(), strict=True))
@@ -357,9 +361,3 @@ def _summed(x: torch.Tensor, *, eps: float) -> torch.Tensor:
     return torch.stack(
         [wide.square().sum(), near.to(wide.dtype), torch.full_like(wide[..., 0].sum(), x.numel())]
     )
-
-
-def _precision(run: "Trainer") -> torch.autocast:
-    """Computing as the run does."""
-    mixed = run.precision.compute != run.precision.trained
-    return torch.autocast(run.device.type, dtype=run.precision.compute, enabled=mixed)
