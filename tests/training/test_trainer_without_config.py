@@ -93,7 +93,7 @@ def test_training_is_that_of_a_plain_loop(tiny_directory, name):
         for group in optimizer.param_groups:
             group["lr"] = rate / number
         optimizer.step()
-        assert result.history[number - 1]["loss"] == pytest.approx(float(sum(losses)), rel=1e-5)
+        assert result.history[number - 1]["loss"] == pytest.approx(sum(losses).item(), rel=1e-5)
     for ours, theirs in zip(weights(model), weights(reference), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
