@@ -359,6 +359,20 @@ def test_an_early_stop_is_remembered_when_writing_the_result_failed(tiny_directo
     assert (result.directory / "final").is_dir()
 
 
+def test_a_run_resumed_with_fewer_steps_than_it_has_made_ends_at_once(tiny_directory, tmp_path):
+    class StopAt(whet.Callback):
+        def on_step_end(self, step, metrics):
+            return whet.StopRun("enough", unfinished=True) if step == 5 else None
+
+    config = run_config(tiny_directory, tmp_path, run={"steps": 8})
+    directory = whet.train(config, [StopAt()]).directory
+    path = directory / "config.yaml"
+    path.write_text(path.read_text().replace("steps: 8", "steps: 3"))
+    result = whet.resume(directory)
+    assert (result.steps, result.unfinished) == (5, False)
+    assert (directory / "final").is_dir()
+
+
 def test_a_failing_test_set_does_not_cost_the_result(tiny_directory, tmp_path, monkeypatch):
     sections = {"data": {"test": "synth:house-test:5"}, "eval": {"generate": True, "max_new_tokens": 4}}
     original, calls = whet.evaluation.exact_match.exact_match, []

@@ -1,6 +1,8 @@
 """A trainer without a config: any torch optimizer, any schedule, plain iterators, exact resume."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -110,6 +112,58 @@ def test_groups_keep_their_ratio_to_the_first(tiny_directory):
     optimizer = torch.optim.SGD([{"params": rest, "lr": 0.2}, {"params": [first], "lr": 0.05}])
     Trainer(model, SFT(), steps_of(2), optimizer=optimizer, settings=PLAIN).fit()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.05])
+
+
+def test_a_scheduler_of_torch_sets_the_rates(tiny_directory):
+    """Also one that starts at 0, and one that treats groups differently."""
+    model = load(tiny_directory)
+    first, *rest = model.parameters()
+    optimizer = torch.optim.SGD([{"params": rest, "lr": 0.2}, {"params": [first], "lr": 0.1}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: step / 2, lambda _: 1.0])
+    seen = []
+
+    class Schedule(Callback):
+        def on_step_end(self, step, metrics):
+            seen.append((metrics["lr"], *(group["lr"] for group in optimizer.param_groups)))
+            scheduler.step()
+
+    before = weights(model)
+    Trainer(model, SFT(), steps_of(3), callbacks=[Schedule()], optimizer=optimizer, settings=PLAIN).fit()
+    assert seen == [(0.0, 0.0, 0.1), (0.1, 0.1, 0.1), (0.2, 0.2, 0.1)]
+    assert not equal(before, weights(model))
+
+
+def test_what_the_optimizer_does_not_have_is_not_in_the_norm(tiny_directory):
+    """A model of which only some tensors are given to the optimizer, and none is frozen."""
+    model = load(tiny_directory)
+    chosen = list(model.parameters())[1:3]
+    trainer = Trainer(model, SFT(), [], optimizer=torch.optim.SGD(chosen, lr=0.0), settings=PLAIN)
+    norms = [trainer.step(steps_of()[0])["grad_norm"] for _ in range(3)]
+    assert norms[0] == norms[1] == norms[2]
+    model.zero_grad()
+    total = sum(batch.supervised for batch in steps_of()[0])
+    for batch in steps_of()[0]:
+        logits = model(batch.tokens).flatten(0, 1)
+        (F.cross_entropy(logits, batch.targets.flatten(), reduction="sum") / total).backward()
+    assert norms[0] == pytest.approx(torch.stack([p.grad.norm() for p in chosen]).norm().item(), rel=1e-5)
+    other = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(RunError, match="parameters that are not in the model"):
+        Trainer(model, SFT(), [], optimizer=torch.optim.SGD([*chosen, other], lr=0.1))
+
+
+def test_a_trainer_is_freed_with_its_last_reference(tiny_directory):
+    gc.collect()
+    gc.disable()
+    try:
+        model = load(tiny_directory)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        trainer = Trainer(model, SFT(), steps_of(1), optimizer=optimizer, settings=PLAIN)
+        trainer.fit()
+        watched = weakref.ref(trainer), weakref.ref(optimizer)
+        del trainer, optimizer
+        assert [each() for each in watched] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,6 +1,7 @@
 """Callbacks: all see metrics and may stop the run; injectors write metrics, model callbacks use the model."""
 
 import abc
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -48,7 +49,7 @@ class RunView:
     """What every callback may know of a run: where it is and what it has counted, but not the model."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
+        self._trainer = weakref.ref(trainer)  # a cycle would keep the model until garbage is collected
         self.directory: Path | None = trainer.directory
         self.config: RunConfig | None = trainer.config
         self.device = trainer.device
@@ -62,12 +63,14 @@ class RunView:
     @property
     def step(self) -> int:
         """Updates made so far."""
-        return self._trainer.state.step
+        trainer = self._trainer()
+        return 0 if trainer is None else trainer.state.step
 
     @property
     def last_step(self) -> Step | None:
         """The batches and samples of the last step."""
-        return self._trainer.last_step
+        trainer = self._trainer()
+        return None if trainer is None else trainer.last_step
 
     def note_step(self, *, weight: float, weighted: frozenset[str]) -> None:
         """Take note of what a step's loss and metrics are means over."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from whet.data.batches import Batch
+from whet.errors import RunError
 from whet.hardware import Precision
 from whet.models.language_model import Trainable
 from whet.objectives.objective import Objective
@@ -41,7 +42,15 @@ class TrainStep:
         self.max_norm = max_norm
         self.world = world
         self.device = model.device
-        self.trained = [p for p in learner.parameters() if p.requires_grad]
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trainable = [p for p in learner.parameters() if p.requires_grad]
+        self.trained = [p for p in trainable if id(p) in optimized]
+        self._not_optimized = [p for p in trainable if id(p) not in optimized]
+        if len(optimized) > len(self.trained):
+            raise RunError(
+                "the optimizer has parameters that are not in the model, or do not train",
+                hint="make it from the parameters of the model that have requires_grad",
+            )
         self.loss_scale = LossScale(2.0**16) if precision.compute == torch.float16 else LossScale()
         self._sum = GradientSum(self.trained, world)
         self._neighbours = NeighbourGradients(self.trained, world)
@@ -114,6 +123,8 @@ class TrainStep:
         skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
         before_update()
         masked_step(self.optimizer, lr=lr, skip=skip, divisor=divisor)
+        for parameter in self._not_optimized:  # the optimizer clears only its own
+            parameter.grad = None
         # everything up to here was queued without waiting
         return PendingUpdate(Reading(skip, norm, *sums.values()), list(sums), self.world)
 

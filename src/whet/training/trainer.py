@@ -46,7 +46,7 @@ class Trainer:
         callbacks: See Callback.
         optimizer: Any torch optimizer over the parameters that train.
         schedule: `step -> learning rate`, counted from 1, of the first parameter group; the others keep their
-            ratio to it. Default: the rates that the optimizer has.
+            ratio to it. Default: the rates that the optimizer, or a scheduler of torch's, has at each step.
         total_steps: Where to stop; None with neither a config: where `steps` ends.
         eval_batches: What the evaluation loss is computed on.
         evaluators: Each returns metrics that are added to an evaluation, such as exact match.
@@ -159,7 +159,7 @@ class Trainer:
         self.clock.start(self.state.elapsed_s)
         self.callbacks.begin(self)
         self._evaluate_if_due()
-        while self.state.step != self.total_steps and self.stop is None:
+        while not self.is_last(self.state.step) and self.stop is None:
             metrics = self._next_step()
             if metrics is None:
                 break
@@ -167,12 +167,16 @@ class Trainer:
             self._remember(metrics)
             self._evaluate_if_due()
             # the last step is saved once, at the end, after its evaluation
-            if self._saver is not None and self.state.step != self.total_steps:
+            if self._saver is not None and not self.is_last(self.state.step):
                 due = self._saver.due(self.state.step)
                 if self.world.from_main(due) if self.settings.checkpoint.minutes else due:
                     self.save()
                 self.callbacks.saved(self._saver.written())
         return self._finish()
+
+    def is_last(self, step: int) -> bool:
+        """Return whether there is nothing to do after this step; a resumed run may have fewer than before."""
+        return self.total_steps is not None and step >= self.total_steps
 
     def step(self, micro_batches: Sequence[Batch]) -> Metrics:
         """Make one update from all micro-batches: their sums, divided once by the weights of all of them."""
@@ -269,7 +273,7 @@ class Trainer:
         """Whether nothing but metrics is wanted between this step and the next."""
         return (
             self.prefetches
-            and step != self.total_steps
+            and not self.is_last(step)
             and not (self._evaluates and self._due_at(step, self.settings.eval_every))
             and not (self._saver is not None and self._saver.due(step))
             and not self.callbacks.touch_model(step)
@@ -410,7 +414,7 @@ class Trainer:
 
     def _finish(self) -> RunResult:
         self.queue.cancel()
-        finished = self.stop is None or not self.stop.unfinished or self.state.step == self.total_steps
+        finished = self.stop is None or not self.stop.unfinished or self.is_last(self.state.step)
         if finished:
             self._evaluate_now()
             finished = not self._evaluates or self.state.evaluated_step == self.state.step

@@ -53,7 +53,7 @@ class SampleGenerations(ModelCallback, Injector):  # so that its last rows are w
         model, step = self._model(), run.step
         self._encoded = [encode_prompt(self.tokenizer, prompt) for prompt in self.prompts]
         check_prompts(model, self._encoded)
-        ended = step == run.total_steps or self.trainer.stop is not None
+        ended = self.trainer.is_last(step) or self.trainer.stop is not None
         kept = step - 1 if ended and not self.touches_model(step) else step  # the last rows come again, too
         with contextlib.suppress(StorageError):
             if run.is_main:
@@ -63,7 +63,7 @@ class SampleGenerations(ModelCallback, Injector):  # so that its last rows are w
 
     def touches_model(self, step: int) -> bool:
         """Where answers are due; those of the last step come at the end."""
-        return self.every is not None and step % self.every == 0 and step != self.trainer.total_steps
+        return self.every is not None and step % self.every == 0 and not self.trainer.is_last(step)
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """What it says now."""

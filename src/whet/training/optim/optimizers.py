@@ -97,16 +97,20 @@ def divides_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Schedule:
-    """Prepare an optimizer that was not made here for `masked_step`, and return its schedule.
+    """Prepare an optimizer that was not made here for `masked_step`, and return its learning rate by step.
 
-    A schedule gives the rate of the first group; the others keep their ratio to it.
+    A schedule gives the rate of the first group; the others keep their ratio to it. Without one, the rates
+    are those that the optimizer, or a scheduler of torch's, has at each step.
     """
-    first = float(optimizer.param_groups[0]["lr"])
-    for group in optimizer.param_groups:
-        if not first and group["lr"]:
-            raise RunError("the first parameter group has a learning rate of 0: put another group first")
-        group.setdefault("lr_scale", float(group["lr"]) / first if first else 1.0)
-    return schedule or (lambda _: first)
+    groups = optimizer.param_groups
+    if schedule is None:
+        return lambda _: float(groups[0]["lr"])
+    rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if not rates[0] and any(rates):
+        raise RunError("the first parameter group has a learning rate of 0: put another group first")
+    for group, rate in zip(groups, rates, strict=True):
+        group.setdefault("lr_scale", rate / rates[0] if rates[0] else 1.0)
+    return schedule
 
 
 def reads_skip_flag(optimizer: torch.optim.Optimizer) -> bool:
@@ -126,7 +130,8 @@ def masked_step(
     1e38) is not undone: the fused kernels write in place, so it would take a copy of all weights and moments.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+        if "lr_scale" in group:  # else the rate is the optimizer's own
+            group["lr"] = lr * group["lr_scale"]
     if not reads_skip_flag(optimizer):  # the host has to wait for the flag
         if not skip.item():
             optimizer.step()
