@@ -16,7 +16,6 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Axis, StepStream
 from whet.data.packing import StepSettings
 from whet.data.run_data import EvaluationSplit, Needs, RunData
-from whet.errors import ConfigError
 from whet.given.given import Given
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel, Trainable
@@ -233,8 +232,3 @@ def describe_parameters(model: Trainable) -> str:
     total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{total:,}, of which {trained:,} train ({100 * trained / total:.2f}%)"
-
-
-def only_for_parts(kind: str) -> ConfigError:
-    """Return the error for an objective that cannot be a part of a mix."""
-    return ConfigError(f"objective.kind {kind} is not an objective on texts of its own")
