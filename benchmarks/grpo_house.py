@@ -56,7 +56,7 @@ class EnoughToStartFrom(whet.Callback):
 
 def timed(config: RunConfig, *callbacks: whet.Callback) -> tuple[whet.RunResult, float]:
     started = time.perf_counter()
-    result = whet.train(config, [Show(), *callbacks])
+    result = whet.train(config, [Show(), *callbacks], verbose=0)
     return result, time.perf_counter() - started
 
 

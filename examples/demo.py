@@ -11,7 +11,6 @@ from whet.config.load_config import load_config
 from whet.data.sources.source import open_source
 from whet.evaluation.evaluate_model import ModelEvaluation
 from whet.hardware import choose_device, peak_gib
-from whet.reporting.progress import RunProgress
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 TEST = "synth:house-test:200"
@@ -50,11 +49,7 @@ def main() -> None:
     console.rule(f"before: {config.model}, untouched")
     examine(*whet.load(config.model), console)
     console.rule("training")
-    progress = RunProgress(console)
-    try:
-        result = whet.train(config, [progress])
-    finally:
-        progress.close()
+    result = whet.train(config)
     if result.unfinished:
         console.print(f"stopped; resume it with: .venv/bin/whet resume {result.directory}")
         return

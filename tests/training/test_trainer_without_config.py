@@ -151,6 +151,20 @@ def test_what_the_optimizer_does_not_have_is_not_in_the_norm(tiny_directory):
         Trainer(model, SFT(), [], optimizer=torch.optim.SGD([*chosen, other], lr=0.1))
 
 
+def test_an_optimizer_may_have_frozen_parameters(tiny_directory):
+    """`AdamW(model.parameters())` of a model with adapters: the base stays as it is."""
+    model = load(tiny_directory)
+    whet.attach_lora(model, rank=2)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    before = [p.clone() for p in frozen]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    trainer = Trainer(model, SFT(), steps_of(2), optimizer=optimizer, settings=PLAIN)
+    start = [p.detach().clone() for p in trainer.trained]
+    trainer.fit()
+    assert equal(before, frozen)
+    assert not equal(start, trainer.trained)
+
+
 def test_a_trainer_is_freed_with_its_last_reference(tiny_directory):
     gc.collect()
     gc.disable()

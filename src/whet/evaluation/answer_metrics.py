@@ -120,8 +120,8 @@ def answer_evaluator(
                 return ExactMatch(world.each(questions, judge), groups).metrics()
         with gathered(model):
             answers = world.each(questions, ask)
-        found = compare_answers(answers, questions).metrics() if exact else {}
-        return found | metrics.compute(answers, [question.record for question in questions], world=world)
+        matches = compare_answers(answers, questions).metrics() if exact else {}
+        return matches | metrics.compute(answers, [question.record for question in questions], world=world)
 
     return evaluate
 

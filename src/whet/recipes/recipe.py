@@ -177,7 +177,7 @@ class Recipe(abc.ABC, Generic[S]):
         return build_language_model(self.config, tokenizer, device=device, precision=precision)
 
     def check_models(self, b: Build) -> None:
-        """Refuse models that do not fit one another; also called before any weight is loaded."""
+        """Refuse models that do not fit one another, for dry runs: a run sees it in `objective`."""
 
     def check_examples(self, data: RunData, *, vocab_size: int) -> None:
         """Refuse examples that lack what another command writes; for `whet data`, which has no model."""

@@ -53,7 +53,7 @@ class StepQueue:
     def cancel(self) -> None:
         """Forget what was prefetched: stream, gradients and random numbers are as after the last update."""
         if self.prefetched is not None:
-            self.train_step.optimizer.zero_grad(set_to_none=True)
+            self.train_step.clear_gradients()
             self.rewind(self.prefetched)
             restore_device_random(self.train_step.device, self.prefetched.random)
             self.prefetched = None

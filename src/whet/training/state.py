@@ -91,7 +91,7 @@ class RunResult:
         fingerprint: str,
     ) -> "RunResult":
         """Return the result of a run that ends in this state."""
-        place = {"directory": str(directory) if directory else None, "fingerprint": fingerprint}
+        identity = {"directory": str(directory) if directory else None, "fingerprint": fingerprint}
         return cls(
             directory=directory,
             steps=state.step,
@@ -100,5 +100,5 @@ class RunResult:
             history=history,
             stopped_because=because,
             unfinished=unfinished,
-            summary=state.summary(because) | place,
+            summary=state.summary(because) | identity,
         )

@@ -43,14 +43,14 @@ class TrainStep:
         self.world = world
         self.device = model.device
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if optimized - {id(p) for p in learner.parameters()}:
+            raise RunError(
+                "the optimizer has parameters that are not in the model",
+                hint="make it from the parameters of the model that is trained",
+            )
         trainable = [p for p in learner.parameters() if p.requires_grad]
         self.trained = [p for p in trainable if id(p) in optimized]
         self._not_optimized = [p for p in trainable if id(p) not in optimized]
-        if len(optimized) > len(self.trained):
-            raise RunError(
-                "the optimizer has parameters that are not in the model, or do not train",
-                hint="make it from the parameters of the model that have requires_grad",
-            )
         self.loss_scale = LossScale(2.0**16) if precision.compute == torch.float16 else LossScale()
         self._sum = GradientSum(self.trained, world)
         self._neighbours = NeighbourGradients(self.trained, world)
@@ -91,7 +91,7 @@ class TrainStep:
     ) -> dict[str, torch.Tensor]:
         """The same without the loss scale of fp16; an overflow is computed again, with a smaller one."""
         while True:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.clear_gradients()
             sums = self.gradients(micro_batches, weights)
             gradients = self._present_gradients()
             rescale(gradients, 1.0 / self.loss_scale.value)
@@ -122,11 +122,19 @@ class TrainStep:
             clip(gradients, self.max_norm, norm)
         skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
         before_update()
-        masked_step(self.optimizer, lr=lr, skip=skip, divisor=divisor)
-        for parameter in self._not_optimized:  # the optimizer clears only its own
-            parameter.grad = None
+        masked_step(self.optimizer, lr=lr, skip=skip, divisor=divisor)  # which clears the gradients it used
+        self._clear_others()
         # everything up to here was queued without waiting
         return PendingUpdate(Reading(skip, norm, *sums.values()), list(sums), self.world)
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients, also of parameters that the optimizer does not have."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_others()
+
+    def _clear_others(self) -> None:
+        for parameter in self._not_optimized:
+            parameter.grad = None
 
     def _present_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.trained if p.grad is not None]

@@ -47,10 +47,7 @@ class ClassifyRecipe(Recipe[ClassifyObjective]):
 
     def objective(self, b: Build) -> Classify:
         """Return the objective with a new head, weighted as the training records ask for."""
-        if b.is_plan:
-            with b.model.device:
-                return build_classify(self.section, b.model, None, seed=self.config.run.seed)
-        train = learned(b.data.examples)
+        train = None if b.is_plan else learned(b.data.examples)
         return build_classify(self.section, b.model, train, seed=self.config.run.seed)
 
     def callbacks(self, b: Build) -> list[Callback]:
