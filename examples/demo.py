@@ -20,9 +20,9 @@ def examine(model, tokenizer, console: Console) -> None:
     """Two answers to look at, and exact match on the whole test set."""
     evaluation = ModelEvaluation(model, tokenizer, open_source(TEST), max_length=512)
     for question, answer in evaluation.answers(2, max_tokens=40):
-        console.print(f"  asked     {question.text}", markup=False)
+        console.print(f"  prompt    {question.text}", markup=False)
         console.print(f"  expected  {question.answer}", markup=False)
-        console.print(f"  answered  {' '.join(answer.split())}\n", markup=False)
+        console.print(f"  response  {' '.join(answer.split())}\n", markup=False)
     total = len(evaluation.questions)
     console.print(f"  answering {total} test commands")
     with console.status("") as status:

@@ -1,4 +1,4 @@
-"""A real browser for tests: headless Chromium over the pipe of its DevTools protocol, nothing to install for it."""
+"""A browser for tests: headless Chromium, controlled through the pipe of its DevTools protocol."""
 
 import contextlib
 import json
@@ -11,9 +11,9 @@ import sys
 import time
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
-# the protocol is spoken on the descriptors 3 and 4
+# Chromium uses the descriptors 3 and 4 for the protocol
 LAUNCH = """
 import os, sys
 commands, answers = (os.dup(os.dup(int(number))) for number in sys.argv[1:3])
@@ -41,17 +41,17 @@ MEASURE = """(() => {
 
 
 def find_chromium():
-    """Where one is, or None."""
+    """Return the path of an installed Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One Chromium with one tab; use it in a `with`."""
+    """A Chromium process with one tab, as a context manager."""
 
     def __init__(self, directory):
         self.directory = directory
-        self.said = []  # whatever the console of the tab says
-        self.fetched = []  # every address that the tab asks for
+        self.said = []  # messages on the console of the tab
+        self.fetched = []  # every URL that the tab requests
         self._waiting, self._number, self._answers, self._events = b"", 0, {}, []
 
     def __enter__(self):
@@ -71,7 +71,7 @@ class Browser:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "HOME": str(self.directory)},
-                start_new_session=True,  # a group of its own, so that all of it can be ended
+                start_new_session=True,  # a separate process group, to kill all of it
             )
         os.close(commands)
         os.close(answers)
@@ -101,7 +101,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def open(self, path, *, width=1200, dark=False):
-        """Load a page in a window of this width, and measure what is on it."""
+        """Load a page in a window of this width and return its measurements."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.call(
@@ -113,17 +113,17 @@ class Browser:
         return self.evaluate(MEASURE)
 
     def evaluate(self, script):
-        """The value of an expression, in the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"]["value"]
+        """Return the value of a JavaScript expression in the page."""
+        response = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in response, response["exceptionDetails"]
+        return response["result"]["value"]
 
     def printed(self):
-        """The page as a PDF, in base64."""
+        """Return the page as a PDF, in base64."""
         return self.call("Page.printToPDF")["data"]
 
     def call(self, method, **parameters):
-        """Ask, and wait for the answer."""
+        """Call a DevTools method and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -136,18 +136,18 @@ class Browser:
         return answer["result"]
 
     def _wait(self, arrived):
-        until = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not arrived():
-            ready, _, _ = select.select([self._in], [], [], max(0, until - time.monotonic()))
+            ready, _, _ = select.select([self._in], [], [], max(0, deadline - time.monotonic()))
             chunk = os.read(self._in, 2**20) if ready else b""
             if not chunk:
                 log = (self.directory / "chromium.txt").read_text(errors="replace")[-2000:]
-                raise AssertionError(f"Chromium says nothing more:\n{log}")
+                raise AssertionError(f"Chromium does not respond:\n{log}")
             *messages, self._waiting = (self._waiting + chunk).split(b"\0")
             for message in messages:
-                self._take(json.loads(message))
+                self._handle(json.loads(message))
 
-    def _take(self, message):
+    def _handle(self, message):
         if "id" in message:
             self._answers[message["id"]] = message
             return

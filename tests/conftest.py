@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny model directory with a tokenizer, and the real model from the cache."""
+"""Shared fixtures: a tiny model with a tokenizer, and SmolLM2 from the cache."""
 
 import os
 
@@ -18,21 +18,21 @@ from hypothesis import settings
 
 from tiny import write_tiny_model
 
-# a busy machine makes every example slow: no test compares timings
+# no deadline: examples are slow on a busy machine
 settings.register_profile("whet", deadline=None)
 settings.load_profile("whet")
 
-if "WHET_TOKENS" not in os.environ:  # token stores of the tests, and of the processes they start
+if "WHET_TOKENS" not in os.environ:  # for the tests and their subprocesses
     os.environ["WHET_TOKENS"] = tempfile.mkdtemp(prefix="whet-tokens-")
     atexit.register(shutil.rmtree, os.environ["WHET_TOKENS"], ignore_errors=True)
 
-# started by nohup or in the background, these are ignored, also in the processes that tests start and signal
+# nohup and background jobs ignore these signals, which subprocesses inherit, but tests send them
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # several workers with several threads each wait for one another
+    torch.set_num_threads(1)  # several threads per worker would compete for cores
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def tiny_directory(tmp_path_factory):
 
 @pytest.fixture
 def tiny(tiny_directory):
-    """The tiny model and its tokenizer, fresh."""
+    """A new instance of the tiny model, and its tokenizer."""
     import whet
 
     return whet.load(tiny_directory, dtype=torch.float32, device="cpu")
@@ -53,7 +53,7 @@ def tiny(tiny_directory):
 
 @pytest.fixture
 def static_steps(monkeypatch):
-    """Generation by the fixed-shape steps that CUDA graphs record, here run as they are."""
+    """Generate with the fixed-shape steps of CUDA graphs, without recording a graph."""
     from whet.generation import engine
     from whet.generation.cuda_graph import StaticDecodeBatch
     from whet.generation.decode_batch import DecodeBatch
@@ -67,14 +67,14 @@ def static_steps(monkeypatch):
 
 @pytest.fixture(scope="session")
 def smollm2_directory():
-    """SmolLM2-135M-Instruct from whet's cache, where `make test` puts it before the tests start."""
+    """SmolLM2-135M-Instruct from whet's cache, which `make test` fills before the tests."""
     from whet.model_io.hub import resolve
 
     return resolve("smollm2-135m-instruct")
 
 
 def pytest_collection_modifyitems(items):
-    """8-bit AdamW is an extra: where bitsandbytes is not installed, what needs it is skipped."""
+    """Skip the tests of 8-bit AdamW if bitsandbytes is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         skip = pytest.mark.skip(reason="bitsandbytes is not installed")
         for item in items:

@@ -1,4 +1,4 @@
-"""whet.train, resume, evaluate and export, as Python programs call them; and the public names."""
+"""The Python API: whet.train, resume, evaluate and export, and the public names."""
 
 import io
 import json
@@ -27,18 +27,18 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def forget_logging(monkeypatch):
-    """Called in a test, gives Python's logging as a new process has it: pytest and others add handlers."""
+def reset_logging(monkeypatch):
+    """A function that resets Python's logging to its initial state, without the handlers of pytest."""
     level = LOG.level
 
-    def forget():
+    def reset():
         monkeypatch.setattr(logging.root, "handlers", [])
         monkeypatch.setattr(LOG, "handlers", [])
         monkeypatch.setattr(LOG, "propagate", True)
         LOG.setLevel(logging.NOTSET)
         logging.getLogger("whet.progress").setLevel(logging.NOTSET)
 
-    yield forget
+    yield reset
     LOG.setLevel(level)
 
 
@@ -50,9 +50,9 @@ def run(tiny_directory, tmp_path_factory):
 # --- train and resume
 
 
-def test_training_logs_to_standard_error(tiny_directory, tmp_path, forget_logging, capsys):
-    forget_logging()
-    config = run_config(tiny_directory, tmp_path, run={"name": "x" * 200})  # no line is wrapped
+def test_training_logs_to_standard_error(tiny_directory, tmp_path, reset_logging, capsys):
+    reset_logging()
+    config = run_config(tiny_directory, tmp_path, run={"name": "x" * 200})  # long lines must not be wrapped
     result = whet.train(config)
     out, err = capsys.readouterr()
     assert out == ""
@@ -63,20 +63,20 @@ def test_training_logs_to_standard_error(tiny_directory, tmp_path, forget_loggin
     ]  # fmt: skip
     assert sum("eval loss" in line for line in lines) == 2
     assert any(line.startswith("steps: 4, each of") for line in lines)
-    assert (LOG.handlers, LOG.level) == ([], logging.NOTSET), "as before"
-    kept = (result.directory / LOG_FILE).read_text()
-    assert "steps: 4, each of" in kept
-    assert "step 1/4" not in kept, "metrics.jsonl has these"
+    assert (LOG.handlers, LOG.level) == ([], logging.NOTSET), "logging is restored"
+    log_text = (result.directory / LOG_FILE).read_text()
+    assert "steps: 4, each of" in log_text
+    assert "step 1/4" not in log_text, "metrics.jsonl has these"
 
 
-def test_verbose_0_is_silent(tiny_directory, tmp_path, forget_logging, capsys):
-    forget_logging()
+def test_verbose_0_is_silent(tiny_directory, tmp_path, reset_logging, capsys):
+    reset_logging()
     whet.train(run_config(tiny_directory, tmp_path), verbose=0)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_stopped_run_is_resumed_with_the_same_lines(tiny_directory, tmp_path, forget_logging, capsys):
-    forget_logging()
+def test_resume_logs_the_remaining_steps(tiny_directory, tmp_path, reset_logging, capsys):
+    reset_logging()
 
     class Stop(whet.Callback):
         def on_step_end(self, step, metrics):
@@ -95,11 +95,11 @@ def test_a_stopped_run_is_resumed_with_the_same_lines(tiny_directory, tmp_path, 
 
 @pytest.mark.parametrize(("level", "lines"), [(logging.INFO, 4), (logging.WARNING, 0)])
 @pytest.mark.parametrize("name", ["whet", None], ids=["whet", "root"])
-def test_configured_logging_is_respected(
-    tiny_directory, tmp_path, forget_logging, capsys, name, level, lines
+def test_existing_logging_handlers_are_used(
+    tiny_directory, tmp_path, reset_logging, capsys, name, level, lines
 ):
-    """Lines go to the user's handlers alone, and only those that the user's level lets through."""
-    forget_logging()
+    """Log lines only go to the user's handlers, filtered by the user's level."""
+    reset_logging()
     stream = io.StringIO()
     logger = logging.getLogger(name)
     before = logger.level
@@ -115,29 +115,29 @@ def test_configured_logging_is_respected(
     assert "steps: 4, each of" in (result.directory / LOG_FILE).read_text(), "log.txt has them anyway"
 
 
-def test_a_level_of_the_logger_counts_without_a_handler(tiny_directory, tmp_path, forget_logging, capsys):
-    forget_logging()
+def test_logger_level_applies_without_a_handler(tiny_directory, tmp_path, reset_logging, capsys):
+    reset_logging()
     LOG.setLevel(logging.ERROR)
     whet.train(run_config(tiny_directory, tmp_path))
     assert capsys.readouterr() == ("", "")
     assert LOG.level == logging.ERROR
 
 
-def test_a_terminal_gets_a_bar(tiny_directory, tmp_path, forget_logging, monkeypatch):
-    forget_logging()
+def test_terminal_shows_a_progress_bar(tiny_directory, tmp_path, reset_logging, monkeypatch):
+    reset_logging()
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     whet.train(run_config(tiny_directory, tmp_path))
-    shown = terminal.getvalue()
-    assert "4/4" in shown
-    assert "step 4/4  loss" not in shown
-    assert shown.count("steps: 4, each of") == 1
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0, "the cursor is back"
+    output = terminal.getvalue()
+    assert "4/4" in output
+    assert "step 4/4  loss" not in output
+    assert output.count("steps: 4, each of") == 1
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") > 0, "the cursor is shown again"
 
 
-def test_nothing_stays_after_an_error(tiny_directory, tmp_path, forget_logging, capsys):
-    forget_logging()
+def test_logging_is_restored_after_an_error(tiny_directory, tmp_path, reset_logging, capsys):
+    reset_logging()
 
     class Fail(whet.Callback):
         def on_step_end(self, step, metrics):
@@ -151,14 +151,14 @@ def test_nothing_stays_after_an_error(tiny_directory, tmp_path, forget_logging, 
     assert "step 1/4  loss" in capsys.readouterr().err
 
 
-def test_only_the_first_process_shows_a_run(monkeypatch, forget_logging):
-    forget_logging()
-    from whet.api import _shown
+def test_only_rank_0_shows_progress(monkeypatch, reset_logging):
+    reset_logging()
+    from whet.api import _progress_output
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, callbacks in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
-        with _shown(1) as progress:
+        with _progress_output(1) as progress:
             assert (len(progress), len(LOG.handlers)) == (callbacks, callbacks)
 
 
@@ -173,7 +173,7 @@ def texts(tmp_path):
     return path, [row["text"] for row in rows]
 
 
-def test_the_loss_is_that_of_transformers(tiny_directory, texts):
+def test_loss_matches_transformers(tiny_directory, texts):
     path, rows = texts
     model = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(tiny_directory)
@@ -190,20 +190,20 @@ def test_the_loss_is_that_of_transformers(tiny_directory, texts):
     assert not any(name.startswith("exact_match") for name in metrics)
 
 
-def test_a_run_a_name_and_a_loaded_model_evaluate_alike(run, texts):
+def test_run_directory_and_loaded_model_give_the_same_loss(run, texts):
     path, _ = texts
     model, tokenizer = whet.load(run.directory)
-    by_run = whet.evaluate(run.directory, path)
-    others = [
+    expected = whet.evaluate(run.directory, path)
+    results = [
         whet.evaluate(str(run.directory / "final"), str(path)),
         whet.evaluate((model, tokenizer), path),
         whet.evaluate(model, path, tokenizer=tokenizer),
     ]
-    assert [other["eval_loss"] for other in others] == [by_run["eval_loss"]] * 3
+    assert [result["eval_loss"] for result in results] == [expected["eval_loss"]] * 3
 
 
-def test_answers_are_generated_on_demand(run, caplog):
-    seen = []
+def test_generate_reports_exact_match_and_samples(run, caplog):
+    calls = []
     with caplog.at_level(logging.INFO, "whet"):
         metrics = whet.evaluate(
             run.directory,
@@ -211,50 +211,50 @@ def test_answers_are_generated_on_demand(run, caplog):
             generate=True,
             samples=2,
             max_tokens=4,
-            progress=lambda *counts: seen.append(counts),
+            progress=lambda *counts: calls.append(counts),
         )
     assert 0 <= metrics["exact_match"] <= 1
-    assert (seen[0], seen[-1]) == ((0, 4), (4, 4))
+    assert (calls[0], calls[-1]) == ((0, 4), (4, 4))
     assert caplog.text.count("expected  ") == 2
 
 
-def test_a_classifier_gives_its_report(tiny_directory, tmp_path):
+def test_evaluating_a_classifier_returns_its_report(tiny_directory, tmp_path):
     classifier = whet.Classifier.load(tiny_directory, classes=["no", "yes"], device="cpu", precision="fp32")
     rows = [{"input": "wet", "label": "yes"}, {"input": "dry", "label": "no"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     classifier.save(tmp_path / "saved")
-    by_hand = classifier.evaluate(rows)
-    for given in (classifier, tmp_path / "saved", str(tmp_path / "saved")):
-        report = whet.evaluate(given, tmp_path / "rows.jsonl")
-        assert (report["accuracy"], report["f1_macro"]) == (by_hand["accuracy"], by_hand["f1_macro"])
+    expected = classifier.evaluate(rows)
+    for model in (classifier, tmp_path / "saved", str(tmp_path / "saved")):
+        report = whet.evaluate(model, tmp_path / "rows.jsonl")
+        assert (report["accuracy"], report["f1_macro"]) == (expected["accuracy"], expected["f1_macro"])
 
 
-def test_what_cannot_be_evaluated_says_so(tiny, texts):
+def test_evaluate_rejects_invalid_arguments(tiny, texts):
     path, _ = texts
     with pytest.raises(DataError, match="the model has no tokenizer") as error:
         whet.evaluate(tiny[0], path)
     assert "tokenizer=" in error.value.hint
     with pytest.raises(DataError, match="nowhere"):
         whet.evaluate("no-such-model", "nowhere.jsonl")
-    for wrong in ({"max_length": 1}, {"max_tokens": 0}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            whet.evaluate(tiny, path, **wrong)
+    for invalid in ({"max_length": 1}, {"max_tokens": 0}):
+        with pytest.raises(ConfigError, match=next(iter(invalid))):
+            whet.evaluate(tiny, path, **invalid)
 
 
 # --- export
 
 
-def test_an_export_is_the_model_in_transformers(run, tmp_path):
+def test_exported_model_matches_in_transformers(run, tmp_path):
     path = whet.export(run.directory, output=tmp_path / "hf", check=True)
     assert path == tmp_path / "hf"
     model, tokenizer = whet.load(run.directory, dtype=torch.float32, device="cpu")
     tokens = torch.tensor([tokenizer("Dim the lamp")["input_ids"]])
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(exported(tokens).logits, model(tokens), atol=2e-4, rtol=1e-3)
 
 
-def test_a_run_keeps_its_exports(run, tmp_path):
+def test_exports_go_to_the_run_directory_by_default(run, tmp_path):
     assert whet.export(run.directory, to="peft") == run.directory / "export" / "peft"
     path = whet.export(run.directory, to="gguf", gguf_type="q8_0", output=tmp_path / "model.gguf")
     assert path.read_bytes()[:4] == b"GGUF"
@@ -262,7 +262,7 @@ def test_a_run_keeps_its_exports(run, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16
 
 
-def test_what_cannot_be_exported_says_so(run, tmp_path, monkeypatch):
+def test_export_rejects_invalid_arguments(run, tmp_path, monkeypatch):
     for message, keys in {
         "unknown format 'onnx'": {"to": "onnx"},
         "--type is for --to gguf": {"gguf_type": "f16"},
@@ -281,7 +281,7 @@ def test_what_cannot_be_exported_says_so(run, tmp_path, monkeypatch):
 # --- names
 
 
-def test_the_public_names_are_there():
+def test_public_names_exist():
     functions = "train resume plan evaluate export load save generate complete attach_lora load_adapter save_adapter merge"
     classes = "RunConfig RunResult Trainer Objective Loss Callback Classifier"
     modules = "callbacks data optim rl ops merging errors"

@@ -1,9 +1,9 @@
-"""What the documentation shows works: its configs, Python, commands, links, and the table of every key.
+"""The documentation is correct: its configs, Python code, commands and links work, and it lists every config key.
 
-A fenced block says what it is: `yaml` (a whole config), `yaml fragment` (some sections of one), `python` (run, page by
-page, from top to bottom), `bash` (its whet and make commands are parsed). A second word with a dot, as in
-`jsonl train.jsonl`, names a file that the page's Python finds. `python tests/test_docs.py` prints the tables for
-docs/config.md.
+The first word of a fenced block is its type: `yaml` (a complete config), `yaml fragment` (some sections of one), `python`
+(run from top to bottom of a page), `bash` (the whet and make commands are parsed). A second word with a dot, as in
+`jsonl train.jsonl`, is the name of a file to write for the page's Python code. `python tests/test_docs.py` prints the
+tables of docs/config.md.
 """
 
 import contextlib
@@ -52,18 +52,18 @@ class Fence(NamedTuple):
 
 
 def fences(page):
-    """The fenced blocks of a page."""
-    found, info, start, lines = [], None, 0, []
+    """Return the fenced blocks of a page."""
+    blocks_of_page, info, start, lines = [], None, 0, []
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         if not line.startswith("```"):
             lines.append(line)
         elif info is None:
             info, start, lines = line.removeprefix("```").split(), number, []
         else:
-            found.append(Fence(page, start, info, "\n".join(lines) + "\n"))
+            blocks_of_page.append(Fence(page, start, info, "\n".join(lines) + "\n"))
             info = None
-    assert info is None, f"{page}:{start}: the block has no end"
-    return found
+    assert info is None, f"{page}:{start}: the block is not closed"
+    return blocks_of_page
 
 
 def blocks(kind):
@@ -71,19 +71,19 @@ def blocks(kind):
 
 
 def over_base(sections):
-    """A complete config: some sections of one over the smallest there is."""
+    """Return a complete config: the given sections merged into a minimal config."""
     config = dict(BASE)
     for name, keys in sections.items():
-        both = isinstance(keys, dict) and isinstance(config.get(name, {}), dict)
-        config[name] = {**config.get(name, {}), **keys} if both else keys
-    run = config["run"]  # a fragment that counts epochs or tokens does so instead of the base
-    for given, instead in (("epochs", "steps"), ("batch_tokens", "batch_size")):
-        if given in run:
-            config["run"] = run = {key: value for key, value in run.items() if key != instead}
+        mergeable = isinstance(keys, dict) and isinstance(config.get(name, {}), dict)
+        config[name] = {**config.get(name, {}), **keys} if mergeable else keys
+    run = config["run"]  # epochs or tokens in a fragment replace the steps or examples of the base
+    for key, replaced in (("epochs", "steps"), ("batch_tokens", "batch_size")):
+        if key in run:
+            config["run"] = run = {name: value for name, value in run.items() if name != replaced}
     return config
 
 
-def test_there_are_pages_with_blocks_of_every_kind():
+def test_docs_have_blocks_of_every_type():
     assert all(blocks(kind) for kind in ("yaml", "python", "bash"))
 
 
@@ -106,8 +106,8 @@ PACKED = {
 
 
 @pytest.mark.parametrize(("word", "keys"), list(PACKED.items()))
-def test_packed_rows_of_other_tools_become_tokens(word, keys, tmp_path):
-    """A batch size of theirs counts rows that are full; whet's own counts examples."""
+def test_packed_batch_size_of_other_tools_maps_to_batch_tokens(word, keys, tmp_path):
+    """With packing, their batch size counts full rows, while whet's counts examples."""
     page = fences(ROOT / "docs" / "coming-from.md")
     [(theirs, ours)] = [pair for pair in itertools.pairwise(page) if word in pair[0].text]
     numbers = [int(re.search(rf"{key}(\d+)", theirs.text)[1]) for key in keys]
@@ -127,12 +127,12 @@ def test_python_runs(page, tmp_path, monkeypatch, tiny_directory):
         if len(fence.info) > 1 and "." in fence.info[1]:
             (tmp_path / fence.info[1]).write_text(text)
         if fence.info == ["python"]:
-            # blank lines in front, so that a traceback names the line of the page
+            # blank lines in front make a traceback show the line of the page
             exec(compile("\n" * fence.line + text, str(page), "exec"), namespace)
 
 
 def shell_lines():
-    """Each command of the bash blocks, as words: variables in front and what a pipe does with it left out."""
+    """Yield each command of the bash blocks as words, without leading variables and pipes."""
     for fence in blocks("bash"):
         for line in fence.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -144,9 +144,9 @@ def shell_lines():
                 yield pytest.param(words, id=f"{fence}-{'-'.join(words)[:40]}")
 
 
-def test_whet_and_make_are_shown():
-    shown = {Path(line.values[0][0]).name for line in shell_lines()}
-    assert {"whet", "make", "pip"} <= shown
+def test_docs_show_whet_make_and_pip():
+    programs = {Path(line.values[0][0]).name for line in shell_lines()}
+    assert {"whet", "make", "pip"} <= programs
 
 
 @pytest.mark.parametrize("words", list(shell_lines()))
@@ -163,7 +163,7 @@ def test_commands_exist(words, tmp_path):
 
 
 def check_whet(arguments, tmp_path):
-    """Command, arguments and options exist, and the overrides give a valid config; nothing is run."""
+    """Check that command, arguments and options exist and the overrides are valid, without running it."""
     group = typer.main.get_command(app)
     with contextlib.suppress(typer.Exit):  # --help prints and ends
         context = group.make_context("whet", list(arguments))
@@ -172,21 +172,23 @@ def check_whet(arguments, tmp_path):
         parsed = command.make_context(name, rest, parent=context)
         (tmp_path / "base.yaml").write_text(json.dumps(BASE))  # JSON is YAML
         if name == "sweep":
-            given = parsed.params
-            plan_sweep(tmp_path / "base.yaml", given["settings"], seeds=given["seeds"], draws=given["random"])
+            params = parsed.params
+            plan_sweep(
+                tmp_path / "base.yaml", params["settings"], seeds=params["seeds"], draws=params["random"]
+            )
         if overrides := parsed.params.get("overrides"):
             load_config(tmp_path / "base.yaml", overrides)
 
 
-def test_the_page_of_keys_lists_every_key_with_its_default_and_meaning():
+def test_config_page_lists_every_key_with_default_and_description():
     page = (ROOT / "docs" / "config.md").read_text()
     for table in key_tables():
-        assert table in page, f"docs/config.md lacks this; see `python tests/test_docs.py`:\n\n{table}"
+        assert table in page, f"docs/config.md lacks this table; run `python tests/test_docs.py`:\n\n{table}"
     rows = re.findall(r"^\| `([a-z0-9_.]+)` \|", page, flags=re.M)
-    assert len(rows) == sum(table.count("\n| `") for table in key_tables())  # and no key that does not exist
+    assert len(rows) == sum(table.count("\n| `") for table in key_tables())  # and no unknown keys
 
 
-def test_lists_that_read_as_complete_are():
+def test_lists_in_docs_are_complete():
     pages = {page.stem: page.read_text() for page in PAGES}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [name for name in GENERATORS if f"`synth:{name}`" not in pages["data"]] == []
@@ -197,21 +199,21 @@ def test_lists_that_read_as_complete_are():
 
 
 def key_tables():
-    """A table for each section of a config, from the sections themselves."""
+    """Yield a table for each config section, generated from its class."""
     yield table("Top level", {"model": RunConfig.model_fields["model"]}, "The model to train.")
     yield from section_tables("model", Preset)
     yield from section_tables("model", Quality, title="`model` (quality)")
     for name, field in RunConfig.model_fields.items():
         if name == "objective":
             for section in sections_of(field.annotation):
-                kinds = ", ".join(get_args(section.model_fields["kind"].annotation)) or "your own"
+                kinds = ", ".join(get_args(section.model_fields["kind"].annotation)) or "custom"
                 yield from section_tables(name, section, title=f"`{name}` ({kinds})")
         elif name != "model":
             yield from section_tables(name, field.annotation)
 
 
 def sections_of(kind):
-    """The sections of a union, which may hold another one."""
+    """Return the sections of a union, including nested unions."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind]
     return [section for inner in get_args(kind) for section in sections_of(inner)]
@@ -220,22 +222,26 @@ def sections_of(kind):
 def section_tables(name, section, title=None):
     keys = {f"{name}.{field.alias or key}": field for key, field in section.model_fields.items()}
     yield table(title or f"`{name}`", keys, section.__doc__)
-    if section is Part:  # what it has is described where a run has it
+    if section is Part:  # its subsections are those of a run, which have their own tables
         return
     for key, field in keys.items():
         for kind in get_args(field.annotation):
-            inner = (get_args(kind) or (kind,))[-1]  # what a list holds
+            inner = (get_args(kind) or (kind,))[-1]  # the item type of a list
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from section_tables(key, inner)
 
 
-def table(title, fields, meaning):
+def table(title, fields, description):
     rows = [
         f"| `{key}` | {values(field.annotation, field.metadata)} | {default(field)} | {field.description} |"
         for key, field in fields.items()
     ]
     return "\n".join(
-        [f"### {title}\n\n{meaning}\n\n| key | values | default | meaning |", "|---|---|---|---|", *rows]
+        [
+            f"### {title}\n\n{description}\n\n| key | values | default | description |",
+            "|---|---|---|---|",
+            *rows,
+        ]
     )
 
 
@@ -244,7 +250,7 @@ def default(field):
 
 
 def values(kind, limits=()):
-    """What may be given, in words."""
+    """Return the accepted values of a type, in words."""
     if get_origin(kind) is Annotated:
         kind, *limits = get_args(kind)
     if get_origin(kind) is Literal:
@@ -252,22 +258,22 @@ def values(kind, limits=()):
     if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(dict.fromkeys(values(inner, limits) for inner in get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return "a section"
+        return "section"
     if get_origin(kind) is dict:
         inner = values(get_args(kind)[1])
-        return "sections by name" if inner == "a section" else f"{inner}, by name"
+        return "mapping of sections" if inner == "section" else f"mapping to {inner}"
     if kind is Any:
         return "any value"
-    names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", type(None): "`null`"}
+    names = {int: "integer", float: "number", str: "string", bool: "`true`, `false`", type(None): "`null`"}
     if get_origin(kind) is list:
-        several = {
-            "whole number": "list of whole numbers",
-            "text": "list of texts",
+        plurals = {
+            "integer": "list of integers",
+            "string": "list of strings",
             "number": "list of numbers",
-            "a section": "list of sections",
+            "section": "list of sections",
         }
         inner = values(*get_args(kind))
-        return several.get(inner, f"list of {inner}")
+        return plurals.get(inner, f"list of {inner}")
     if get_origin(kind) is tuple:
         return "two numbers" + bounds(get_args(get_args(kind)[0])[1:])
     return names[kind] + (bounds(limits) if kind in (int, float) else "")
@@ -276,13 +282,13 @@ def values(kind, limits=()):
 def bounds(limits):
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     flat = [inner for limit in limits for inner in getattr(limit, "metadata", [limit])]
-    found = [
+    conditions = [
         f"{sign} {getattr(limit, name)}"
         for limit in flat
         for name, sign in signs.items()
         if hasattr(limit, name)
     ]
-    return " " + " and ".join(found) if found else ""
+    return " " + " and ".join(conditions) if conditions else ""
 
 
 def links():
@@ -294,12 +300,12 @@ def links():
 
 
 @pytest.mark.parametrize(("page", "target"), list(links()))
-def test_links_lead_somewhere(page, target):
+def test_links_are_valid(page, target):
     path, _, anchor = target.partition("#")
-    found = page.parent / path if path else page
-    assert found.exists()
+    linked = page.parent / path if path else page
+    assert linked.exists()
     if anchor:
-        headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.M)
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.M)
         assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 

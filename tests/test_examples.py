@@ -1,4 +1,4 @@
-"""Every example runs: configs are valid, and the demo does what it says, on a model small enough to test with."""
+"""Every example works: configs are valid and short runs on a tiny model succeed."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def test_configs_are_valid(path):
     load_config(path)
 
 
-def test_the_demo_runs_twice_and_says_how_to_go_on(tiny_directory, tmp_path, monkeypatch, capsys):
+def test_demo_runs_twice_and_suggests_next_steps(tiny_directory, tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
@@ -35,15 +35,15 @@ def test_the_demo_runs_twice_and_says_how_to_go_on(tiny_directory, tmp_path, mon
     monkeypatch.setattr(demo, "TEST", "synth:house-test:10")
     for directory in ("demo", "demo-2"):
         demo.main()
-        said = capsys.readouterr().out
-        assert said.count("exact match on 10 test commands") == 2
-        assert f"whet chat {tmp_path}/runs/{directory}" in said
+        output = capsys.readouterr().out
+        assert output.count("exact match on 10 test commands") == 2
+        assert f"whet chat {tmp_path}/runs/{directory}" in output
         assert (tmp_path / "runs" / directory / "final" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["house-styles", "dpo-house", "distrust", "distill-nano", "mix-sft-dpo"])
-def test_the_objective_examples_run(name, tmp_path, tiny_directory):
-    """On a tiny model, two steps each."""
+def test_objective_examples_run(name, tmp_path, tiny_directory):
+    """Run two steps of each on a tiny model."""
     config = load_config(EXAMPLES / f"{name}.yaml").model_dump(mode="json", by_alias=True)
     if name == "distill-nano":
         config["model"] |= {"tokenizer": str(tiny_directory), "vocab_size": 260}
@@ -54,7 +54,7 @@ def test_the_objective_examples_run(name, tmp_path, tiny_directory):
     assert whet.train(config).steps == 2
 
 
-def test_the_quality_examples_run(tmp_path, monkeypatch):
+def test_quality_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     create_ledgers(tmp_path / "ledgers", 60)
     for name in ("quality-nano", "quality-ledgers"):
@@ -75,8 +75,8 @@ def write_corpus(directory):
         (directory / f"{split}.txt").write_text("\n".join(lines))
 
 
-def test_the_pretraining_examples_run(tmp_path, monkeypatch):
-    """Their own text, tokenizer and shape where those are small enough, a few steps of it."""
+def test_pretraining_examples_run(tmp_path, monkeypatch):
+    """Run a few steps of each, with smaller models and data if needed."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "corpus")
     small = [
@@ -106,50 +106,50 @@ def test_the_pretraining_examples_run(tmp_path, monkeypatch):
         assert isinstance(whet.generate(model, tokenizer, "The", max_tokens=3), str)
 
 
-def test_the_probes_example_runs(tmp_path):
-    """Its probes and samples, more often than it says and for fewer steps."""
-    often = [
+def test_probes_example_runs(tmp_path):
+    """Run its probes and samples more often and for fewer steps."""
+    intervals = [
         f"log.probes.{name}=2"
         for name in ("gradients", "weights", "activations", "attention", "noise", "rank")
     ]
     small = ["run.steps=4", "run.batch_tokens=512", "run.device=cpu", "eval.every=2", "eval.batches=1"]
     config = load_config(
-        EXAMPLES / "probes-nano.yaml", [*small, *often, f"run.dir={tmp_path}", "log.samples.max_tokens=4"]
+        EXAMPLES / "probes-nano.yaml", [*small, *intervals, f"run.dir={tmp_path}", "log.samples.max_tokens=4"]
     )
     result = whet.train(config)
-    found = [row for row in result.history if "probe_s" in row]
-    assert [row["step"] for row in found] == [2, 4]
-    assert all(len(row["exp_grad_norm_layer"]) == 4 for row in found)
+    probed = [row for row in result.history if "probe_s" in row]
+    assert [row["step"] for row in probed] == [2, 4]
+    assert all(len(row["exp_grad_norm_layer"]) == 4 for row in probed)
     samples = [json.loads(line) for line in (result.directory / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in samples] == [0, 0, 4, 4]
 
 
 def witten_bell(train, test, order):
-    """Bits per byte of an n-gram model with contexts of up to `order` bytes, interpolated by Witten and Bell's rule."""
+    """Return the bits per byte of an n-gram model with up to `order` bytes of context and Witten-Bell smoothing."""
     counts = [defaultdict(Counter) for _ in range(order + 1)]
-    for place, byte in enumerate(train):
-        for size in range(min(order, place) + 1):
-            counts[size][train[place - size : place]][byte] += 1
-    both, bits = train[-order:] + test, 0.0
-    for place in range(order, len(both)):
-        chance = 1 / 256
+    for position, byte in enumerate(train):
+        for size in range(min(order, position) + 1):
+            counts[size][train[position - size : position]][byte] += 1
+    text, bits = train[-order:] + test, 0.0
+    for position in range(order, len(text)):
+        probability = 1 / 256
         for size in range(order + 1):
-            seen = counts[size].get(both[place - size : place])
-            if seen is None:
+            following = counts[size].get(text[position - size : position])
+            if following is None:
                 break
-            total, kinds = sum(seen.values()), len(seen)
-            chance = (seen[both[place]] + kinds * chance) / (total + kinds)
-        bits -= math.log2(chance)
+            total, distinct = sum(following.values()), len(following)
+            probability = (following[text[position]] + distinct * probability) / (total + distinct)
+        bits -= math.log2(probability)
     return bits / len(test)
 
 
 @pytest.mark.slow
-def test_the_nano_model_beats_an_n_gram_model_of_the_same_text(tmp_path):
+def test_nano_model_beats_an_n_gram_model(tmp_path):
     started = time.perf_counter()
     result = whet.train(load_config(EXAMPLES / "pretrain-nano.yaml", [f"run.dir={tmp_path}"]))
     seconds = time.perf_counter() - started
     train, test = (generate(f"synth:python-topics{part}")[0]["text"].encode() for part in ("", "-valid"))
-    rival = min(witten_bell(train, test, order) for order in (4, 5))
-    found = result.metrics["eval_bits_per_byte"]
-    print(f"nano {found:.3f} bits per byte in {seconds:.0f} s, n-gram {rival:.3f}")
-    assert found < rival - 0.05
+    baseline = min(witten_bell(train, test, order) for order in (4, 5))
+    bits_per_byte = result.metrics["eval_bits_per_byte"]
+    print(f"nano {bits_per_byte:.3f} bits per byte in {seconds:.0f} s, n-gram {baseline:.3f}")
+    assert bits_per_byte < baseline - 0.05

@@ -1,4 +1,4 @@
-"""The examples of GRPO: they run, and the sums reach what they promise."""
+"""The GRPO examples run, and grpo-sums reaches its documented accuracy."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def train(name, directory, *overrides):
     return whet.train(load_config(EXAMPLES / f"{name}.yaml", [f"run.dir={directory}", *overrides]))
 
 
-def test_the_sums_run(tmp_path):
+def test_sums_examples_run(tmp_path):
     train("grpo-sums-sft", tmp_path, "run.steps=2", "data.valid=synth:sums-valid:4")
     base = f"model={tmp_path}/grpo-sums-sft"
     result = train(
@@ -24,7 +24,7 @@ def test_the_sums_run(tmp_path):
     assert 0 <= result.metrics["exact_match"] <= 1
 
 
-def test_the_house_runs(tmp_path, tiny_directory):
+def test_house_examples_run(tmp_path, tiny_directory):
     small = ["run.device=cpu", "run.precision=fp32", "data.valid=synth:house-valid:2"]
     train("grpo-house-sft", tmp_path, f"model={tiny_directory}", "run.steps=2", *small)
     base = f"model={tmp_path}/grpo-house-sft"
@@ -40,7 +40,7 @@ def test_the_house_runs(tmp_path, tiny_directory):
 
 
 @pytest.mark.slow
-def test_the_sums_go_from_about_half_to_nine_in_ten(tmp_path):
+def test_grpo_raises_exact_match_on_sums(tmp_path):
     before = train("grpo-sums-sft", tmp_path)
     assert 0.35 < before.metrics["exact_match"] < 0.7
     after = train("grpo-sums", tmp_path, f"model={tmp_path}/grpo-sums-sft")

@@ -1,4 +1,4 @@
-"""Peak rates of devices: the table, how drivers' names lead to it, and the measurement."""
+"""Peak performance of devices: the table, matching of driver names, and the measurement."""
 
 import re
 
@@ -13,7 +13,7 @@ from whet.hardware import CHIPS, chip_called, driver_name, find_peak, measured_p
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("reported", "name"),
     [
         ("Tesla V100-SXM2-16GB", "v100"),
         ("Tesla V100-PCIE-32GB", "v100-pcie"),
@@ -51,12 +51,12 @@ from whet.hardware import CHIPS, chip_called, driver_name, find_peak, measured_p
         ("Apple M4", "m4"),
     ],
 )
-def test_a_drivers_name_leads_to_its_chip(said, name):
-    assert chip_called(said).name == name
+def test_driver_name_matches_its_chip(reported, name):
+    assert chip_called(reported).name == name
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reported",
     [
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA GeForce RTX 5090 D",
@@ -71,11 +71,11 @@ def test_a_drivers_name_leads_to_its_chip(said, name):
         "x86_64",
     ],
 )
-def test_another_chip_is_not_taken_for_one_of_the_table(said):
-    assert chip_called(said) is None
+def test_unknown_chips_do_not_match(reported):
+    assert chip_called(reported) is None
 
 
-def test_the_table_is_whole():
+def test_table_is_consistent():
     assert len({chip.name for chip in CHIPS}) == len(CHIPS)
     for chip in CHIPS:
         assert 0 < chip.fp32_tflops <= chip.half_tflops
@@ -84,13 +84,13 @@ def test_the_table_is_whole():
         assert named_chip(chip.name.upper().replace("-", " ")) is chip
 
 
-def test_an_unknown_name_gets_its_neighbour():
+def test_unknown_name_suggests_a_similar_one():
     with pytest.raises(ConfigError, match="unknown device 'h10'") as caught:
         named_chip("h10")
     assert "h100" in caught.value.hint
 
 
-def test_a_cpu_is_measured_once():
+def test_cpu_is_measured_once():
     cpu = torch.device("cpu")
     before = torch.get_rng_state()
     peak = find_peak(cpu)
@@ -102,42 +102,42 @@ def test_a_cpu_is_measured_once():
     assert driver_name(cpu)
 
 
-def test_the_best_of_the_repeated_measurements_counts(monkeypatch):
-    """The first call warms up; of the others, within the time allowed, the shortest is the peak."""
-    now, takes = 0.0, iter([9.0, 3.0, 1.0, 2.0, 0.5])
+def test_best_time_is_the_shortest_measurement(monkeypatch):
+    """The first call is a warmup; the result is the shortest of the calls within the time budget."""
+    now, durations = 0.0, iter([9.0, 3.0, 1.0, 2.0, 0.5])
 
     def call():
         nonlocal now
-        now += next(takes)
+        now += next(durations)
 
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: now)
     assert hardware._best_time(torch.device("cpu"), call, budget_s=6.0) == 1.0
-    assert next(takes) == 0.5, "the time was up"
+    assert next(durations) == 0.5, "the budget was used up"
 
 
-def test_a_peak_is_the_work_done_per_second(monkeypatch):
-    """Operations as torch counts them, and every byte that a copy reads and writes."""
+def test_peak_is_work_per_second(monkeypatch):
+    """FLOPs are those that torch counts, and bytes are those that a copy reads and writes."""
     work = []
 
-    def in_a_second(device, call, *, budget_s):
+    def one_second(device, call, *, budget_s):
         with FlopCounterMode(display=False) as counter:
             result = call()
         work.append(counter.get_total_flops() or 2 * result.nbytes)
         return 1.0
 
-    monkeypatch.setattr(hardware, "_best_time", in_a_second)
+    monkeypatch.setattr(hardware, "_best_time", one_second)
     peak = measured_peak.__wrapped__(torch.device("cpu"))
     assert [peak.half_tflops * 1e12, peak.fp32_tflops * 1e12] == pytest.approx(work[:2])
     assert peak.bandwidth_gb_s * 1e9 == pytest.approx(work[2])
 
 
-def test_detection_goes_by_the_dtype(monkeypatch):
+def test_detected_peak_depends_on_the_dtype(monkeypatch):
     monkeypatch.setattr("whet.hardware.driver_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("whet.hardware.choose_device", lambda _: torch.device("cuda"))
     assert whet.detect_peak_tflops("cuda", torch.bfloat16) == 989
     assert whet.detect_peak_tflops("cuda", torch.float32) == 67
 
 
-def test_a_device_that_is_not_there_has_no_peak():
+def test_unavailable_device_has_no_peak():
     assert whet.detect_peak_tflops("warp:9") is None
     assert whet.detect_peak_tflops("cpu") > 0

@@ -1,4 +1,4 @@
-"""Imports point down only, and starting up stays cheap."""
+"""Packages only import from lower layers, and startup imports little."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from whet import run_directory
 
 ROOT = Path(whet.__file__).parent
 
-# each package may import from those below it and from itself; top to bottom as in docs/architecture.md
+# a package may import from packages below it, in the order of docs/architecture.md
 LAYERS = [
     {"cli"},
     {"api"},
@@ -48,7 +48,7 @@ def package_of(path):
 
 
 def imports(path):
-    """Packages of whet that a file imports, type-checking blocks aside."""
+    """Yield the packages of whet that a file imports outside of type-checking blocks."""
     tree = ast.parse(path.read_text())
     skipped = {
         id(inner)
@@ -80,12 +80,12 @@ def test_imports_point_down(path):
 RUN_FILES = {value for value in vars(run_directory).values() if isinstance(value, str) and "." in value}
 
 
-def test_one_module_spells_the_files_of_a_run():
+def test_file_names_of_a_run_are_defined_in_one_module():
     names = {
         name for name in RUN_FILES if name.endswith((".json", ".jsonl", ".yaml", ".txt", ".html", ".png"))
     }
     assert {"metrics.jsonl", "config.yaml", "provenance.json", "samples.jsonl"} <= names
-    names -= {"state.json"}  # one of a saved dataset, too
+    names -= {"state.json"}  # also a file of saved datasets
     for path in ROOT.rglob("*.py"):
         if path.name == "run_directory.py":
             continue
@@ -101,14 +101,14 @@ def test_every_public_name_exists():
         _ = whet.lod
 
 
-def test_importing_whet_loads_nothing_heavy():
+def test_importing_whet_is_lightweight():
     heavy = "import sys, whet, whet.cli.app; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"
 
 
-def test_help_loads_little():
-    """What makes `whet --help` quick: few modules, and none of the large ones."""
+def test_help_imports_few_modules():
+    """`whet --help` is fast because it imports few modules, and no large ones."""
     script = """
 import sys
 from whet.cli import app
@@ -119,15 +119,15 @@ except SystemExit:
     large = [name for name in ("torch", "transformers", "numpy", "pydantic", "rich") if name in sys.modules]
     print(len(sys.modules), large, file=sys.stderr)
 """
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "train" in shown.stdout
-    modules, large = shown.stderr.split(maxsplit=1)
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "train" in completed.stdout
+    modules, large = completed.stderr.split(maxsplit=1)
     assert large.strip() == "[]"
     assert int(modules) < 400
 
 
-def test_a_plain_run_loads_what_it_needs(tiny_directory, tmp_path):
-    """Fine-tuning with LoRA imports no other objective, optimizer, family, probe, or generation."""
+def test_plain_run_imports_only_what_it_needs(tiny_directory, tmp_path):
+    """LoRA fine-tuning does not import other objectives, optimizers, families, probes, or generation."""
     rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -143,25 +143,25 @@ print(*(name for name, module in sys.modules.items()
         if name.startswith("whet.") and not hasattr(module, "__path__")))
 """
     command = [sys.executable, "-c", script]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    loaded = shown.stdout.split()
-    others = ("recipes.grpo", "recipes.classify", "recipes.quality", "recipes.mix", "objectives.preference")
-    others += (
+    completed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    loaded = completed.stdout.split()
+    unneeded = ("recipes.grpo", "recipes.classify", "recipes.quality", "recipes.mix", "objectives.preference")
+    unneeded += (
         "rl.",
         "studies.",
         "planning.",
-        "reporting.console",  # of a progress bar
+        "reporting.console",  # for the progress bar
         "reporting.run",
         "generation.",
         "models.families.qwen",
         "model_io.gguf",
     )
-    assert [name for name in loaded if name.removeprefix("whet.").startswith(others)] == []
+    assert [name for name in loaded if name.removeprefix("whet.").startswith(unneeded)] == []
     assert len(loaded) <= 160
 
 
 @pytest.mark.parametrize("package", ["whet", *(f"whet.{name}" for name in whet._MODULES if name != "errors")])
-def test_a_star_brings_every_public_name(package):
+def test_star_import_has_every_public_name(package):
     names = {}
     exec(f"from {package} import *", names)
     assert names.keys() - {"__builtins__"} == set(sys.modules[package]._HOME_OF)

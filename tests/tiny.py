@@ -1,4 +1,4 @@
-"""Small things to test with: a random model on disk, examples and batches of it."""
+"""Small test inputs: a random model on disk, examples and configs."""
 
 import json
 import random
@@ -20,7 +20,7 @@ SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
 def write_tokenizer(directory):
-    """Byte-level, 256 bytes and four special tokens: every text round-trips."""
+    """Write a byte-level tokenizer with 256 bytes and four special tokens, which round-trips any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,7 +32,7 @@ def write_tokenizer(directory):
 
 
 def write_tiny_model(directory, **overrides):
-    """A random llama of about 40k parameters with the tokenizer above."""
+    """Write a random llama of about 40k parameters with the tokenizer above."""
     torch.manual_seed(0)
     config = {
         "vocab_size": 260,
@@ -52,7 +52,7 @@ def write_tiny_model(directory, **overrides):
 
 
 def random_examples(count, *, seed=0, shortest=3, longest=40, vocab=260):
-    """Examples of random tokens, about half of them supervised, each with at least one."""
+    """Return examples of random tokens, about half of them supervised, at least one per example."""
     rng = random.Random(seed)
     examples = []
     for index in range(count):
@@ -66,7 +66,7 @@ def random_examples(count, *, seed=0, shortest=3, longest=40, vocab=260):
 
 
 def run_config(tiny_directory, tmp_path, **sections):
-    """A complete config of a short LoRA run on the tiny model, with some keys replaced."""
+    """Return the config of a short LoRA run on the tiny model, with some keys replaced."""
     config = {
         "model": str(tiny_directory),
         "method": {"kind": "lora", "rank": 4},
@@ -88,12 +88,12 @@ def run_config(tiny_directory, tmp_path, **sections):
 
 
 def read_records(spec):
-    """Every record of a source at once."""
+    """Return all records of a source."""
     return list(open_source(spec))
 
 
 def run_commands(*commands, cwd):
-    """Run commands of whet one after the other in one process of their own: each must succeed."""
+    """Run several whet commands in one subprocess; each must succeed."""
     script = """
 import json, sys
 from whet.cli.app import main
@@ -105,7 +105,7 @@ for arguments in json.loads(sys.argv[1]):
         assert not end.code, (arguments, end.code)
 """
     arguments = json.dumps([[str(word) for word in command] for command in commands])
-    shown = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script, arguments], capture_output=True, text=True, check=False, cwd=cwd
     )
-    assert shown.returncode == 0, shown.stderr
+    assert completed.returncode == 0, completed.stderr

@@ -1,4 +1,4 @@
-"""Small bases to adapt, and adapters whose every weight has moved."""
+"""Small base models, and adapters with non-initial weights."""
 
 import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
@@ -14,7 +14,7 @@ def tokens():
 
 
 def write_base(directory, kind, width=32):
-    """An untied model with biases: a llama, or a Granite, which goes through the bridge."""
+    """Write an untied model with biases: a llama, or a Granite, which is loaded through transformers."""
     if kind == "llama":
         write_tiny_model(
             directory,
@@ -43,7 +43,7 @@ def load_theirs(directory):
 
 
 def shake(model):
-    """Move every trained weight away from where it starts: a fresh adapter changes nothing."""
+    """Add noise to every trained weight, because a new adapter does not change the model."""
     generator = torch.Generator().manual_seed(4)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
@@ -52,5 +52,5 @@ def shake(model):
 
 
 def adapter_tensors(model):
-    """The adapter's weights under PEFT's names."""
+    """Return the adapter's weights under PEFT's names."""
     return peft_tensors(collect(model))

@@ -1,6 +1,6 @@
-"""whet sharpens language models: train, fine-tune, evaluate and use them, exactly.
+"""whet trains, fine-tunes, evaluates and runs language models.
 
-Everything below is imported when it is first used, so that `import whet` and `whet --help` stay quick.
+Public names are imported on first use, which keeps `import whet` and `whet --help` fast.
 """
 
 import importlib
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora", "merge"),
     "api": ("evaluate", "export", "resume", "train"),
@@ -114,7 +114,7 @@ _HOMES = {
     "training.state": ("RunResult",),
     "training.trainer": ("Trainer",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 _MODULES = (
     "analysis",
     "callbacks",
@@ -128,11 +128,11 @@ _MODULES = (
     "rl",
 )
 __all__ = list(_HOME_OF)
-_named = lazy_names(__name__, _HOME_OF)
+_load_name = lazy_names(__name__, _HOME_OF)
 
 
-def __getattr__(name: str) -> Any:  # Any: whatever the name is
-    return importlib.import_module(f"whet.{name}") if name in _MODULES else _named(name)
+def __getattr__(name: str) -> Any:  # Any: the object of that name
+    return importlib.import_module(f"whet.{name}") if name in _MODULES else _load_name(name)
 
 
 def __dir__() -> list[str]:

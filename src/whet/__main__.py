@@ -1,4 +1,4 @@
-"""`python -m whet`: the command line without its script."""
+"""Entry point of `python -m whet`, the same as the `whet` command."""
 
 from whet.cli.app import main
 

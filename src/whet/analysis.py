@@ -1,4 +1,4 @@
-"""What goes on inside a model: activations, attention, and what a probe can read in them."""
+"""Model analysis: activations, attention maps and linear probes."""
 
 from typing import TYPE_CHECKING
 

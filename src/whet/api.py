@@ -1,4 +1,4 @@
-"""The functions of `import whet` that stand for whole commands: train, resume, evaluate and export."""
+"""The top-level functions of whet: train, resume, evaluate and export."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Evaluated = str | Path | LanguageModel | Classifier | tuple[LanguageModel, Any]  # Any: a tokenizer
 
 log = logging.getLogger("whet")
-progress_log = logging.getLogger("whet.progress")  # of its own: log.txt leaves its lines out
+progress_log = logging.getLogger("whet.progress")  # separate, because log.txt excludes it
 
 
 def train(
@@ -38,30 +38,34 @@ def train(
     objective: object | None = None,
     verbose: int = 1,
 ) -> "RunResult":
-    """Run a config from its first step to `final/`.
+    """Train a model as described by a config, and write the result to `final/` in the run directory.
+
+    Existing runs are never overwritten. An interrupted run can be continued with `whet.resume`.
 
     Args:
-        config: a mapping, the path of a YAML file, or a `RunConfig`.
-        callbacks: called during the run, after whet's own.
-        data: records by split (`{"train": rows, "valid": rows}`), or training records alone. Rows are a list
-            of dicts, a `datasets.Dataset`, a pandas DataFrame, or a function that yields dicts.
-        rewards: functions `f(prompt, completion, record) -> float` by name, for objective.kind grpo.
-        metrics: functions `f(answers, records) -> float` by name, computed at every evaluation.
-        objective: an `Objective`, or a class of objectives or recipes, instead of objective.kind.
-        verbose: 1 shows a progress bar in a terminal and log lines elsewhere, on standard error; where
-            Python's logging has handlers already, lines go to those instead. 0 shows nothing.
+        config: A mapping of sections, the path of a YAML file, or a `RunConfig` (keys: docs/config.md).
+        callbacks: Callbacks to run in addition to the built-in ones, after them.
+        data: Records passed from Python instead of named in the config: a mapping of splits to rows
+            (`{"train": rows, "valid": rows}`), or training rows alone. Rows are a list of dicts, a
+            `datasets.Dataset`, a pandas DataFrame, or a function that yields dicts.
+        rewards: Reward functions `f(prompt, completion, record) -> float` by name, for objective.kind: grpo.
+        metrics: Metric functions `f(answers, records) -> float` by name, computed at every evaluation and
+            logged as `eval_NAME`.
+        objective: A custom `Objective`, or a subclass of `Objective` or `Recipe`, instead of objective.kind.
+        verbose: 1 shows a progress bar if standard error is a terminal, and log lines otherwise. If Python's
+            logging already has handlers, log lines go to those instead. 0 shows nothing.
 
     Returns:
-        The run's directory, its metrics, and why it stopped.
+        The run directory, the final metrics, the metrics history, and the reason why the run stopped.
 
     Raises:
-        WhetError: the config, the data or the model is wrong, or the run failed.
+        WhetError: The config, the data or the model is invalid, or the run failed.
     """
     from whet.given.given import collect_given
     from whet.runs import run
 
     given = collect_given(data, rewards, metrics, objective)
-    with _shown(verbose) as progress:
+    with _progress_output(verbose) as progress:
         return run.train(config, [*progress, *callbacks], given)
 
 
@@ -75,28 +79,31 @@ def resume(
     objective: object | None = None,
     verbose: int = 1,
 ) -> "RunResult":
-    """Resume a run from its newest valid checkpoint.
+    """Resume an interrupted run from its newest valid checkpoint.
+
+    Objects that were passed to `whet.train` from Python must be passed again. Their hashes are compared, and
+    a different object is an error.
 
     Args:
-        directory: the directory of the run.
-        callbacks: as in `train`.
-        data: the same records that `train` was given; others are refused, and so below.
-        rewards: the same rewards.
-        metrics: the same metrics.
-        objective: the same objective.
-        verbose: as in `train`.
+        directory: The run directory.
+        callbacks: Callbacks to run in addition to the built-in ones, after them.
+        data: The records that were passed to `train`, if any.
+        rewards: The reward functions that were passed to `train`, if any.
+        metrics: The metric functions that were passed to `train`, if any.
+        objective: The objective that was passed to `train`, if any.
+        verbose: Whether to show progress, as in `train`.
 
     Returns:
-        As `train` does; `history` has the rows since the checkpoint.
+        The same result as `train`. Its `history` starts at the checkpoint.
 
     Raises:
-        WhetError: there is no such run, it has finished, or its data or model has changed.
+        WhetError: The run does not exist, has already finished, or its data or model has changed.
     """
     from whet.given.given import collect_given
     from whet.runs import run
 
     given = collect_given(data, rewards, metrics, objective)
-    with _shown(verbose) as progress:
+    with _progress_output(verbose) as progress:
         return run.resume(directory, [*progress, *callbacks], given)
 
 
@@ -112,28 +119,30 @@ def evaluate(
     too_long: "TooLong" = "truncate",
     supervise: "Supervise" = "assistant",
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:  # Any: numbers; the report of a classifier has lists, too
-    """Evaluate a language model, a classifier or a quality model on records.
+) -> dict[str, Any]:  # Any: numbers, and lists in the report of a classifier
+    """Evaluate a language model, a classifier or a quality model on a data set.
+
+    The keyword arguments only apply to language models.
 
     Args:
-        model: a finished run, a model's name or directory, a loaded model, the pair that `whet.load` returns,
-            or a `Classifier`.
-        data: a source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N.
-        tokenizer: the tokenizer of a loaded model.
-        generate: also generate an answer to each question and report exact matches.
-        samples: with `generate`, log this many questions with their answers, at INFO.
-        max_tokens: the longest generated answer.
-        max_length: the longest example, in tokens.
-        too_long: what happens to longer ones, as in data.too_long.
-        supervise: the tokens whose loss counts, as in data.supervise.
-        progress: called with the number of answers generated so far and of all.
+        model: A finished run, a model name or directory, a loaded model, the (model, tokenizer) pair that
+            `whet.load` returns, or a `Classifier`.
+        data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N.
+        tokenizer: The tokenizer of a loaded model that is passed without one.
+        generate: Also generate a response to each prompt and report exact match.
+        samples: With `generate`, the number of prompts to log with their responses, at level INFO.
+        max_tokens: The maximum number of tokens per generated response.
+        max_length: The maximum length of an example, in tokens.
+        too_long: How to treat longer examples, as in data.too_long.
+        supervise: The tokens that count for the loss, as in data.supervise.
+        progress: Called as `progress(done, total)` with the number of generated responses.
 
     Returns:
-        The metrics of `whet eval`: eval_loss, eval_perplexity and others of a language model; of a
-        classifier its report. The keyword arguments are for language models only.
+        The metrics that `whet eval` prints: for a language model eval_loss, eval_perplexity and others (with
+        `generate` also exact_match), for a classifier its report, for a quality model its metrics.
 
     Raises:
-        WhetError: the model or the data is wrong.
+        WhetError: The model or the data is invalid.
     """
     from whet.data.sources.source import open_source
     from whet.errors import ConfigError, DataError, check_positive
@@ -147,19 +156,19 @@ def evaluate(
     spec = str(data) if isinstance(data, Path) else data
     if isinstance(model, Classifier):
         return model.evaluate(spec)
-    if isinstance(model, str | Path) and (report := _evaluate_other(model, spec)) is not None:
+    if isinstance(model, str | Path) and (report := _evaluate_other_model(model, spec)) is not None:
         return report
-    source = open_source(spec, split="test")  # wrong data is reported before a model is loaded
+    source = open_source(spec, split="test")  # report invalid data before loading the model
     if isinstance(model, str | Path):
-        language_model, own = load(model)
+        language_model, loaded_tokenizer = load(model)
     else:
-        language_model, own = model if isinstance(model, tuple) else (model, None)
-    if tokenizer is None and own is None:
+        language_model, loaded_tokenizer = model if isinstance(model, tuple) else (model, None)
+    if tokenizer is None and loaded_tokenizer is None:
         name = model if isinstance(model, str | Path) else "the model"
-        raise DataError(f"{name} has no tokenizer, so it cannot read {spec}", hint="give one: tokenizer=...")
+        raise DataError(f"{name} has no tokenizer, so it cannot read {spec}", hint="pass one: tokenizer=...")
     evaluation = ModelEvaluation(
         language_model,
-        own if tokenizer is None else tokenizer,
+        loaded_tokenizer if tokenizer is None else tokenizer,
         source,
         max_length=min(max_length, language_model.max_positions),
         supervise=supervise,
@@ -170,7 +179,7 @@ def evaluate(
     if generate and evaluation.questions:
         for question, answer in evaluation.answers(samples, max_tokens=max_tokens):
             log.info(
-                "  asked     %s\n  expected  %s\n  answered  %s\n", question.text, question.answer, answer
+                "  prompt    %s\n  expected  %s\n  response  %s\n", question.text, question.answer, answer
             )
         total = len(evaluation.questions)
         advance = progress or (lambda *_: None)
@@ -189,22 +198,25 @@ def export(
     dtype: "str | torch.dtype | None" = None,
     tolerance: float | None = None,
 ) -> Path:
-    """Write a run, an adapter directory or a model for another program.
+    """Export a run, an adapter directory or a model for use in another library.
+
+    Existing files are never overwritten.
 
     Args:
-        run: what to export.
-        to: "hf" (a model directory, adapters merged), "peft" or "mlx" (an adapter), "gguf" (one file).
-        output: what to write; a run's exports go to its `export/` by default.
-        check: open the result with its library and compare it with the model.
-        gguf_type: how a GGUF file stores its matrices: f32, f16, bf16, q8_0 or q4_0.
-        dtype: with "hf", round the weights to this; the base's own by default.
-        tolerance: refuse a merge that changes a logit by more than this.
+        run: The run directory, adapter directory, or name or directory of a model.
+        to: The format: "hf" (a model directory, adapters merged), "peft" or "mlx" (an adapter directory), or
+            "gguf" (a single file).
+        output: The path to write. By default a run is exported to its `export/` directory.
+        check: Load the result with the target library and compare it with the model.
+        gguf_type: The storage type of matrices in a GGUF file: f32, f16, bf16, q8_0 or q4_0.
+        dtype: With "hf", the dtype to convert the weights to. By default that of the base model.
+        tolerance: Raise an error if merging the adapter changes a logit by more than this.
 
     Returns:
-        The path that was written. Nothing is overwritten.
+        The path of the exported file or directory.
 
     Raises:
-        WhetError: the run cannot be exported like that, or (with `check`) the result differs from it.
+        WhetError: The run cannot be exported in this format, or `check` found a difference.
     """
     from whet.errors import RunError
     from whet.model_io.export.export_run import export_run
@@ -219,8 +231,8 @@ def export(
     return exported.path
 
 
-def _evaluate_other(model: str | Path, data: "Spec") -> dict[str, Any] | None:  # Any: as in `evaluate`
-    """Evaluate a quality model or a classifier; None for a language model."""
+def _evaluate_other_model(model: str | Path, data: "Spec") -> dict[str, Any] | None:  # Any: as in `evaluate`
+    """Evaluate a quality model or a classifier; return None for a language model."""
     from whet.model_io.formats.classifier_head import is_classifier
     from whet.model_io.resolve import usable_directory
     from whet.run_directory import ARCH_FILE
@@ -238,23 +250,23 @@ def _evaluate_other(model: str | Path, data: "Spec") -> dict[str, Any] | None:  
 
 
 @contextlib.contextmanager
-def _shown(verbose: int) -> "Iterator[list[Callback]]":
-    """Log what happens inside, and give the callbacks that show a run's progress."""
+def _progress_output(verbose: int) -> "Iterator[list[Callback]]":
+    """Show log lines while the context is open, and yield the callbacks that show a run's progress."""
     from whet.parallel.process_group import started_as_one_of_many
 
     if not verbose or (started_as_one_of_many() and os.environ["RANK"] != "0"):
         yield []
         return
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    with contextlib.ExitStack() as held:
-        if not log.hasHandlers():  # else whoever configured logging sees the lines there
-            _add_handler(held, terminal=terminal)
+    with contextlib.ExitStack() as stack:
+        if not log.hasHandlers():  # otherwise the user's handlers show the lines
+            _add_handler(stack, terminal=terminal)
         if terminal:
             from whet.reporting.console import notes
             from whet.reporting.progress import RunProgress
 
             bar = RunProgress(notes())
-            held.callback(bar.close)
+            stack.callback(bar.close)
             yield [bar]
         elif log.isEnabledFor(logging.INFO):
             from whet.reporting.progress import ProgressLines
@@ -264,8 +276,8 @@ def _shown(verbose: int) -> "Iterator[list[Callback]]":
             yield []
 
 
-def _add_handler(held: contextlib.ExitStack, *, terminal: bool) -> None:
-    """Show whet's log lines on standard error until `held` closes, at INFO unless the logger has a level."""
+def _add_handler(stack: contextlib.ExitStack, *, terminal: bool) -> None:
+    """Log to standard error until `stack` closes, at level INFO unless the logger has a level."""
     handler: logging.Handler
     if terminal:
         from whet.reporting.console import NotesHandler
@@ -277,7 +289,7 @@ def _add_handler(held: contextlib.ExitStack, *, terminal: bool) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(LineFormatter())
     log.addHandler(handler)
-    held.callback(log.removeHandler, handler)
+    stack.callback(log.removeHandler, handler)
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
-        held.callback(log.setLevel, logging.NOTSET)
+        stack.callback(log.setLevel, logging.NOTSET)

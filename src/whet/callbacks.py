@@ -1,4 +1,4 @@
-"""Callbacks: the base classes, limits, early stopping, probes, samples and metrics."""
+"""Training callbacks: base classes, limits, early stopping, probes, samples and metrics."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Input that whet did not write: failures of the libraries that read it, and its text on a terminal."""
+"""Untrusted input: convert the exceptions of libraries that parse it, and escape it for terminals."""
 
 import contextlib
 import errno
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from whet.errors import ModelError, RunError, WhetError
 
-_LONGEST_REASON = 300  # characters
-_CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # C0, C1; tab and newline stay
+_MAX_REASON = 300  # characters
+_CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # C0 and C1 except tab and newline
 _OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator"),
     *("bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED"),
 )
-_PANICKED = re.compile(rb"^thread '[^\n]*' (\(\d+\) )?panicked at ", re.MULTILINE)
+_PANIC = re.compile(rb"^thread '[^\n]*' (\(\d+\) )?panicked at ", re.MULTILINE)
 _STDERR_LOCK = threading.Lock()
 
 
@@ -24,10 +24,15 @@ _STDERR_LOCK = threading.Lock()
 def wrong_input(
     problem: str, *, kind: type[WhetError] = ModelError, hint: str | None = None
 ) -> Iterator[None]:
-    """Turn whatever a library raises inside, Rust panics included, into one error that begins with `problem`.
+    """Convert any exception raised inside, including Rust panics, to a WhetError.
 
-    For code that opens or parses a file: what goes wrong there is wrong with the file. Errors of whet's own,
-    interruptions and a lack of memory pass unchanged.
+    Use it around code that opens or parses a file, where every failure means that the file is invalid.
+    WhetErrors, interruptions and out-of-memory errors pass unchanged.
+
+    Args:
+        problem: The start of the message; the reason of the exception follows.
+        kind: The error to raise.
+        hint: The hint of the error.
     """
     try:
         yield
@@ -40,43 +45,43 @@ def wrong_input(
 
 
 def reason(error: BaseException) -> str:
-    """Return what an exception says, on one line of bounded length."""
+    """Return the message of an exception on one line of limited length."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    said = str(error)[: 4 * _LONGEST_REASON].partition("Exception raised from ")[0]  # torch's C++ frames
-    text = " ".join(said.split())
-    text = f"{text[:_LONGEST_REASON]}..." if len(text) > _LONGEST_REASON else text
+    message = str(error)[: 4 * _MAX_REASON].partition("Exception raised from ")[0]  # drops torch's C++ frames
+    text = " ".join(message.split())
+    text = f"{text[:_MAX_REASON]}..." if len(text) > _MAX_REASON else text
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if text and isinstance(error, OSError | ValueError) else named
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code panicked: PyO3 raises that as a BaseException of a type that cannot be imported."""
+    """Return whether an exception is a Rust panic, a BaseException of PyO3 that cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the CPU or a GPU has run out of memory; torch says the former with a plain RuntimeError."""
+    """Return whether the CPU or a GPU ran out of memory; for the CPU, torch raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
 
 
 def out_of_memory(error: BaseException) -> RunError:
-    """Return the error that names what to change when memory runs out."""
+    """Return an error for running out of memory, with a hint on the settings that reduce it."""
     return RunError(
         f"out of memory ({reason(error)})",
-        hint="in training, lower run.micro_batch_tokens, set run.grad_checkpoint=true, shorten "
-        "data.max_length, or set method.kind=lora or qlora (whet plan estimates the memory); "
-        "otherwise use a smaller model, shorter texts or fewer at once",
+        hint="in training, lower run.micro_batch_tokens or data.max_length, set run.grad_checkpoint=true, "
+        "or set method.kind=lora or qlora (whet plan estimates the memory); "
+        "otherwise use a smaller model, shorter texts or a smaller batch",
     )
 
 
 @contextlib.contextmanager
 def memory_knobs_named() -> Iterator[None]:
-    """Say what to change when memory runs out inside."""
+    """Convert out-of-memory errors raised inside to one with a hint on the settings to change."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
@@ -86,42 +91,42 @@ def memory_knobs_named() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    r"""Escape control characters, which a terminal would obey: ESC becomes \x1b. Tabs and newlines stay."""
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    r"""Escape control characters, which a terminal would interpret, except tabs and newlines."""
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def one_line(text: str) -> str:
-    r"""Escape control characters, tabs and newlines too: for names and other text within a line."""
+    r"""Escape control characters including tabs and newlines, for text within a line."""
     return printable(text.replace("\t", "\\t").replace("\n", "\\n"))
 
 
 @contextlib.contextmanager
 def panics_hidden() -> Iterator[None]:
-    """Keep what Rust writes to standard error when it panics off the terminal: the exception says it.
+    """Hide the message that Rust prints to standard error on a panic: the exception repeats it.
 
-    Python's own messages pass; what other code writes to the descriptor meanwhile is delayed until the end.
+    Output of Python passes through. Output of other code to the descriptor is delayed until the end.
     """
-    if not _STDERR_LOCK.acquire(blocking=False):  # another thread does it already
+    if not _STDERR_LOCK.acquire(blocking=False):  # another thread captures stderr already
         yield
         return
     try:
-        with contextlib.ExitStack() as restored:
-            _capture_stderr(restored)
+        with contextlib.ExitStack() as stack:
+            _capture_stderr(stack)
             yield
     finally:
         _STDERR_LOCK.release()
 
 
-def _capture_stderr(restored: contextlib.ExitStack) -> None:
-    python = sys.stderr
+def _capture_stderr(stack: contextlib.ExitStack) -> None:
+    stderr = sys.stderr
     try:
-        python.flush()
+        stderr.flush()
         terminal = os.dup(2)
     except (OSError, ValueError, AttributeError):  # closed: nothing to hide
         return
     import tempfile
 
-    captured = restored.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+    captured = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     os.dup2(captured.fileno(), 2)
 
     def restore() -> None:
@@ -129,16 +134,16 @@ def _capture_stderr(restored: contextlib.ExitStack) -> None:
         os.close(terminal)
         captured.seek(0)
         written = captured.read()
-        if written and not _PANICKED.search(written):
+        if written and not _PANIC.search(written):
             with contextlib.suppress(OSError):
                 os.write(2, written)
 
-    restored.callback(restore)
+    stack.callback(restore)
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if python.fileno() == 2:
+        if stderr.fileno() == 2:
             sys.stderr = open(  # noqa: SIM115 - closed below, after the last message
-                terminal, "w", buffering=1, encoding=python.encoding, errors=python.errors, closefd=False
+                terminal, "w", buffering=1, encoding=stderr.encoding, errors=stderr.errors, closefd=False
             )
-            # the last added is called first: no thread sees it closed
-            restored.callback(sys.stderr.close)
-            restored.callback(setattr, sys, "stderr", python)
+            # callbacks run in reverse order: sys.stderr is replaced before the file is closed
+            stack.callback(sys.stderr.close)
+            stack.callback(setattr, sys, "stderr", stderr)

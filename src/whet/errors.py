@@ -1,43 +1,49 @@
-"""The errors a user can act on: what is wrong, where, and what to do about it."""
+"""Exceptions with messages for users: what is wrong, where, and how to fix it."""
 
 import contextlib
 import reprlib
 from collections.abc import Iterator
 
-_LONGEST_LINE = 2000
-_LONGEST_VALUE = 120
+_MAX_LINE = 2000  # characters of a message
+_MAX_VALUE = 120  # characters of a quoted value
 
 
 class WhetError(Exception):
-    """A failure with a message for the user and, where there is one, a hint how to mend it."""
+    """Base class of whet's errors: a message for the user and, optionally, a hint how to fix the problem.
+
+    Attributes:
+        message: The problem and its location.
+        hint: How to fix it, or None.
+        exit_code: The exit code of the command line.
+    """
 
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        # some message or other quotes a value of any size
-        message = "\n".join(shorten(line, _LONGEST_LINE) for line in message.split("\n"))
+        # messages may quote values of any size
+        message = "\n".join(shorten(line, _MAX_LINE) for line in message.split("\n"))
         super().__init__(message)
         self.message = message
-        self.hint = hint and shorten(hint, _LONGEST_LINE)
+        self.hint = hint and shorten(hint, _MAX_LINE)
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
 class ConfigError(WhetError):
-    """The configuration is wrong."""
+    """A config key, an option or an argument is invalid."""
 
     exit_code = 2
 
 
 class DataError(WhetError):
-    """A data source or a record is wrong."""
+    """A data source or a record is invalid."""
 
     exit_code = 2
 
 
 class ModelError(WhetError):
-    """A model, its files or its name is wrong."""
+    """A model, its files or its name is invalid."""
 
     exit_code = 2
 
@@ -49,18 +55,18 @@ class CheckpointError(WhetError):
 
 
 class RunError(WhetError):
-    """The run itself failed."""
+    """A run failed."""
 
     exit_code = 1
 
 
 class StorageError(RunError):
-    """The disk is full, or a directory is gone or may not be written to."""
+    """A file could not be written: the disk is full, or the directory is missing or not writable."""
 
 
 @contextlib.contextmanager
 def blamed_on(key: str) -> Iterator[None]:
-    """Put a config key before the errors raised inside: the one that named what is wrong."""
+    """Prefix the errors raised inside with the config key that caused them."""
     try:
         yield
     except WhetError as error:
@@ -70,21 +76,25 @@ def blamed_on(key: str) -> Iterator[None]:
 
 
 def check_positive(**counts: int) -> None:
-    """Refuse a count below one, by its name."""
+    """Raise a ConfigError for the first argument that is below 1.
+
+    Args:
+        **counts: The values by name, such as `steps=0`.
+    """
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"{name} must be at least 1, not {count}")
 
 
-def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
-    """Return a text as a message shows it: cut in the middle where it has more characters than `longest`."""
+def shorten(text: str, longest: int = _MAX_VALUE) -> str:
+    """Shorten text for a message: replace the middle if it has more than `longest` characters."""
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]} ... ({len(text)} characters) ... {text[-longest // 6 :]}"
 
 
-class _Shown(reprlib.Repr):
-    """Python's notation for a value, of which only as much is built as is shown."""
+class _LimitedRepr(reprlib.Repr):
+    """A repr with limited depth and length, which does not build more than it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +102,10 @@ class _Shown(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
 
     def repr_int(self, value: int, level: int) -> str:
-        """An integer, which Python itself refuses to write where it is long."""
+        """Return an integer, or only its size if it is long, for which Python's repr raises an error."""
         return repr(value) if value.bit_length() < 256 else f"an integer of {value.bit_length():,} bits"
 
 
 def shown(value: object) -> str:
-    """Return repr(value) for a message: long, deep and shared values are cut."""
-    return shorten(_Shown().repr(value))
+    """Return repr(value) for a message, with long and deeply nested values shortened."""
+    return shorten(_LimitedRepr().repr(value))

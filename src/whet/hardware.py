@@ -1,4 +1,4 @@
-"""Devices, precision, memory and known accelerators: what this machine has, and why a choice was made."""
+"""Devices, precision, memory use, and peak performance of known accelerators."""
 
 import difflib
 import functools
@@ -21,16 +21,20 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are held and computed in a run."""
+    """The dtypes of a run, and the reason for choosing them."""
 
-    frozen: torch.dtype  # weights that do not train
-    trained: torch.dtype  # weights that do
-    compute: torch.dtype  # matrix products (by autocast where it differs from `trained`)
+    frozen: torch.dtype  # frozen weights
+    trained: torch.dtype  # trained weights
+    compute: torch.dtype  # matmuls, by autocast if it differs from `trained`
     reason: str
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device to run on: the named one, or CUDA, MPS, CPU in this order."""
+    """Return the named device, or for "auto" the first available of CUDA, MPS and CPU.
+
+    Raises:
+        ConfigError: The device is unknown or not available.
+    """
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -41,16 +45,16 @@ def choose_device(name: str = "auto") -> torch.device:
     except RuntimeError:
         known = False
     if not known:
-        raise ConfigError(f"unknown device {name!r}", hint="cpu, cuda, cuda:0, mps or auto")
+        raise ConfigError(f"unknown device {name!r}", hint="use cpu, cuda, cuda:0, mps or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no CUDA device", hint="run: whet doctor")
+        raise ConfigError("device cuda is not available: torch finds no CUDA device", hint="run: whet doctor")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device mps was asked for, but torch sees no Apple GPU", hint="run: whet doctor")
+        raise ConfigError("device mps is not available: torch finds no Apple GPU", hint="run: whet doctor")
     return device
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a run was made on, in words."""
+    """Return a description of the device, operating system, CPU cores and memory."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": f"{device.type}: {chip}" if chip else device.type,
@@ -61,7 +65,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the name of the CPU, or an empty string if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -71,20 +75,20 @@ def _processor() -> str:
 
 
 def has_fast_bf16(device: torch.device) -> tuple[bool, str]:
-    """Whether the device computes bf16 in hardware, and how we know."""
+    """Return whether the device has bf16 hardware support, and an explanation."""
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            return True, f"{torch.cuda.get_device_name(device)} has bf16 units"
-        return False, f"{torch.cuda.get_device_name(device)} has no bf16 units"
+            return True, f"{torch.cuda.get_device_name(device)} supports bf16 in hardware"
+        return False, f"{torch.cuda.get_device_name(device)} has no bf16 support"
     if device.type == "cpu":
         if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
-            return True, "this CPU has bf16 units"
-        return False, "this CPU has no bf16 units"
+            return True, "this CPU supports bf16 in hardware"
+        return False, "this CPU has no bf16 support"
     return False, f"bf16 is not used on {device.type}"
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """Turn `run.precision` into dtypes, with the reason in words."""
+    """Return the dtypes for a value of `run.precision`."""
     f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
     if name == "auto":
         fast, why = has_fast_bf16(device)
@@ -101,12 +105,12 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def resident_gib() -> float:
-    """Memory this process holds now."""
+    """Return the resident memory of this process in GiB."""
     return float(psutil.Process().memory_info().rss) / GIB
 
 
 def peak_gib(device: torch.device) -> float:
-    """The most memory used so far: of the accelerator where there is one, else of this process."""
+    """Return the peak memory use in GiB: of the CUDA device, otherwise of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     import resource
@@ -116,25 +120,25 @@ def peak_gib(device: torch.device) -> float:
 
 
 def used_gib(device: torch.device) -> float:
-    """Memory in use now, of the device a run computes on."""
+    """Return the current memory use in GiB: of the CUDA device, otherwise of this process."""
     return torch.cuda.memory_reserved(device) / GIB if device.type == "cuda" else resident_gib()
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak rates of one device as torch sees it, without sparsity; a GB is 10**9 bytes."""
+    """Peak performance of one device as torch sees it, without sparsity. A GB is 10**9 bytes."""
 
-    name: str  # what --device calls it
-    pattern: str  # a regular expression for all of the name its driver gives, without makers and brands
-    half_tflops: float  # bf16 products with fp32 sums; fp16 where there are no bf16 units
+    name: str  # for --device
+    pattern: str  # a regular expression for the full driver name, without vendor and brand
+    half_tflops: float  # bf16 matmuls with fp32 accumulation; fp16 on devices without bf16
     fp32_tflops: float  # without TF32
-    bandwidth_gb_s: float  # of its memory
+    bandwidth_gb_s: float  # of the device memory
     memory_gb: float
-    link_gb_s: float  # to its neighbours in a machine, one way
+    link_gb_s: float  # to other devices of the machine, one direction
     source: str
 
     def tflops(self, dtype: torch.dtype) -> float:
-        """Peak of matrix products in a dtype."""
+        """Return the peak matmul performance in a dtype, in TFLOP/s."""
         return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
 
 
@@ -150,9 +154,9 @@ _GH200 = "NVIDIA GH200 data sheet, 2024 (the GPU alone; halved: with sparsity)"
 _HGX = "NVIDIA HGX B200 and B300 data sheets, 2025 (an eighth; bf16 halved)"
 _NVL72 = "NVIDIA GB200 and GB300 NVL72 data sheets, 2025 (one GPU of 72; bf16 halved)"
 _CLOCK = "GPU cores x 128 lanes x 2 x clock (Apple states none); bandwidth: Apple's technical specifications"
-# A pattern matches the whole name but for these: a GH200 is not an H200, and neither a laptop's GPU nor a
-# MIG slice is the card it is named after. Devices without a row are measured.
-_MAKERS = r"(?:(?:NVIDIA|Tesla|GeForce|AMD|Instinct) )*"
+# A pattern must match the full name except these words: a GH200 is not an H200, and neither a laptop GPU nor
+# a MIG slice performs like the card it is named after. Devices without an entry are measured.
+_VENDORS = r"(?:(?:NVIDIA|Tesla|GeForce|AMD|Instinct) )*"
 
 CHIPS = (
     Chip("v100", r"V100-SXM\d(-\d+GB)?", 125, 15.7, 900, 32, 150, _VOLTA),
@@ -176,13 +180,13 @@ CHIPS = (
     Chip("h100", r"H100( 80GB HBM3)?", 989, 67, 3350, 80, 450, _H100),
     Chip("h200", r"H200", 989, 67, 4800, 141, 450, _H200),
     Chip("h200-nvl", r"H200 NVL", 835, 60, 4800, 141, 450, _H200),
-    Chip("gh200", r"GH200 480GB", 989, 67, 4000, 96, 450, _GH200),  # named by the CPU's memory
+    Chip("gh200", r"GH200 480GB", 989, 67, 4000, 96, 450, _GH200),  # named after the CPU memory
     Chip("gh200-144gb", r"GH200 144G HBM3e", 989, 67, 4900, 144, 450, _GH200),
     Chip("b200", r"B200", 2250, 75, 8000, 180, 900, _HGX),
     Chip("b300", r"B300( SXM6 AC)?", 2250, 75, 8000, 270, 900, _HGX),
     Chip("gb200", r"GB200", 2500, 80, 8000, 186, 900, _NVL72),
     Chip("gb300", r"GB300", 2500, 80, 8000, 279, 900, _NVL72),
-    # torch sees the two dies of an MI250X as two devices
+    # torch reports the two dies of an MI250X as two devices
     Chip(
         "mi250x",
         r"MI250X( OAM| VF)?",
@@ -217,7 +221,7 @@ CHIPS = (
 
 @dataclass(frozen=True)
 class Peak:
-    """What a device can do at most, and how that is known."""
+    """Peak performance of a device, and its source."""
 
     half_tflops: float
     fp32_tflops: float
@@ -225,30 +229,34 @@ class Peak:
     source: str
 
     def tflops(self, dtype: torch.dtype) -> float:
-        """Peak of matrix products in a dtype."""
+        """Return the peak matmul performance in a dtype, in TFLOP/s."""
         return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
 
 
 def named_chip(name: str) -> Chip:
-    """A chip of the table by its short name."""
-    wanted = name.lower().replace(" ", "-").replace("_", "-")
+    """Return the chip with this short name.
+
+    Raises:
+        ConfigError: No chip has this name.
+    """
+    normalized = name.lower().replace(" ", "-").replace("_", "-")
     for chip in CHIPS:
-        if chip.name == wanted:
+        if chip.name == normalized:
             return chip
     known = [chip.name for chip in CHIPS]
-    near = difflib.get_close_matches(wanted, known, n=1)
+    near = difflib.get_close_matches(normalized, known, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(f"unknown device {name!r}", hint=f"{guess}known: this, cpu, {', '.join(known)}")
 
 
 def chip_called(driver_name: str) -> Chip | None:
-    """The chip that a driver names, if the table has it."""
-    fits = (chip for chip in CHIPS if re.fullmatch(_MAKERS + chip.pattern, driver_name, re.IGNORECASE))
-    return next(fits, None)
+    """Return the chip for the device name that a driver reports, or None if it is not in the table."""
+    matches = (chip for chip in CHIPS if re.fullmatch(_VENDORS + chip.pattern, driver_name, re.IGNORECASE))
+    return next(matches, None)
 
 
 def driver_name(device: torch.device) -> str:
-    """What a device calls itself."""
+    """Return the name that the driver reports for a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if platform.system() == "Darwin":
@@ -258,7 +266,7 @@ def driver_name(device: torch.device) -> str:
 
 
 def find_peak(device: torch.device) -> Peak:
-    """Peak rates of a device here: from the table, else measured in about a second, once."""
+    """Return the peak performance of a device from the table, or else measure it once, in about a second."""
     chip = None if device.type == "cpu" else chip_called(driver_name(device))
     if chip is None:
         return measured_peak(device)
@@ -268,31 +276,37 @@ def find_peak(device: torch.device) -> Peak:
 def detect_peak_tflops(
     device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> float | None:
-    """Peak TFLOP/s of a device (by default the one that runs take) in a dtype (the one runs compute in).
+    """Return the peak matmul performance of a device in TFLOP/s.
 
-    From the table of chips, else measured once; None where neither is possible.
+    Known accelerators are looked up in a table, others are measured once.
+
+    Args:
+        device: The device. By default the one that runs use.
+        dtype: The dtype of the matmuls. By default the compute dtype of run.precision: auto.
+
+    Returns:
+        The peak in TFLOP/s, or None if the device is not available.
     """
-
     try:
-        where = choose_device(str(device or "auto"))
-        return find_peak(where).tflops(dtype or choose_precision("auto", where).compute)
+        resolved = choose_device(str(device or "auto"))
+        return find_peak(resolved).tflops(dtype or choose_precision("auto", resolved).compute)
     except (RuntimeError, ConfigError):
         return None
 
 
 @functools.cache
 def measured_peak(device: torch.device) -> Peak:
-    """The best of a few matrix products and copies; nothing random is drawn."""
+    """Measure the peak performance of a device with matmuls and copies, without using random numbers."""
     half = torch.float16 if device.type == "mps" else torch.bfloat16
     return Peak(
-        _product_tflops(device, half), _product_tflops(device, torch.float32), _copy_gb_s(device), "measured"
+        _matmul_tflops(device, half), _matmul_tflops(device, torch.float32), _copy_gb_s(device), "measured"
     )
 
 
-def _product_tflops(device: torch.device, dtype: torch.dtype) -> float:
+def _matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     size = 768 if device.type == "cpu" else 4096
-    left = torch.full((size, size), 0.5, device=device, dtype=dtype)
-    best = _best_time(device, lambda: left @ left, budget_s=0.3)
+    matrix = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    best = _best_time(device, lambda: matrix @ matrix, budget_s=0.3)
     return 2 * size**3 / best / 1e12
 
 
@@ -305,8 +319,8 @@ def _copy_gb_s(device: torch.device) -> float:
 
 def _best_time(device: torch.device, call: Callable[[], object], *, budget_s: float) -> float:
     _wait_for(device, call())
-    best, ends = float("inf"), time.perf_counter() + budget_s
-    while best == float("inf") or time.perf_counter() < ends:
+    best, deadline = float("inf"), time.perf_counter() + budget_s
+    while best == float("inf") or time.perf_counter() < deadline:
         started = time.perf_counter()
         _wait_for(device, call())
         best = min(best, time.perf_counter() - started)

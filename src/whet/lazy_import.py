@@ -1,4 +1,4 @@
-"""Objects by "module:name" strings, and public names, imported on first use: one kind imports no other."""
+"""Import objects on first use, by "module:name" references or as lazy attributes of a module."""
 
 import importlib
 import sys
@@ -6,19 +6,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def load_object(reference: str) -> Any:  # Any: whatever the reference names
-    """Import and return what a "module:name" string names."""
+def load_object(reference: str) -> Any:  # Any: the referenced object
+    """Import and return the object of a "module:name" reference."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def lazy_names(module: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:  # Any: whatever is named
-    """Return the __getattr__ of a module whose names are imported from their homes on first use.
+def lazy_names(module: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:  # Any: the named object
+    """Return a module-level `__getattr__` that imports public names on first use.
 
-    `home_of` maps each name to a module below `whet`, as in {"Callback": "training.callbacks"}.
+    Args:
+        module: The name of the module, for error messages.
+        home_of: The module below `whet` that defines each name, as in {"Callback": "training.callbacks"}.
     """
 
-    def get(name: str) -> Any:  # Any: whatever the name is
+    def get(name: str) -> Any:  # Any: the named object
         if name not in home_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"whet.{home_of[name]}"), name)
@@ -27,7 +29,7 @@ def lazy_names(module: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def is_instance_of(value: object, reference: str) -> bool:
-    """Return whether a value is an instance of the class "module:name", without importing that module."""
+    """Return whether a value is an instance of the class "module:name", without importing its module."""
     module, _, name = reference.partition(":")
-    loaded = sys.modules.get(module)  # where it is not loaded, nobody can have made an instance
+    loaded = sys.modules.get(module)  # if it is not loaded, there are no instances
     return loaded is not None and isinstance(value, getattr(loaded, name))

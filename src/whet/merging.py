@@ -1,4 +1,4 @@
-"""Merge adapters into their base, and several models or adapters into one."""
+"""Merge adapters into their base model, and several models or adapters into one."""
 
 from typing import TYPE_CHECKING
 

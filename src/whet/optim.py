@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, as the section `optim` of a config makes them."""
+"""Optimizers and learning-rate schedules, and the `optim` config section that creates them."""
 
 from typing import TYPE_CHECKING
 

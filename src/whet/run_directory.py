@@ -1,4 +1,4 @@
-"""The files of a run directory: their names, and the rows of metrics.jsonl and samples.jsonl."""
+"""File names of a run directory, and reading the rows of metrics.jsonl and samples.jsonl."""
 
 import json
 import logging
@@ -11,14 +11,14 @@ from whet.storage import append_text, read_json, replace_text, sync_file
 
 log = logging.getLogger("whet")
 
-# files and directories of a run; no other module spells their names
+# names of the files and directories of a run; other modules use these constants
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 PROVENANCE_FILE = "provenance.json"
-ARCH_FILE = "arch.json"  # the fingerprint and the architecture of the model
+ARCH_FILE = "arch.json"  # architecture and fingerprint of the model
 LOG_FILE = "log.txt"
-HELD_OUT_FILE = "held_out.json"  # the training records that a classifier is validated on
+HELD_OUT_FILE = "held_out.json"  # training records that a classifier holds out for validation
 PLAN_FILE = "plan.json"
 PROBE_FILE = "probe.json"
 CLASSIFICATION_FILE = "classification.json"
@@ -27,55 +27,59 @@ REPORT_PAGE = "report.html"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "state.json"  # in a checkpoint
 FINAL = "final"  # the trained model or adapter
-TOKENIZER = "tokenizer"  # one that was trained for this run
-BASE = "base"  # the weights its adapter was trained on, where nobody else has them
+TOKENIZER = "tokenizer"  # a tokenizer trained for this run
+BASE = "base"  # base weights of the adapter, if they exist nowhere else
 
 
 def run_of(checkpoint: Path) -> Path:
-    """Return the run that a checkpoint belongs to, by where it is."""
+    """Return the run directory of a checkpoint, from its path."""
     return checkpoint.absolute().parent.parent
 
 
 def is_finished(directory: Path) -> bool:
-    """Whether a run has left its result and its summary."""
+    """Return whether a run has finished, with a final model and a summary."""
     return (directory / FINAL).is_dir() and "summary" in _last_row(directory)
 
 
 def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
-    """The summary that a finished run ends with."""
-    found: dict[str, Any] = _last_row(directory)["summary"]
-    return found
+    """Return the summary of a finished run."""
+    summary: dict[str, Any] = _last_row(directory)["summary"]
+    return summary
 
 
 def steps_with_rows(path: Path) -> int:
-    """How many steps have left a row."""
+    """Return the number of different steps in a metrics file."""
     return len({step for row in map(parse_row, row_lines(read_rows_text(path))) if (step := step_of(row))})
 
 
 def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
-    """Keep each step once: rows after the checkpoint go to a file beside, none is thrown away.
+    """Move the rows after a checkpoint to `*.superseded.jsonl`, because the resumed run writes them again.
 
-    So does an evaluation of the checkpoint's own step that the checkpoint knows nothing of: it comes again.
-    So does what is not a row of a step.
+    This includes rows without a step, and an evaluation at the checkpoint's step that it does not contain.
+
+    Args:
+        path: The file of rows.
+        step: The step of the checkpoint.
+        evaluated_step: The step of the last evaluation, according to the checkpoint.
     """
-    kept: list[str] = []
-    later: list[str] = []
+    retained: list[str] = []
+    superseded: list[str] = []
     text = read_rows_text(path)
     for line in row_lines(text):
         row = parse_row(line)
         number = step_of(row)
-        again = number == step and "eval_s" in row and evaluated_step != step
-        (later if number is None or number > step or again else kept).append(f"{line}\n")
-    if later:
-        aside = path.with_suffix(".superseded.jsonl")
-        append_text(aside, "".join(later))
-        sync_file(aside)
-    if text != (whole := "".join(kept)):
-        replace_text(path, whole)
+        repeated = number == step and "eval_s" in row and evaluated_step != step
+        (superseded if number is None or number > step or repeated else retained).append(f"{line}\n")
+    if superseded:
+        superseded_path = path.with_suffix(".superseded.jsonl")
+        append_text(superseded_path, "".join(superseded))
+        sync_file(superseded_path)
+    if text != (new_text := "".join(retained)):
+        replace_text(path, new_text)
 
 
 def step_of(row: Mapping[str, Any]) -> int | None:  # Any: JSON values
-    """Return the step of a row; None where it has none."""
+    """Return the step of a row, or None if it has no valid step."""
     step = row.get("step")
     return step if type(step) is int and step >= 0 else None
 
@@ -85,17 +89,17 @@ def _last_row(directory: Path) -> dict[str, Any]:  # Any: JSON values
 
 
 def read_rows_text(path: Path) -> str:
-    """Return the text of a file of rows; empty where there is none."""
+    """Return the text of a JSON Lines file, or an empty string if it does not exist."""
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def row_lines(text: str) -> list[str]:
-    """Rows end with a newline alone: `str.splitlines` would tear those whose texts hold U+2028, say."""
+    """Split text at newlines only: `str.splitlines` would also split rows that contain U+2028."""
     return [line for line in text.split("\n") if line]
 
 
 def parse_row(line: str) -> dict[str, Any]:  # Any: JSON values
-    """What a line holds: nothing, where a crash has torn it."""
+    """Parse a row; return an empty dict if the line is incomplete or not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -104,10 +108,10 @@ def parse_row(line: str) -> dict[str, Any]:  # Any: JSON values
 
 
 def began_on(directory: Path) -> date:
-    """The day on which a run began: today, where it has not begun yet."""
+    """Return the date on which a run was started, or today if it has not started."""
     path = directory / PROVENANCE_FILE
-    found = read_json(path).get("began") if path.is_file() else None
+    began = read_json(path).get("began") if path.is_file() else None
     try:
-        return date.fromisoformat(str(found))
+        return date.fromisoformat(str(began))
     except ValueError:
         return date.today()

@@ -1,8 +1,7 @@
-"""The one writer: every byte of a model, adapter or checkpoint goes to disk through this file.
+"""Crash-safe file operations: all models, adapters and checkpoints are written through this module.
 
-It also knows where caches are, and reads JSON objects back within limits.
-
-Directories appear complete or not at all: they are filled under a temporary name, fsynced, and renamed.
+Files and directories are written under a temporary name, fsynced and renamed: a reader or a crash sees them
+complete or not at all. The module also locates the caches and reads JSON files with a size limit.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 MANIFEST = "MANIFEST.json"
 LOCK = ".lock"
 _MAX_MANIFEST_BYTES = 2**20
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
+_TEMPORARY_NAME = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|old|removed)-(?P<pid>\d+)")
 
 SAFETENSORS_DTYPES = {
     "torch.float64": "F64",
@@ -42,23 +41,23 @@ SAFETENSORS_DTYPES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-_MAX_JSON_BYTES = 32 * 2**20  # the index of the largest models has ten million
+_MAX_JSON_BYTES = 32 * 2**20  # the weight index of the largest models has about 10 MB
 
 
 @dataclass(frozen=True)
 class Written:
-    """What went into a file: its line of a manifest, computed while the bytes passed by."""
+    """Size and SHA-256 of a file, computed while it was written: its entry in a manifest."""
 
     bytes: int
     sha256: str
 
 
 def boundary(operation: str, path: Path) -> None:
-    """Passed before every file operation of a write and does nothing: tests put their faults here."""
+    """Do nothing; called before every file operation of a write, for tests to inject faults."""
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a whole file and fsync it. All other writers end here."""
+    """Write a file from chunks and fsync it. All other writers use this function."""
     digest, size = hashlib.sha256(), 0
     boundary("open", path)
     with path.open("wb") as file:
@@ -67,7 +66,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
-            del chunk  # a large one shall not stay while the next is made
+            del chunk  # free it before the next one is created
         file.flush()
         boundary("fsync", path)
         os.fsync(file.fileno())
@@ -75,24 +74,24 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 
 def write_text(path: Path, text: str) -> Written:
-    """Write a text file through the one writer."""
+    """Write a text file and fsync it."""
     return write_chunks(path, [text.encode()])
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Change a text file all at once: a reader, or a crash, sees the old one or the new one."""
+    """Replace a text file atomically: a reader or a crash sees either the old or the new content."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """The same for any file."""
+    """Replace a file atomically with these bytes."""
     replace_chunks(path, [content])
 
 
 def replace_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """The same for a file that is too large to be held in memory."""
+    """Replace a file atomically with content that may be too large for memory."""
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    with _naming(path):
+    with _storage_errors(path):
         try:
             write_chunks(staging, chunks)
         except BaseException:
@@ -103,46 +102,46 @@ def replace_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add to a text file, all of it or nothing: a half-written row would spoil the one after it."""
+    """Append to a text file completely or not at all, because a partial row would corrupt the next one."""
     data = text.encode()
-    with _naming(path), path.open("ab") as file:
-        before = file.tell()
+    with _storage_errors(path), path.open("ab") as file:
+        end = file.tell()
         try:
             boundary("append", path)
             file.write(data)
             file.flush()
         except OSError:
-            file.truncate(before)
+            file.truncate(end)
             raise
 
 
 def sync_rows(directory: Path) -> None:
-    """Put the rows that were appended to a run's files on the disk: what comes after may count on them."""
+    """Fsync the JSON Lines files of a run directory."""
     if not directory.is_dir():
         return
     for path in sorted(directory.glob("*.jsonl")):
         sync_file(path)
-    with _naming(directory):
+    with _storage_errors(directory):
         _fsync_directory(directory)
 
 
 def sync_file(path: Path) -> None:
-    """Put what was appended to a file on the disk."""
-    with _naming(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    """Fsync a file, if it exists."""
+    with _storage_errors(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         boundary("fsync", path)
         os.fsync(file.fileno())
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents; a name that is not on the disk would take all inside with it."""
+    """Create a directory and its parents, and fsync each entry, or its contents could be lost in a crash."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
         _fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any) -> Written:  # Any: whatever json.dumps takes
-    """Write readable JSON through the one writer."""
+def write_json(path: Path, value: Any) -> Written:  # Any: JSON values
+    """Write indented JSON and fsync it."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -153,12 +152,15 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     make: "Callable[[str], torch.Tensor] | None" = None,
 ) -> Written:
-    """Write tensors in the safetensors format, streaming: no second copy of the whole file in memory.
+    """Write tensors in the safetensors format, one at a time, without a copy of the file in memory.
 
-    With `make` the tensors only say their shapes and dtypes (on the meta device), and each is made when its
-    turn comes.
+    Args:
+        path: The file to write.
+        tensors: The tensors by name. With `make`, only their shapes and dtypes are used (meta tensors).
+        metadata: Strings to add to the header.
+        make: Creates the tensor of a name when it is written.
     """
-    import torch  # here: what lists runs or reads their rows starts without it
+    import torch  # not at the top: commands that only read metrics start faster without it
 
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
@@ -171,37 +173,37 @@ def write_safetensors(
         }
         offset += size
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format asks for an aligned data section
+    encoded += b" " * (-len(encoded) % 8)  # the format requires an aligned data section
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield struct.pack("<Q", len(encoded))
         yield encoded
-        for name, described in tensors.items():
-            tensor = described if make is None else make(name)
-            assert (tensor.shape, tensor.dtype) == (described.shape, described.dtype), name
-            plain = tensor.detach().to("cpu").contiguous().reshape(-1)
-            if plain.numel():
-                yield plain.view(torch.uint8).numpy().data
-            del tensor, plain
+        for name, expected in tensors.items():
+            tensor = expected if make is None else make(name)
+            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
+            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+            if flat.numel():
+                yield flat.view(torch.uint8).numpy().data
+            del tensor, flat
 
     return write_chunks(path, chunks())
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, read in pieces."""
+    """Return the SHA-256 of a file, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the path."""
+def _storage_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system to a StorageError that names the path."""
     try:
         yield
     except OSError as error:
         raise StorageError(f"{path} could not be written: {error.strerror or error}") from error
     except Exception as error:
-        # the tokenizers library has no kind of its own for it
+        # the tokenizers library raises a plain Exception
         if type(error) is Exception and "(os error " in str(error):
             raise StorageError(f"{path} could not be written: {error}") from error
         raise
@@ -217,7 +219,7 @@ def _fsync_directory(path: Path) -> None:
 
 
 def _fsync_tree(directory: Path) -> None:
-    """Files that a library wrote (a tokenizer's) are on the disk, too, before the directory gets its name."""
+    """Fsync all files and directories below a directory, including those written by other libraries."""
     for path in directory.rglob("*"):
         if path.is_dir():
             _fsync_directory(path)
@@ -233,15 +235,21 @@ def _rename(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Fill a directory that appears under its name only when it is complete.
+    """Yield a temporary directory to fill, which is renamed to `path` when it is complete.
 
-    What is there already is replaced only when the caller says so: it may be somebody's work.
+    Args:
+        path: The final name.
+        replace: Replace an existing directory instead of raising an error.
+
+    Raises:
+        CheckpointError: `path` exists, is not an empty directory, and `replace` is not set.
+        StorageError: A file could not be written.
     """
     if not replace and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise _taken(path)
+        raise _already_exists(path)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     try:
-        with _naming(path):
+        with _storage_errors(path):
             make_directory(path.parent)
             shutil.rmtree(staging, ignore_errors=True)
             boundary("mkdir", staging)
@@ -251,38 +259,44 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
             if replace:
                 replace_directory(staging, path)
             else:
-                _take_name(staging, path)
+                _rename_new(staging, path)
                 _fsync_directory(path.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _take_name(source: Path, target: Path) -> None:
-    """Rename, unless somebody else has put something there meanwhile: then the system refuses."""
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename, or raise an error if another process has created the target in the meantime."""
     try:
         _rename(source, target)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise _taken(target) from error
+            raise _already_exists(target) from error
         raise
 
 
-def _taken(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} exists already, and whet overwrites nothing", hint="choose another name")
+def _already_exists(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} already exists, and whet never overwrites existing files", hint="choose another name"
+    )
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Write a file that appears under its name only when it is complete; what is there already stays."""
+    """Yield a temporary file name to write to, which is renamed to `path` when it is complete.
+
+    Raises:
+        CheckpointError: `path` exists.
+    """
     if path.exists():
-        raise _taken(path)
+        raise _already_exists(path)
     make_directory(path.parent)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     try:
         yield staging
         sync_file(staging)
-        _take_name(staging, path)
+        _rename_new(staging, path)
         _fsync_directory(path.parent)
     except BaseException:
         staging.unlink(missing_ok=True)
@@ -290,36 +304,40 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`; an older `target` is moved aside first and removed last."""
+    """Rename `source` to `target`. An existing target is moved aside before and removed after."""
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     if target.exists():
         _rename(target, old)
     _rename(source, target)
-    _fsync_directory(target.parent)  # else a power cut could undo the renaming and not the removal
+    _fsync_directory(target.parent)  # a crash must not undo the rename but keep the removal
     shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory that a reader, or a crash, sees whole or not at all."""
-    doomed = path.parent / f".{path.name}.removed-{os.getpid()}"
-    with contextlib.suppress(OSError):  # what cannot be removed costs room, and nothing else
-        _rename(path, doomed)
+    """Remove a directory: a reader or a crash sees it complete or not at all."""
+    removed = path.parent / f".{path.name}.removed-{os.getpid()}"
+    with contextlib.suppress(OSError):  # a directory that cannot be removed only costs disk space
+        _rename(path, removed)
         _fsync_directory(path.parent)
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def clear_leftovers(directory: Path, *, of: str | None = None) -> None:
-    """Remove what a killed process left half-written in a directory that nobody else is writing to.
+    """Remove the temporary files and directories of a killed process.
 
-    What it had moved aside and not yet replaced comes back under its name. In a directory that others may be
-    writing to, `of` limits it to one name, and to processes that have ended.
+    A directory that the process had moved aside and not yet replaced is restored.
+
+    Args:
+        directory: A directory that no other process writes to, unless `of` is set.
+        of: Only remove leftovers of this name whose process has ended. Other processes may then write to the
+            directory at the same time.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        found = _LEFTOVER.fullmatch(path.name)
-        if found is None or (of is not None and (found["name"] != of or _is_alive(int(found["pid"])))):
+        match = _TEMPORARY_NAME.fullmatch(path.name)
+        if match is None or (of is not None and (match["name"] != of or _is_alive(int(match["pid"])))):
             continue
-        target = path.with_name(found["name"])
-        if found["kind"] == "old" and not target.exists():
+        target = path.with_name(match["name"])
+        if match["kind"] == "old" and not target.exists():
             path.rename(target)
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -339,8 +357,12 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep a directory for one process; the kernel ends that with the process, however it ends."""
-    with _naming(directory / LOCK):
+    """Lock a directory for this process. The kernel releases the lock when the process ends.
+
+    Raises:
+        CheckpointError: Another process has locked it.
+    """
+    with _storage_errors(directory / LOCK):
         file = (directory / LOCK).open("a+")
     with file:
         try:
@@ -349,12 +371,12 @@ def locked(directory: Path) -> Iterator[None]:
             file.seek(0)
             raise CheckpointError(
                 f"{directory} is in use by process {file.read().strip() or 'unknown'}",
-                hint="wait until it has ended, or stop it first",
+                hint="wait until that process has ended, or stop it",
             ) from None
-        except OSError:  # some network file systems have no locks: a run there is better than none
+        except OSError:  # some network file systems do not support locks: continue without one
             yield
             return
-        with contextlib.suppress(OSError):  # a full disk: then the holder has no name
+        with contextlib.suppress(OSError):  # if the disk is full, the lock file does not name the process
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -362,22 +384,27 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def write_manifest(directory: Path, files: Mapping[str, Written]) -> None:
-    """Record size and SHA-256 of every file; written last, so it vouches for the rest."""
+    """Write the manifest with the size and SHA-256 of every file. It is written last."""
     write_json(directory / MANIFEST, {"files": {name: vars(written) for name, written in files.items()}})
 
 
 def check_manifest(directory: Path, *, share: slice = slice(None)) -> None:
-    """Raise a CheckpointError that says what is wrong unless every file is as the manifest says.
+    """Check that a directory contains exactly the files of its manifest.
 
-    Several processes may each read a share of the files.
+    Args:
+        directory: The directory with the manifest.
+        share: The files to read, so that several processes can divide the work.
+
+    Raises:
+        CheckpointError: The manifest or a file is missing, unexpected or different.
     """
     manifest = directory / MANIFEST
     if not manifest.is_file() or manifest.is_symlink():
-        raise CheckpointError(f"{directory} has no {MANIFEST}: it was not written to the end")
+        raise CheckpointError(f"{directory} has no {MANIFEST}: it was not written completely")
     try:
         files = {
             str(name): Written(int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in _small_json(manifest)["files"].items()
+            for name, entry in _read_manifest(manifest)["files"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{manifest} cannot be read: {error}") from error
@@ -388,48 +415,61 @@ def check_manifest(directory: Path, *, share: slice = slice(None)) -> None:
         _check_file(directory, name, expected)
 
 
-def _small_json(path: Path) -> Any:  # Any: JSON values, checked by the caller
+def _read_manifest(path: Path) -> Any:  # Any: JSON values, validated by the caller
     if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"{path.stat().st_size} bytes are too many for a manifest")
+        raise ValueError(f"{path.stat().st_size} bytes is too large for a manifest")
     return json.loads(path.read_text())
 
 
 def _check_file(directory: Path, name: str, expected: Written) -> None:
     path = directory / name
     if Path(name).name != name or path.is_symlink():
-        raise CheckpointError(f"{directory}: {name} is not a file of this directory")
+        raise CheckpointError(f"{directory}: {name} is not a regular file in this directory")
     if not path.is_file():
         raise CheckpointError(f"{directory}: {name} is missing")
     if path.stat().st_size != expected.bytes:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; its manifest says {expected.bytes}")
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes, but its manifest lists {expected.bytes}"
+        )
     if sha256_of(path) != expected.sha256:
-        raise CheckpointError(f"{path} does not match its sha256")
+        raise CheckpointError(f"{path} does not match the SHA-256 in its manifest")
 
 
 def cache_dir() -> Path:
-    """Where fetched and converted models are kept: $WHET_CACHE, or the user's cache directory."""
-    if given := os.environ.get("WHET_CACHE"):
-        return Path(given).expanduser()
+    """Return the directory of downloaded and converted models: $WHET_CACHE, or the user's cache directory."""
+    if configured := os.environ.get("WHET_CACHE"):
+        return Path(configured).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "whet"
 
 
 def tokens_dir() -> Path:
-    """Where tokenised data is kept: $WHET_TOKENS, or a place in the cache. It can be removed at any time."""
-    given = os.environ.get("WHET_TOKENS")
-    return Path(given).expanduser() if given else cache_dir() / "tokens"
+    """Return the directory of tokenized data: $WHET_TOKENS, or a directory in the cache.
+
+    It can be deleted at any time.
+    """
+    configured = os.environ.get("WHET_TOKENS")
+    return Path(configured).expanduser() if configured else cache_dir() / "tokens"
 
 
 def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values
-    """Read a JSON object of at most so many bytes, or say which file is broken."""
+    """Read a JSON object from a file.
+
+    Args:
+        path: The file.
+        most: The maximum size in bytes.
+
+    Raises:
+        ModelError: The file does not exist, is too large, or is not a JSON object.
+    """
     try:
         size = path.stat().st_size
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist") from error
     if size > most:
-        raise ModelError(f"{path} has {size} bytes: too many to be what its name says")
+        raise ModelError(f"{path} has {size} bytes, which is too large for this file")
     with wrong_input(f"{path} is not valid JSON"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds {type(value).__name__}, not an object")
+        raise ModelError(f"{path} contains {type(value).__name__}, not a JSON object")
     return value

@@ -1,4 +1,4 @@
-"""Functions that users wrote: imported by name, and called with the arguments that they have."""
+"""User functions: import them by name, and match call arguments to their parameters."""
 
 import importlib
 import importlib.util
@@ -10,32 +10,36 @@ from types import ModuleType
 from typing import Any
 
 
-def load_user_object(reference: str, *, what: str = "function") -> Any:  # Any: whatever the reference names
-    """Import the function or class that "package.module:name" or "path/to/file.py:name" names.
+def load_user_object(reference: str, *, what: str = "function") -> Any:  # Any: the referenced object
+    """Import a function or class by reference.
+
+    Args:
+        reference: "package.module:name" or "path/to/file.py:name".
+        what: The word for the object in error messages.
 
     Raises:
-        ValueError: there is no such file, or it has no `what` of that name.
-        Exception: whatever the module raises while it is imported.
+        ValueError: The file does not exist, or the module has no callable of that name.
+        Exception: Any error that the module raises while it is imported.
     """
-    place, _, name = reference.rpartition(":")
-    module = _import(place)
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
+    location, _, name = reference.rpartition(":")
+    module = _import_module(location)
+    value = getattr(module, name, None)
+    if callable(value):
+        return value
     known = [
         n
         for n, value in vars(module).items()
         if (inspect.isfunction(value) or inspect.isclass(value)) and not n.startswith("_")
     ]
-    raise ValueError(f"{place} has no {what} {name!r} (it has: {', '.join(known) or 'none'})")
+    raise ValueError(f"{location} has no {what} {name!r} (it has: {', '.join(known) or 'none'})")
 
 
 def importable_reference(function: object) -> str | None:
-    """Return "module:name" where another process can import this very function by it; None where not."""
+    """Return the "module:name" by which another process can import this function, or None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not inspect.isfunction(function) or function.__closure__ or module in (None, "__main__"):
         return None
-    known = getattr(sys.modules.get(str(module)), name, None)  # a nested name has dots: there is none
+    known = getattr(sys.modules.get(str(module)), name, None)  # None for nested names, which have dots
     return f"{module}:{name}" if known is function else None
 
 
@@ -44,64 +48,69 @@ def bind_arguments(
     names: Sequence[str],
     arguments: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function of one value for each of `names`, in this order, that passes them on.
+    """Adapt a user function to positional values with known names.
 
-    They are passed by position. Where that would give a parameter the value of another one, or `function`
-    takes fewer, they are passed by name, those that it has a parameter for. Any: what users pass and return.
+    The returned function takes one value for each of `names`, in this order, and passes them by position. If
+    that would assign a value to a parameter of another name, or if `function` has fewer parameters, it passes
+    by name those values that `function` has a parameter for.
 
     Args:
-        function: what is called.
-        names: what the values are called.
-        arguments: further arguments, by name.
+        function: The user function. Any: its parameters and return value are up to the user.
+        names: The names of the values.
+        arguments: Further arguments, passed by name.
 
     Raises:
-        ValueError: it cannot be called in either way.
+        ValueError: The function cannot be called in either way.
     """
-    more = dict(arguments or {})
+    keywords = dict(arguments or {})
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions do not tell
-        return lambda *values: function(*values, **more)
-    wanted: list[str] | None = None
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return lambda *values: function(*values, **keywords)
+    passed_by_name: list[str] | None = None
     try:
-        bound = signature.bind(*names, **more).arguments
+        bound = signature.bind(*names, **keywords).arguments
         if any(bound.get(name, name) != name for name in names):
-            wanted = _parameters_among(names, signature)
+            passed_by_name = _accepted_names(names, signature)
     except TypeError as error:
-        wanted = _parameters_among(names, signature)
-        if not _can_be_called(signature, wanted, more):
-            raise ValueError(f"it is called as {signature}: {error}") from None
-    if wanted is None:
-        return lambda *values: function(*values, **more)
+        passed_by_name = _accepted_names(names, signature)
+        if not _can_be_called(signature, passed_by_name, keywords):
+            raise ValueError(f"its signature is {signature}: {error}") from None
+    if passed_by_name is None:
+        return lambda *values: function(*values, **keywords)
     return lambda *values: function(
-        **{name: value for name, value in zip(names, values, strict=True) if name in wanted}, **more
+        **{name: value for name, value in zip(names, values, strict=True) if name in passed_by_name},
+        **keywords,
     )
 
 
-def _parameters_among(names: Sequence[str], signature: inspect.Signature) -> list[str]:
+def _accepted_names(names: Sequence[str], signature: inspect.Signature) -> list[str]:
     parameters = signature.parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return list(names)
     return [name for name in names if name in parameters]
 
 
-def _can_be_called(signature: inspect.Signature, wanted: Sequence[str], more: Mapping[str, Any]) -> bool:
-    # Any: what users pass
+def _can_be_called(
+    signature: inspect.Signature,
+    names: Sequence[str],
+    keywords: Mapping[str, Any],  # Any: arguments of a user's function
+) -> bool:
     try:
-        signature.bind(**dict.fromkeys(wanted), **more)
+        signature.bind(**dict.fromkeys(names), **keywords)
     except TypeError:
         return False
-    return bool(wanted)
+    return bool(names)
 
 
-def _import(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).expanduser().resolve()
+def _import_module(location: str) -> ModuleType:
+    if not location.endswith(".py"):
+        return importlib.import_module(location)
+    path = Path(location).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # for what stands beside it
+        sys.path.insert(0, str(path.parent))  # for imports of its neighbors
     loaded = getattr(sys.modules.get(path.stem), "__file__", str(path))
     name = path.stem if loaded == str(path) else f"whet_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -73,7 +73,7 @@ def test_plain_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
         ("method.targets=[q_prj]", "did you mean q_proj?"),
         ("run.device=warp", "unknown device 'warp'"),
         ("run.device=meta", "unknown device 'meta'"),
-        (f"run.name={'x' * 300}", "run.name: a run's name has at most 200 bytes"),
+        (f"run.name={'x' * 300}", "run.name: the name of a run can have at most 200 bytes"),
         ("run.dir=/dev/null/runs", "/dev/null/runs/test cannot be made"),
         ("run.micro_batch_tokens=16", "do not fit run.micro_batch_tokens=16"),
         ("data.train=synth:hose:5", "house"),

@@ -473,7 +473,7 @@ def test_of_a_mix_every_part_is_shown(cli, config, tmp_path):
         ("run.device=foo", "foo"),
         ("log.sinks=[wandb]", "wandb"),
         ("run.dir=/dev/null/runs", "/dev/null"),
-        ("run.fp8=true", "run.fp8 is for training every weight"),
+        ("run.fp8=true", "run.fp8 trains all weights, so it needs method.kind: full"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(cli, config, override, message, monkeypatch):

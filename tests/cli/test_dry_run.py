@@ -100,7 +100,7 @@ def test_patterns_that_people_write_are_accepted(pattern):
     [r"(a*)*", r"(\w+\s?)*$", "(a|b|ab)+", "(a{1,30}){1,30}b", "(a?){30}", r"(.*)(\1)+", "((a+)b?)+"],
 )
 def test_patterns_that_may_never_end_are_refused(pattern):
-    with pytest.raises(ValueError, match="may never end"):
+    with pytest.raises(ValueError, match="could take exponential time"):
         compile_pattern(pattern)
 
 

@@ -199,7 +199,7 @@ def test_an_export_never_replaces_what_is_there(cli, run):
     assert cli("export", run, "--to", "hf")[0] == 0
     code, _, err = cli("export", run, "--to", "hf")
     assert code == 2
-    assert "overwrites nothing" in err
+    assert "never overwrites existing files" in err
 
 
 @pytest.mark.skipif("mlx" in LAYOUTS, reason="the layout is known")

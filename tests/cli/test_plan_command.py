@@ -93,7 +93,7 @@ def test_the_example_of_405_billion_parameters():
         (["--device", "h1000"], "unknown device 'h1000'"),
         (["--gpus", "0"], "--gpus 0: there must be at least one"),
         (["--utilisation", "1.5"], "--utilisation 1.5: it is a share"),
-        (["--gpus", "2"], "2 processes, and parallel.kind is none"),
+        (["--gpus", "2"], "2 processes but parallel.kind is none"),
         (["--network", "-1", "--gpus", "2", "parallel.kind=ddp"], "--network -1: it must be positive"),
         (["--network", "nan", "--gpus", "2", "parallel.kind=ddp"], "--network nan: it must be positive"),
         (["model=nowhere/at-all"], "no config.json of 'nowhere/at-all' on this machine"),

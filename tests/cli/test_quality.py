@@ -119,7 +119,7 @@ def test_ledgers_are_made_and_checked(cli, tmp_path):
     code, out, err = cli("ledger", "check", tmp_path / "l")
     assert (code, "40 decisions" in out) == (0, True)
     code, out, err = cli("ledger", "create", tmp_path / "l")
-    assert (code, "exists already" in err) == (2, True)
+    assert (code, "already exists" in err) == (2, True)
     (tmp_path / "file").touch()
     code, out, err = cli("ledger", "create", tmp_path / "file")
     assert (code, "file cannot be made: File exists" in err) == (2, True)

@@ -1,4 +1,4 @@
-"""What a wrong config is told: the key that was meant, also in the words of other tools, and never a wall of text."""
+"""Error messages of invalid configs: suggestions for unknown keys, including those of other tools, and bounded length."""
 
 import re
 
@@ -15,14 +15,14 @@ from whet.errors import ConfigError, WhetError, shorten
 GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_size": 4}}
 
 
-def refusal(values):
+def error_message(values):
     with pytest.raises(ConfigError) as caught:
         make_config(values)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "suggestion"),
     [
         ("learning_rate", "optim.lr"),
         ("lora_r", "method.rank"),
@@ -33,19 +33,19 @@ def refusal(values):
         ("output_dir", "run.dir"),
         ("num_train_epochs", "run.epochs"),
         ("sequence_len", "data.max_length"),
-        ("warmup_ratio", "optim.warmup counts steps"),
+        ("warmup_ratio", "optim.warmup is in steps"),
         ("base_model", "`model`"),
         ("lr", "'optim.lr'"),
         ("seed", "'run.seed'"),
     ],
 )
-def test_keys_of_other_tools_get_the_key_of_whet(key, meant):
-    message = refusal({**GOOD, key: 1})
+def test_keys_of_other_tools_are_mapped_to_those_of_whet(key, suggestion):
+    message = error_message({**GOOD, key: 1})
     assert f"unknown key {key!r}" in message
-    assert meant in message
+    assert suggestion in message
 
 
-def test_a_pasted_config_of_another_tool_is_sent_to_the_page_that_maps_it():
+def test_pasted_config_of_another_tool_links_to_the_migration_page():
     pasted = {
         "base_model": "m",
         "adapter": "qlora",
@@ -53,82 +53,86 @@ def test_a_pasted_config_of_another_tool_is_sent_to_the_page_that_maps_it():
         "micro_batch_size": 2,
         "lora_r": 32,
     }
-    message = refusal(pasted)
+    message = error_message(pasted)
     assert "docs/coming-from.md" in message
     assert "did you mean 'data'" not in message
 
 
-def test_each_key_that_is_named_for_another_tools_exists():
+def test_suggested_keys_exist():
     known = set(_paths(RunConfig, depth=3)) | {"parallel", "model", "method"}
-    named = {path for text in OTHER_TOOLS.values() for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", text)}
-    assert len(named) > 30
-    assert not named - known
+    suggested = {path for text in OTHER_TOOLS.values() for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", text)}
+    assert len(suggested) > 30
+    assert not suggested - known
 
 
 @pytest.mark.parametrize("records", [[{"prompt": "p", "completion": "c"}] * 2000, {"prompt": ["p"] * 3000}])
-def test_records_in_memory_are_refused_in_a_few_words(records):
-    message = refusal({**GOOD, "data": {"train": records}})
+def test_records_in_a_config_are_rejected_with_a_short_message(records):
+    message = error_message({**GOOD, "data": {"train": records}})
     assert "data.train" in message
     assert len(message) < 1000
 
 
-def test_a_part_of_a_mixture_under_another_key_says_what_a_part_is():
-    message = refusal({**GOOD, "data": {"train": [{"path": "a.jsonl", "type": "alpaca"}]}})
+def test_mixture_item_without_source_explains_its_keys():
+    message = error_message({**GOOD, "data": {"train": [{"path": "a.jsonl", "type": "alpaca"}]}})
     assert "an item is a name or {source: NAME, weight: NUMBER}" in message
 
 
-def test_an_object_that_is_not_a_source_is_named_by_its_type():
+def test_object_that_is_not_a_source_is_named_by_its_type():
     class DataFrame:
         pass
 
-    assert "an object of type DataFrame is not a source" in refusal({**GOOD, "data": {"train": DataFrame()}})
+    assert "an object of type DataFrame is not a source" in error_message(
+        {**GOOD, "data": {"train": DataFrame()}}
+    )
 
 
-def test_a_share_where_steps_belong_says_what_is_counted():
-    assert "steps of linear warm-up" in refusal({**GOOD, "optim": {"warmup": 0.1}})
+def test_fraction_instead_of_steps_shows_the_description_of_the_key():
+    assert "steps of linear learning-rate warmup" in error_message({**GOOD, "optim": {"warmup": 0.1}})
 
 
-def test_an_unknown_objective_lists_the_kinds_there_are():
-    message = refusal({**GOOD, "objective": {"kind": "kto"}})
-    assert "objective: there is no kind 'kto'; known are sft, dpo" in message
-    assert "did you mean 'grpo'?" in refusal({**GOOD, "objective": {"kind": "grp"}})
+def test_unknown_objective_kind_lists_known_kinds():
+    message = error_message({**GOOD, "objective": {"kind": "kto"}})
+    assert "objective: unknown kind 'kto' (known: sft, dpo" in message
+    assert "did you mean 'grpo'?" in error_message({**GOOD, "objective": {"kind": "grp"}})
 
 
-def test_a_value_where_a_section_belongs_says_so():
-    assert "optim: this is a section with keys of its own" in refusal({**GOOD, "optim": "adamw_torch"})
+def test_value_instead_of_a_section_is_rejected():
+    assert "optim: this must be a section with keys, not a value (given: 'adamw_torch')" in error_message(
+        {**GOOD, "optim": "adamw_torch"}
+    )
 
 
-def test_every_key_of_a_pasted_config_of_usual_length_is_explained():
+def test_every_key_of_a_typical_pasted_config_is_explained():
     pasted = dict.fromkeys(("base_model", "datasets", "adapter", "lora_r", "lora_alpha", "lora_dropout"), 1)
     pasted |= dict.fromkeys(("sequence_len", "sample_packing", "micro_batch_size", "num_epochs"), 1)
     pasted |= dict.fromkeys(("optimizer", "lr_scheduler", "warmup_steps", "weight_decay", "learning_rate"), 1)
-    message = refusal(pasted)
+    message = error_message(pasted)
     assert "unknown key 'learning_rate': in whet, it is optim.lr" in message
     assert "more problems" not in message
 
 
-def test_many_problems_are_cut_to_a_screen():
-    message = refusal({**GOOD, **{f"key{number}": "x" * 5000 for number in range(500)}})
+def test_list_of_problems_is_limited():
+    message = error_message({**GOOD, **{f"key{number}": "x" * 5000 for number in range(500)}})
     assert "more problems" in message
     assert len(message.splitlines()) <= 40
     assert len(message) < 10_000
 
 
 @pytest.mark.parametrize("make", [lambda: Optim(name="foo"), Run, lambda: RunConfig(model=3, rum={})])
-def test_sections_made_in_python_raise_the_errors_of_whet(make):
+def test_invalid_section_in_python_raises_whet_error(make):
     with pytest.raises(WhetError):
         make()
 
 
-def test_all_problems_of_nested_sections_are_still_found_at_once():
+def test_all_problems_of_nested_sections_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         RunConfig(model="m", data={"train": "a"}, run={"steps": 0, "batch_size": 0}, optim={"lr": -1})
     assert all(key in str(caught.value) for key in ("run.steps", "run.batch_size", "optim.lr"))
 
 
-def test_long_values_are_cut_in_the_middle():
+def test_shorten_removes_the_middle_of_long_text():
     assert shorten("short") == "short"
-    cut = shorten("a" * 3_000_000 + "z")
-    assert len(cut) < 200
-    assert "3000001 characters" in cut
-    assert cut.endswith("z")
+    shortened = shorten("a" * 3_000_000 + "z")
+    assert len(shortened) < 200
+    assert "3000001 characters" in shortened
+    assert shortened.endswith("z")

@@ -1,4 +1,4 @@
-"""Which way metrics improve."""
+"""The direction in which metrics improve."""
 
 import pytest
 

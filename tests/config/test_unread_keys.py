@@ -1,4 +1,4 @@
-"""Keys that another kind would read are named, and only those."""
+"""Keys without effect for the chosen kind are reported, and no others."""
 
 from typing import get_args
 
@@ -57,12 +57,10 @@ FULL = {"kind": "full"}
         ),
     ],
 )  # fmt: skip
-def test_what_the_chosen_kind_does_not_read_is_named(tiny_directory, tmp_path, sections, key, choice):
+def test_key_without_effect_is_reported(tiny_directory, tmp_path, sections, key, choice):
     config = make_config(clean(tiny_directory, tmp_path, **sections))
     assert unread_lines(config) == [f"{key} has no effect with {choice}"]
-    assert unread_lines(make_config(to_dict(config))) == unread_lines(
-        config
-    )  # with every default written out
+    assert unread_lines(make_config(to_dict(config))) == unread_lines(config)  # with every default explicit
 
 
 @pytest.mark.parametrize(
@@ -84,13 +82,13 @@ def test_what_the_chosen_kind_does_not_read_is_named(tiny_directory, tmp_path, s
         {"data": {"curriculum": {"kind": "difficulty", "hard": "a", "ramp": 0.2}}},
     ],
 )
-def test_what_is_read_is_not(tiny_directory, tmp_path, sections):
+def test_key_with_effect_is_not_reported(tiny_directory, tmp_path, sections):
     config = make_config(clean(tiny_directory, tmp_path, **sections))
     assert unread_lines(config) == []
     assert unread_lines(make_config(to_dict(config))) == []
 
 
-def test_the_parts_of_a_mix_are_looked_into(tiny_directory, tmp_path):
+def test_keys_without_effect_in_mix_parts_are_reported(tiny_directory, tmp_path):
     parts = [
         {"objective": {"kind": "sft"}, "data": {"train": "a", "curriculum": {"kind": "length", "ramp": 0.1}}},
         {"objective": {"kind": "ipo", "gamma": 2}, "data": {"train": "a"}},
@@ -104,12 +102,12 @@ def test_the_parts_of_a_mix_are_looked_into(tiny_directory, tmp_path):
     ]
 
 
-def test_conditions_name_keys_and_values_that_exist():
-    """A typo in one would make a key unread for ever."""
+def test_conditions_refer_to_existing_keys_and_values():
+    """A typo in a condition would make a key never count as read."""
     sections, conditions = [RunConfig], 0
     for section in sections:
         for field in section.model_fields.values():
-            sections += [each for each in inner_sections(field.annotation) if each not in sections]
+            sections += [inner for inner in inner_sections(field.annotation) if inner not in sections]
             if (read_by := key_info(field).read_by) is None:
                 continue
             switch = section.model_fields[read_by.switch]
@@ -134,12 +132,12 @@ def test_conditions_name_keys_and_values_that_exist():
         ({"kind": "grpo", "beta": 0.1}, set()),
     ],
 )
-def test_plain_values_of_an_objective_are_looked_into(values, keys):
+def test_keys_without_effect_in_plain_objective_values(values, keys):
     assert unread_by_objective(values) == keys
 
 
 def clean(tiny_directory, tmp_path, **sections):
-    """A config in which nothing but `sections` is unusual."""
+    """Return a config with defaults except for `sections`."""
     config = run_config(tiny_directory, tmp_path)
     data = {"train": "synth:house:8", **sections.pop("data", {})}
     return {"model": config["model"], "data": data, "run": config["run"], **sections}

@@ -56,7 +56,7 @@ def test_a_number_of_processes_without_a_kind_is_refused_before_any_starts(tiny_
     code, out, err = run("whet", "train", config, "parallel.kind=none", "--nproc", "2")
     assert code == 2
     assert err.count("error:") == 1
-    assert "2 processes, and parallel.kind is none" in err
+    assert "2 processes but parallel.kind is none" in err
 
 
 def test_an_error_of_all_ranks_is_said_once(tiny_directory, tmp_path):

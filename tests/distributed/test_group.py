@@ -62,7 +62,7 @@ def test_one_process_is_a_world_of_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("parallel", "count", "message"),
     [
-        ({"kind": "none"}, 2, "2 processes, and parallel.kind is none"),
+        ({"kind": "none"}, 2, "2 processes but parallel.kind is none"),
         ({"kind": "fsdp", "tensor": 2}, 3, "parallel.tensor=2 does not divide the 3 processes"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(parallel, count, mes
 
 
 def test_tensor_needs_fsdp():
-    with pytest.raises(ConfigError, match="parallel: tensor needs kind: fsdp"):
+    with pytest.raises(ConfigError, match="parallel: tensor > 1 needs kind: fsdp"):
         make_config(CONFIG | {"parallel": {"kind": "ddp", "tensor": 2}})
 
 

@@ -110,7 +110,7 @@ def test_functions_come_from_modules_and_files_too(tmp_path, monkeypatch):
         ("nowhere.py:f", "eval.metrics.m: .*nowhere.py is not a file"),
         ("math:no_such_function", "eval.metrics.m: .*math has no function 'no_such_function'"),
         ("math:pi", "eval.metrics.m: .*math has no function 'pi'"),
-        ("python:none", r"eval.metrics.m: .*it is called as \(\)"),
+        ("python:none", r"eval.metrics.m: .*its signature is \(\)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_before_anything_is_trained(reference, message):
@@ -133,11 +133,11 @@ def test_a_metric_that_fails_stops_the_run_at_once_but_not_later(caplog):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"loss": "a:b"}, "eval_loss is what every evaluation has"),
-        ({"a b": "a:b"}, "letters, digits, _ and - only"),
-        ({"m": "json"}, "'json' is no function"),
+        ({"loss": "a:b"}, "eval_loss is a built-in metric"),
+        ({"a b": "a:b"}, "may only contain letters, digits, _ and -"),
+        ({"m": "json"}, "'json' is not a function"),
         ({"m": len}, r"m is a Python object.*metrics=\{'m': function\}"),
-        ("a:b", "this is a section with keys of its own"),
+        ("a:b", "this must be a section with keys"),
     ],
 )
 def test_configs_that_name_no_function_are_refused(metrics, message):

@@ -187,7 +187,7 @@ def test_a_directory_is_filled_whole_or_not_at_all_and_never_over_another(tmp_pa
     with pytest.raises(ZeroDivisionError):
         fill(lambda: 1 / 0)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(whet.WhetError, match="overwrites nothing"):
+    with pytest.raises(whet.WhetError, match="never overwrites existing files"):
         fill(somebody_else)
     assert [path.name for path in tmp_path.rglob("*")] == ["d", "b"]
 

@@ -202,7 +202,7 @@ def test_json_of_50_mb(directory, name, record_property):
     said = output.read_text()
     assert code == 2, said
     assert f"{name} has" in said
-    assert "too many to be what its name says" in said
+    assert "bytes, which is too large for this file" in said
     assert int(re.search(r"peak (\d+) MiB", said)[1]) < 700
 
 

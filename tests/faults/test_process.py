@@ -34,7 +34,7 @@ def test_a_run_belongs_to_one_process_and_is_free_when_that_dies(tiny_directory,
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid}") as caught:
             whet.resume(case.run)
         assert caught.value.exit_code == 2
-        assert "wait until it has ended" in caught.value.hint
+        assert "wait until that process has ended" in caught.value.hint
     finally:
         process.kill()
         process.join()

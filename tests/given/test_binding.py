@@ -1,4 +1,4 @@
-"""Objects beside a config: where their placeholders come, and what is refused."""
+"""Python objects passed with a config: placement of their placeholders, and errors."""
 
 import datasets
 import pytest
@@ -7,7 +7,7 @@ import yaml
 from whet.config.load_config import make_config, to_dict
 from whet.data.sources.python_rows import PythonRows
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.given.binding import bind, bind_config, check_given
+from whet.given.binding import bind_config, check_given, insert_placeholders
 from whet.given.given import Given, collect_given, placeholder_of
 
 ROWS = [{"text": "a"}, {"text": "b"}]
@@ -32,7 +32,7 @@ class Smoothed:
         self.by = by
 
 
-def test_objects_come_where_they_belong():
+def test_objects_are_inserted_at_default_keys():
     config = {**BASE, "objective": {"kind": "grpo", "rewards": ["exact_match"]}, "eval": {"every": 2}}
     given = collect_given(
         {"train": ROWS, "validation": ROWS[:1]}, rewards={"short": short}, metrics={"rate": rate}
@@ -47,7 +47,7 @@ def test_objects_come_where_they_belong():
     assert to_dict(bind_config(bound, given)) == to_dict(bound), "binding again changes nothing"
 
 
-def test_a_config_may_say_where_objects_come():
+def test_config_can_place_objects_explicitly():
     config = {
         **BASE,
         "data": {"train": [{"source": "python:mine", "weight": 2}, {"source": "synth:house:4", "weight": 1}]},
@@ -64,11 +64,11 @@ def test_a_config_may_say_where_objects_come():
     assert reward.arguments == {"text": "python:plain"}, "an argument is plain text"
 
 
-def test_the_parts_of_a_mix_and_a_curriculum_name_theirs():
+def test_mix_parts_and_curriculum_refer_to_objects():
     part = {"objective": {"kind": "sft"}, "data": {"train": "python:one"}}
     config = {**BASE, "objective": {"kind": "mix", "parts": [part, {**part, "name": "other"}]}}
     bound = bind_config(config, collect_given({"one": ROWS}))
-    assert {each.data.train for each in bound.objective.parts} == {
+    assert {part.data.train for part in bound.objective.parts} == {
         placeholder_of("one", PythonRows("one", ROWS))
     }
     config = {**BASE, "data": {"curriculum": {"kind": "difficulty", "hard": "python:hard"}}}
@@ -77,7 +77,7 @@ def test_the_parts_of_a_mix_and_a_curriculum_name_theirs():
     assert bound.data.curriculum.hard.startswith("python:hard:")
 
 
-def test_records_alone_are_those_of_train(tmp_path):
+def test_unnamed_records_are_training_data(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(BASE))
     assert bind_config(str(path), collect_given(ROWS)).data.train == TRAIN
@@ -85,15 +85,17 @@ def test_records_alone_are_those_of_train(tmp_path):
     assert bind_config(path, collect_given(splits)).data.train == TRAIN
 
 
-def test_without_objects_a_config_is_as_it_was():
+def test_config_without_objects_is_unchanged():
     config = {**BASE, "data": {"train": "synth:house:4"}}
     assert to_dict(bind_config(config, Given())) == to_dict(make_config(config))
     assert not Given()
     assert not collect_given()
 
 
-def test_an_objective_is_a_kind():
-    bound = bind({**BASE, "data": {"train": "synth:house:4"}}, collect_given(objective=Smoothed()))
+def test_objective_object_becomes_the_kind():
+    bound = insert_placeholders(
+        {**BASE, "data": {"train": "synth:house:4"}}, collect_given(objective=Smoothed())
+    )
     assert bound["objective"]["kind"] == placeholder_of("Smoothed", Smoothed())
     assert placeholder_of("Smoothed", Smoothed(0.2)) != placeholder_of("Smoothed", Smoothed())
 
@@ -101,30 +103,30 @@ def test_an_objective_is_a_kind():
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        ({"data": {"train": "a.jsonl"}}, {"data": ROWS}, r"data.train is given twice: a.jsonl.*\n.*leave one"),
+        ({"data": {"train": "a.jsonl"}}, {"data": ROWS}, r"data.train is set twice: a.jsonl.*\n.*remove one"),
         ({}, {"data": {"train": ROWS, "more": ROWS}}, r"data=\{'more': ...\}: no key.*\n.*python:more"),
         ({"data": {"train": "python:train"}}, {}, r"the config needs Python objects.*\n  data 'train' is missing"),
         (
             {"data": {"train": "python:train:0123456789abcdef"}},
             {"data": ROWS},
-            "not those of the config:\n  data 'train' has changed: python:train:0123456789abcdef became",
+            "not those of the config:\n  data 'train' has changed: expected python:train:0123456789abcdef, but it is",
         ),
-        ({}, {"data": ROWS, "rewards": {"short": short}}, "rewards= is given, and objective.kind is sft"),
+        ({}, {"data": ROWS, "rewards": {"short": short}}, "rewards= needs objective.kind: grpo, not sft"),
         (
             {"data": {"train": "synth:house:4"}, "objective": {"kind": "sft"}},
             {"objective": Smoothed()},
-            "objective.kind is given twice: sft in the config, and objective=",
+            "objective.kind is set twice: sft in the config, and objective=",
         ),
         (
             {"eval": {"metrics": {"rate": "a:b"}}, "data": {"train": "a", "valid": "b"}},
             {"metrics": {"rate": rate}},
-            "eval.metrics.rate is given twice: a:b in the config",
+            "eval.metrics.rate is set twice: a:b in the config",
         ),
-        ({"data": 3}, {"data": ROWS}, "data: this is a section with keys of its own, not int"),
+        ({"data": 3}, {"data": ROWS}, "data: this must be a section with keys, not int"),
         ({}, {"data": ROWS, "metrics": {"rate": rate}}, "eval.metrics needs data.valid or data.test"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(config, given, message):
+def test_objects_that_do_not_match_the_config_are_rejected(config, given, message):
     with pytest.raises(ConfigError, match=message):
         bind_config({**BASE, **config}, collect_given(**given))
 
@@ -135,25 +137,25 @@ def test_what_does_not_fit_is_refused(config, given, message):
         ({"rewards": [short]}, ConfigError, r"rewards= must be a mapping.*\n.*rewards=\{'short': short\}"),
         ({"metrics": rate}, ConfigError, r"metrics= must be a mapping.*\n.*metrics=\{'rate': rate\}"),
         ({"rewards": {"short": 3}}, ConfigError, r"rewards=\{'short': ...\} is int, not a function"),
-        ({"metrics": {"a b": rate}}, ConfigError, "the name 'a b' must have letters"),
-        ({"data": {"train": ROWS, 3: ROWS}}, ConfigError, "the name 3 must have letters"),
+        ({"metrics": {"a b": rate}}, ConfigError, "the name 'a b' may only contain letters"),
+        ({"data": {"train": ROWS, 3: ROWS}}, ConfigError, "the name 3 may only contain letters"),
         ({"data": {"valid": ROWS, "validation": ROWS}}, ConfigError, "two sources for 'valid'"),
         ({"data": (row for row in ROWS)}, DataError, "can be read only once"),
     ],
 )
-def test_what_is_no_object_of_its_kind_is_refused(given, error, message):
+def test_objects_of_the_wrong_type_are_rejected(given, error, message):
     with pytest.raises(error, match=message):
         collect_given(**given)
 
 
-def test_a_run_is_resumed_with_the_objects_that_it_began_with():
+def test_resume_requires_the_original_objects():
     config = {**BASE, "objective": {"kind": "grpo"}}
-    began = collect_given({"train": ROWS, "valid": ROWS[:1]}, {"short": short}, {"rate": rate})
-    bound = bind_config(config, began)
+    original = collect_given({"train": ROWS, "valid": ROWS[:1]}, {"short": short}, {"rate": rate})
+    bound = bind_config(config, original)
     with pytest.raises(CheckpointError) as caught:
         check_given(bound, Given(), "runs/x")
     assert caught.value.message.splitlines() == [
-        "runs/x needs Python objects, which a program in Python must pass:",
+        "runs/x needs Python objects, which must be passed from Python:",
         f"  rewards 'short' is missing ({SHORT})",
         f"  data 'train' is missing ({TRAIN})",
         f"  data 'valid' is missing ({VALID})",
@@ -172,5 +174,5 @@ def test_a_run_is_resumed_with_the_objects_that_it_began_with():
     assert [line.partition(":")[0].strip() for line in problems] == [
         "rewards 'short' has changed",
         "data 'train' has changed",
-        "data 'test' is not part of it",
+        "data 'test' is not expected",
     ]

@@ -1,4 +1,4 @@
-"""Hashes of functions and objects: the same in every process, and another one where the code is another."""
+"""Digests of functions and objects: stable across processes, and different for different code."""
 
 import functools
 import json
@@ -68,8 +68,8 @@ print(json.dumps({name: object_digest(value) for name, value in objects.items()}
 def digests(directory, how, *, seed):
     command = [sys.executable, "-c", SHOW, how, str(directory)]
     environment = {**os.environ, "PYTHONHASHSEED": seed}
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(shown.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(completed.stdout)
 
 
 @pytest.mark.parametrize("how", ["import", "exec"])
@@ -80,11 +80,11 @@ def test_digests_are_the_same_in_every_process(tmp_path, how):
     assert all(len(digest) == 64 for digest in first.values())
     different = {name: digest for name, digest in first.items() if name != "closure 2"}
     assert len(set(different.values())) == len(different)
-    assert first["closure"] == first["closure 2"], "variables of an enclosing function are not seen"
+    assert first["closure"] == first["closure 2"], "variables of an enclosing function are not covered"
 
 
 @pytest.mark.parametrize("how", ["import", "exec"])
-def test_other_code_has_another_digest(tmp_path, how):
+def test_different_code_has_a_different_digest(tmp_path, how):
     (tmp_path / "digested.py").write_text(MODULE)
     before = digests(tmp_path, how, seed="1")
     changed = MODULE.replace("return 1.0 if", "return 2.0 if").replace("self.scale * len", "self.scale + len")
@@ -96,19 +96,19 @@ def test_other_code_has_another_digest(tmp_path, how):
     }
 
 
-def test_where_a_definition_stands_does_not_matter():
+def test_digest_does_not_depend_on_location():
     def short(completion):
         return -len(completion)
 
-    here = object_digest(short)
+    digest = object_digest(short)
 
-    def other_place():
+    def enclosing():
         def short(completion):
             return -len(completion)
 
         return short
 
-    assert object_digest(other_place()) == here
+    assert object_digest(enclosing()) == digest
     first = lambda completion: -len(completion)  # noqa: E731
     assert object_digest(first) == object_digest({"x": lambda completion: -len(completion)}["x"])
-    assert object_digest(functools.partial(short)) != here
+    assert object_digest(functools.partial(short)) != digest

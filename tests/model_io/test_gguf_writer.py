@@ -209,7 +209,7 @@ def test_what_cannot_be_held_is_refused_and_nothing_is_left(tmp_path: Path) -> N
         write_gguf(out, ours, tokenizer, kind="bf16")
     ours.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
     write_gguf(tmp_path / "bf16.gguf", ours, tokenizer, kind="bf16")
-    with pytest.raises(CheckpointError, match="overwrites nothing"):
+    with pytest.raises(CheckpointError, match="never overwrites existing files"):
         write_gguf(tmp_path / "bf16.gguf", ours, tokenizer, kind="bf16")
     whet.attach_lora(ours)
     with pytest.raises(ModelError, match="fold its adapter in first"):

@@ -348,7 +348,7 @@ def test_a_config_that_cannot_be_understood_is_named(tiny_directory, tmp_path):
 def test_nothing_is_overwritten(models, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="overwrites nothing"):
+    with pytest.raises(CheckpointError, match="never overwrites existing files"):
         merge_models(models, tmp_path / "out", method="average")
 
 

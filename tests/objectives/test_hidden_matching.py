@@ -137,7 +137,7 @@ def test_what_cannot_be_matched_is_refused(tiny_directory, tmp_path, teacher_dir
     for change in ({"offline": {"top_k": 4}}, {"teacher": [{"model": "a"}, {"model": "b"}]}):
         wrong = copy.deepcopy(config)
         wrong["objective"] |= change
-        with pytest.raises(ConfigError, match="hidden needs one teacher that is there in each step"):
+        with pytest.raises(ConfigError, match="hidden needs a single teacher that runs in each step"):
             make_config(wrong)
     wrong = distilled(tiny_directory, tmp_path, teacher_directory, "run", layers={0: 1})
     with pytest.raises(ConfigError, match="greater than 0"):

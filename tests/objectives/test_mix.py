@@ -229,7 +229,7 @@ def test_a_part_may_have_curricula_and_other_objectives(tiny_directory, tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"objective": {"kind": "mix", "parts": [SFT_PART, SFT_PART]}}, "give each a name of its own"),
+        ({"objective": {"kind": "mix", "parts": [SFT_PART, SFT_PART]}}, "give each a different name"),
         ({"objective": {"kind": "mix", "parts": [SFT_PART]}}, "objective.parts: List should have at least 2"),
         (
             {"objective": {"kind": "mix", "parts": [{**SFT_PART, "weight": 0}, DPO_PART]}},
@@ -246,10 +246,10 @@ def test_a_part_may_have_curricula_and_other_objectives(tiny_directory, tmp_path
                     "parts": [SFT_PART, {**DPO_PART, "objective": {"kind": "mix", "parts": []}}],
                 }
             },
-            "objective.parts.1.objective: there is no kind 'mix'",
+            "objective.parts.1.objective: unknown kind 'mix'",
         ),
-        ({"data": {"train": "synth:house:4"}}, "each part of a mix has its own"),
-        ({"run": {"epochs": 1, "batch_size": 2}}, "a mix is counted in steps"),
+        ({"data": {"train": "synth:house:4"}}, "each part of a mix has separate data"),
+        ({"run": {"epochs": 1, "batch_size": 2}}, "a mix has no epochs"),
         ({"objective": {"kind": "sft"}}, "data is missing"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_config_comes_back_from_its_yaml_and_parts_can_be_overridden(tiny_dire
     changed = load_config(path, ["objective.parts.1.weight=0.25", "objective.parts.0.data.max_length=99"])
     assert changed.objective.parts[1].weight == 0.25
     assert changed.parts()["sft"].data.max_length == 99
-    with pytest.raises(ConfigError, match="7 is not an index of a list of 2"):
+    with pytest.raises(ConfigError, match=r"7 is not an index \(from 0\) of a list with 2 items"):
         load_config(path, ["objective.parts.7.weight=1"])
 
 

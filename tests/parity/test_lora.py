@@ -143,9 +143,9 @@ def test_merged_equals_adapted_and_off_equals_base(tiny, tmp_path):
 def test_saving_never_replaces_what_is_there(tiny, tmp_path):
     model, tokenizer = tiny
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="overwrites nothing"):
+    with pytest.raises(CheckpointError, match="never overwrites existing files"):
         whet.save(model, tokenizer, tmp_path)
-    with pytest.raises(CheckpointError, match="overwrites nothing"):
+    with pytest.raises(CheckpointError, match="never overwrites existing files"):
         whet.save_adapter(whet.attach_lora(model), tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -348,12 +348,15 @@ def test_csv_and_text_fields_are_read(tiny_directory, tmp_path):
     [
         ({"objective": {"classes": 1}}, "at least two"),
         ({"objective": {"classes": ["a", "a"]}}, "same name"),
-        ({"objective": {"class_weights": [1, 2]}}, "one number above 0 for each of 3 classes"),
-        ({"objective": {"multi_label": True, "oversample": True}}, "oversample is for one class a text"),
-        ({"objective": {"oversample": True, "class_weights": "inverse"}}, "choose one"),
+        ({"objective": {"class_weights": [1, 2]}}, "one number above 0 for each of the 3 classes"),
+        (
+            {"objective": {"multi_label": True, "oversample": True}},
+            "oversample cannot be combined with multi_label",
+        ),
+        ({"objective": {"oversample": True, "class_weights": "inverse"}}, "set only one of them"),
         ({"objective": {"valid_share": 0}, "eval": {"every": 1}}, "eval.every needs data.valid"),
-        ({"eval": {"generate": True}, "data": {"valid": "x"}}, "eval.generate does not go with"),
-        ({"data": {"too_long": "split"}}, "too_long: split does not go with"),
+        ({"eval": {"generate": True}, "data": {"valid": "x"}}, "eval.generate cannot be combined with"),
+        ({"data": {"too_long": "split"}}, "too_long: split cannot be combined with"),
         ({"objective": {"pooling": "max"}}, "pooling"),
     ],
 )
@@ -586,7 +589,7 @@ def test_weights_that_were_counted_and_not_kept_must_be_given(tiny_directory, tm
         again = whet.Classifier.load(place, class_weights=[3.0, 1.0, 0.5])
         expected = plain_loss(again, [3.0, 1.0, 0.5])
         assert again.train_batch(SAMPLES)["loss"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ConfigError, match="one number above 0 for each of 3 classes"):
+    with pytest.raises(ConfigError, match="one number above 0 for each of the 3 classes"):
         whet.Classifier.load(run, class_weights=[1.0])
     kept.write_text(json.dumps({"red": 1}))
     with pytest.raises(ModelError, match="does not hold a number above 0 for each of 3 classes"):

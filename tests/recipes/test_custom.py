@@ -82,15 +82,18 @@ def test_a_config_keeps_the_keys_and_imports_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"kind": "package:"}, "'package:' names no class"),
+        ({"kind": "package:"}, "'package:' does not name a class"),
         (
             {"kind": "__main__:Smoothed"},
-            r"put the class in a file, or pass it, whet.train\(config, objective=",
+            r"put the class in a file, or pass it as an argument, whet.train\(config, objective=",
         ),
-        ({"kind": "a:B", "f": len}, "objective: f is <built-in function len>: a config holds texts"),
+        (
+            {"kind": "a:B", "f": len},
+            "objective: f is <built-in function len>: a config can only contain strings",
+        ),
         ({"kind": "a:B", "f": [{"g": object}]}, "objective: f.0.g is"),
-        ({"kind": "a:B", "f": {3: 4}}, "objective: f is 3: a config holds texts"),
-        ({"kind": "stf"}, "there is no kind 'stf', did you mean 'sft'"),
+        ({"kind": "a:B", "f": {3: 4}}, "objective: f is 3: a config can only contain strings"),
+        ({"kind": "stf"}, "unknown kind 'stf', did you mean 'sft'"),
         ({"kind": "dpo", "bata": 1}, "unknown key 'objective.bata', did you mean 'beta'"),
         ({"strength": 1}, "objective: kind is missing"),
     ],

@@ -53,7 +53,7 @@ def test_only_layers_of_blocks_that_fit_are_changed():
 
 def test_where_it_does_not_go(tmp_path, tiny_directory):
     given = run_config(tiny_directory, tmp_path, run={"fp8": True, "steps": 1, "batch_size": 2})
-    with pytest.raises(ConfigError, match="every weight"):
+    with pytest.raises(ConfigError, match="run.fp8 trains all weights"):
         whet.train(make_config({**given, "data": {"train": "synth:house:8"}}))
     model = from_scratch(preset_spec("nano", layers=1, d_model=40, heads=1, width=40, vocab_size=96), seed=0)
     with pytest.raises(ConfigError, match="multiples of 16"):

@@ -309,11 +309,11 @@ def test_a_policy_that_changes_by_itself_is_an_error(tiny_directory, tmp_path, m
 @pytest.mark.parametrize(
     ("sections", "error", "message"),
     [
-        ({"objective": {"group_size": 1}}, ConfigError, "a group of 1 has nothing to compare with"),
-        ({"objective": {"rewards": ["exact_mach"]}}, ConfigError, "'exact_mach' is no reward: did you mean 'exact_match'"),
+        ({"objective": {"group_size": 1}}, ConfigError, "a group of 1 has no other completion to compare with"),
+        ({"objective": {"rewards": ["exact_mach"]}}, ConfigError, "'exact_mach' is not a reward: did you mean 'exact_match'"),
         ({"objective": {"rewards": []}}, ConfigError, "objective.rewards: List should have at least 1 item"),
         ({"objective": {"rewards": ["regex"]}}, ConfigError, "regex cannot be used: .*'pattern'"),
-        ({"objective": {"rewards": [SHORT, SHORT]}}, ConfigError, "two rewards are called 'length'"),
+        ({"objective": {"rewards": [SHORT, SHORT]}}, ConfigError, "two rewards are named 'length'"),
         ({"objective": {"group_sise": 4}}, ConfigError, "unknown key 'objective.group_sise', did you mean 'group_size'"),
         ({"data": {"train": "{tmp}/empty.jsonl"}}, DataError, "empty.jsonl holds no records"),
         ({"data": {"max_length": 12}}, DataError, "synth:sums:10#1: a prompt of 9 tokens leaves no room for .*max_new_tokens=6 in data.max_length, 12"),

@@ -61,7 +61,7 @@ def test_created_ledgers_are_valid_and_nothing_is_overwritten(tmp_path):
     found = check_ledgers(tmp_path / "new")
     assert (found.decisions, found.outcomes, found.joined) == (50, 45, 45)
     assert all(0 <= x <= 1 for r in open_source(str(tmp_path / "new")) for x in r.fields["features"])
-    with pytest.raises(Exception, match="exists already"):
+    with pytest.raises(Exception, match="already exists"):
         create_ledgers(tmp_path / "new", 50)
 
 

@@ -105,11 +105,11 @@ def test_a_model_that_knows_nothing_of_mup_is_refused(tiny_directory, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": "m", "method": {"kind": "lora"}}, "optim.mup is about all weights: it needs method.kind full"),
-        ({"objective": {"kind": "mtp"}}, "optim.mup has no rule for the heads of objective.kind mtp"),
-        ({"objective": {"kind": "classify", "classes": ["a", "b"]}}, "optim.mup has no rule for the heads of objective.kind classify"),
-        ({"optim": {"name": "adafactor", "weight_decay": 0}}, "mup has no rule for adafactor"),
-        ({"optim": {"name": "adam"}}, "mup has no rule for a decay in Adam's gradient: choose adamw"),
+        ({"model": "m", "method": {"kind": "lora"}}, "optim.mup scales all weights, so it needs method.kind: full"),
+        ({"objective": {"kind": "mtp"}}, "optim.mup has no scaling rule for the heads of objective.kind mtp"),
+        ({"objective": {"kind": "classify", "classes": ["a", "b"]}}, "optim.mup has no scaling rule for the heads of objective.kind classify"),
+        ({"optim": {"name": "adafactor", "weight_decay": 0}}, "mup has no scaling rule for adafactor"),
+        ({"optim": {"name": "adam"}}, "mup has no scaling rule for Adam's weight decay, which is part of the gradient: use adamw"),
         ({"optim": {"mup": {"base_width": 0}}}, "optim.mup.base_width: Input should be greater than 0"),
         ({"optim": {"mup": {}}}, "optim.mup.base_width is missing"),
         ({"optim": {"mup": {"base_with": 3, "base_width": 4}}}, "did you mean 'base_width'?"),

@@ -65,8 +65,11 @@ def test_a_config_may_say_no_more_than_the_size():
     [
         ({"model": {"quality": "huge"}}, "model.quality: .*nano"),
         ({"model": {"quality": "nano", "arms": "dense"}}, "unknown key 'model.arms', did you mean 'arm'"),
-        ({"model": {"quality": "nano", "tie_digits": 7}}, "tie_digits=7 is more than digits=6"),
-        ({"model": {"quality": "nano", "base": 90, "digits": 4}}, "at most 2\\*\\*20 codes"),
+        ({"model": {"quality": "nano", "tie_digits": 7}}, "tie_digits=7 is larger than digits=6"),
+        (
+            {"model": {"quality": "nano", "base": 90, "digits": 4}},
+            "4 digits in base 90 give more than 2\\*\\*20 codes",
+        ),
         ({"method": {"kind": "lora"}}, "method.kind must be full"),
         ({"objective": {"kind": "sft"}}, "objective.kind must be regression"),
         ({"eval": {"generate": True}}, "eval.generate needs a language model"),
@@ -77,12 +80,12 @@ def test_a_config_may_say_no_more_than_the_size():
         ({"experts": {"bias_rate": 1e-3}}, "experts.bias_rate needs a language model"),
         (
             {"model": {"quality": "nano", "arm": "dense"}, "optim": {"router_lr_scale": 0.1}},
-            "optim.router_lr_scale needs a router, and model.arm: dense has none",
+            "optim.router_lr_scale needs a router, but model.arm: dense has none",
         ),
         ({"run": {"steps": 0}}, "run.steps"),
         ({"run": {"batch_size": 0}}, "run.batch_size"),
         ({"data": {"format": "text"}}, "data.format must be tabular"),
-        ({"data": {"max_length": 512}}, "data.max_length is about texts"),
+        ({"data": {"max_length": 512}}, "data.max_length only applies to text"),
     ],
 )
 def test_what_does_not_fit_is_refused(sections, message, tmp_path):
@@ -91,7 +94,7 @@ def test_what_does_not_fit_is_refused(sections, message, tmp_path):
 
 
 def test_a_language_model_has_no_regression(tiny_directory):
-    with pytest.raises(ConfigError, match="regression needs rows of numbers"):
+    with pytest.raises(ConfigError, match="regression needs a model for rows of numbers"):
         make_config(
             {
                 "model": str(tiny_directory),

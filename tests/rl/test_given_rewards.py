@@ -127,7 +127,7 @@ def test_arguments_of_the_config_reach_it():
     with pool({"f": lambda completion, bonus=0: bonus}, arguments={"bonus": 3}) as rewards:
         assert rewards.score(judged("a")) == [[3]]
     with (
-        pytest.raises(ConfigError, match="objective.rewards: f cannot be used: it is called as"),
+        pytest.raises(ConfigError, match="objective.rewards: f cannot be used: its signature is"),
         pool({"f": lambda completion: 1}, arguments={"bonos": 3}),
     ):
         pass
@@ -165,7 +165,7 @@ def test_values_go_to_the_parameters_that_are_called_like_them(function, expecte
 
 @pytest.mark.parametrize("function", [lambda: 0, lambda text: 0, lambda completion, other: 0])
 def test_a_function_that_cannot_be_called_so_says_how_it_is_called(function):
-    with pytest.raises(ValueError, match=r"it is called as \("):
+    with pytest.raises(ValueError, match=r"its signature is \("):
         bind_arguments(function, NAMES)
 
 

@@ -245,7 +245,7 @@ def test_a_broken_checkpoint_is_skipped_with_a_reason(tiny_directory, tmp_path, 
     assert result.steps == 4
     assert "skipped checkpoint step-000003" in caplog.text
     assert "skipped checkpoint step-000003" in (first.directory / "log.txt").read_text()
-    assert "does not match its sha256" in caplog.text
+    assert "does not match the SHA-256 in its manifest" in caplog.text
     assert "resuming after step 2" in caplog.text
 
 

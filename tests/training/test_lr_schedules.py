@@ -146,7 +146,10 @@ def test_parts_that_leave_nothing_for_the_last_are_an_error():
     ("keys", "message"),
     [
         ({"schedule": "step"}, "step needs decay_every"),
-        ({"schedule": "exponential", "min_lr_ratio": 0}, "exponential cannot start or end at 0"),
+        (
+            {"schedule": "exponential", "min_lr_ratio": 0},
+            "exponential cannot start or end at a learning rate of 0",
+        ),
         (
             {
                 "schedule": [
@@ -155,12 +158,12 @@ def test_parts_that_leave_nothing_for_the_last_are_an_error():
                     {"kind": "exponential"},
                 ]
             },
-            "exponential cannot start or end at 0",
+            "exponential cannot start or end at a learning rate of 0",
         ),
-        ({"schedule": []}, "every part of the schedule but the last needs steps"),
-        ({"schedule": [{"kind": "linear"}, {"kind": "cosine"}]}, "but the last needs steps"),
-        ({"schedule": [{"kind": "linear", "steps": 3}]}, "and the last has none"),
-        ({"schedule": [{"kind": "constant", "min_lr_ratio": 0.5}]}, "ends where it starts"),
+        ({"schedule": []}, "every phase of the schedule except the last needs steps"),
+        ({"schedule": [{"kind": "linear"}, {"kind": "cosine"}]}, "except the last needs steps"),
+        ({"schedule": [{"kind": "linear", "steps": 3}]}, "the last must not have steps"),
+        ({"schedule": [{"kind": "constant", "min_lr_ratio": 0.5}]}, "a constant phase does not decay"),
         ({"schedule": "cosin"}, "'cosine'"),
     ],
 )

@@ -569,7 +569,7 @@ def test_the_probe_batch_is_the_same_wherever_the_stream_stands(tiny_directory):
         ({"samples": {"prompts": [" "]}}, "a prompt is empty"),
         ({"samples": {}}, "log.samples.prompts is missing"),
         ({"sinks": ["tensorbord"]}, "log.sinks.0"),
-        ({"sinks": ["wandb", "wandb"]}, "a sink is named twice"),
+        ({"sinks": ["wandb", "wandb"]}, "a sink is listed twice"),
     ],
 )
 def test_bad_input_is_named(tiny_directory, tmp_path, log, message):

@@ -224,7 +224,7 @@ def test_what_the_model_cannot_do_is_refused(tmp_path, changes, message):
 
 def test_a_bias_that_an_adapter_cannot_hold_is_refused(tmp_path):
     made = {**config(tmp_path, experts={"bias_rate": 0.1}), "model": "any", "method": {"kind": "lora"}}
-    with pytest.raises(ConfigError, match="adapters cannot hold the bias"):
+    with pytest.raises(ConfigError, match="adapters cannot store the router bias"):
         make_config(made)
 
 

@@ -1,1 +1,1 @@
-"""What a run is: strict sections, YAML in, resolved YAML out."""
+"""The run configuration: strict sections, read from YAML and written back with every default resolved."""

@@ -13,28 +13,32 @@ _BY_DIFFICULTY = KeyInfo(read_by=ReadBy("kind", ("difficulty",)))
 
 
 class WeightedSource(Section):
-    """One of several sources that are mixed."""
+    """One source of a weighted mixture."""
 
-    source: str = Field(description="a file, directory, hf:NAME or synth:NAME:N")
-    weight: float = Field(gt=0, description="its share of the records, relative to the others")
+    source: str = Field(description="a file, a directory, hf:NAME or synth:NAME:N")
+    weight: float = Field(
+        gt=0, description="share of the records drawn from this source, relative to the other weights"
+    )
 
 
-_IN_A_FILE = (
-    "pass the records beside the config, whet.train(config, data={'train': rows}), or write them to a JSON "
+_IN_MEMORY_HINT = (
+    "pass the records as an argument, whet.train(config, data={'train': rows}), or write them to a JSON "
     "Lines file, one object per line, and give its path"
 )
 
 
-def _names_or_a_list(value: Any) -> Any:  # Any: YAML values
+def _check_sources(value: Any) -> Any:  # Any: YAML values
     if isinstance(value, dict | WeightedSource):
-        raise ValueError("write a name, a list of names, or a list of {source, weight}: not one mapping")
-    if isinstance(value, list) and any(isinstance(each, dict) and "source" not in each for each in value):
+        raise ValueError(
+            "must be a name, a list of names, or a list of {source, weight}, not a single mapping"
+        )
+    if isinstance(value, list) and any(isinstance(item, dict) and "source" not in item for item in value):
         raise ValueError(
             "a mapping in this list has no source: an item is a name or {source: NAME, weight: NUMBER}. "
-            f"Records in memory are not a source: {_IN_A_FILE}"
+            f"Records in memory are not a source: {_IN_MEMORY_HINT}"
         )
     if value is not None and not isinstance(value, str | int | float | date | Path | list):
-        raise ValueError(f"an object of type {type(value).__name__} is not a source: {_IN_A_FILE}")
+        raise ValueError(f"an object of type {type(value).__name__} is not a source: {_IN_MEMORY_HINT}")
     return value
 
 
@@ -42,48 +46,54 @@ Sources = Text | list[Text] | list[WeightedSource]
 
 
 class Curriculum(Section):
-    """An order of examples that changes during the run."""
+    """A curriculum: an order of examples that changes during the run."""
 
-    kind: Literal["length", "difficulty"] = Field(description="from short to long, or from easy to hard")
+    kind: Literal["length", "difficulty"] = Field(
+        description="length: from short to long examples; difficulty: from easy to hard examples"
+    )
     stages: Annotated[Positive, _BY_LENGTH] = Field(
-        4, description="length: limits that rise evenly to the longest example"
+        4, description="length: number of stages; their length limits rise evenly up to the longest example"
     )
     steps: Annotated[Positive | None, _BY_LENGTH] = Field(
-        None, description="length: steps of a stage; null: the stages together take half of the run"
+        None, description="length: steps per stage; null: all stages together last half of the run"
     )
     shortest: Annotated[Annotated[int, Field(gt=1)], _BY_LENGTH] = Field(
-        32, description="length: tokens of the first stage's limit"
+        32, description="length: longest example of the first stage, in tokens"
     )
     score: Annotated[str | None, _BY_DIFFICULTY] = Field(
-        None, description="difficulty: a field of the records; those above its median are hard"
+        None, description="difficulty: numeric record field; examples above its median are hard"
     )
     hard: Annotated[Sources | None, _BY_DIFFICULTY] = Field(
-        None, description="difficulty: hard records, when data.train is the easy ones"
+        None, description="difficulty: source of the hard records; data.train then holds the easy ones"
     )
     ramp: Annotated[float, _BY_DIFFICULTY] = Field(
-        0.5, ge=0, le=1, description="difficulty: share of the run after which all examples are hard"
+        0.5, ge=0, le=1, description="difficulty: fraction of the run after which all examples are hard"
     )
 
-    _sources = field_validator("hard", mode="before")(_names_or_a_list)
+    _sources = field_validator("hard", mode="before")(_check_sources)
 
     @model_validator(mode="after")
-    def _hard_is_known(self) -> "Curriculum":
+    def _check_hard(self) -> "Curriculum":
         if self.kind == "difficulty" and (self.score is None) == (self.hard is None):
             raise ValueError("a curriculum by difficulty needs either score or hard")
         if self.kind == "length" and self.hard is not None:
-            raise ValueError("hard is for a curriculum by difficulty: one by length orders data.train alone")
+            raise ValueError("hard requires kind: difficulty; a curriculum by length only orders data.train")
         return self
 
 
 class Data(Section):
-    """What is read, and how records become batches."""
+    """The records of the run and how they become batches."""
 
     train: Sources = Field(
-        description="training records: a file, directory, hf:NAME or synth:NAME:N; a list of them; "
-        "or a list of {source, weight}, mixed"
+        description="training records: a file, a directory, hf:NAME or synth:NAME:N; a list of these; "
+        "or a list of {source, weight} to mix"
     )
-    valid: Sources | None = Field(None, description="validation records, named in the same ways")
-    test: Sources | None = Field(None, description="test records, evaluated once after training")
+    valid: Sources | None = Field(
+        None, description="validation records, in the same forms as train; null: no validation"
+    )
+    test: Sources | None = Field(
+        None, description="test records, evaluated once after training; null: no test evaluation"
+    )
     format: Literal[
         "auto",
         "messages",
@@ -94,41 +104,50 @@ class Data(Section):
         "distrust",
         "text",
         "prompt",
-    ] = Field("auto", description="the shape records are taken as; auto: the first that their fields fit")
+    ] = Field("auto", description="format of the records; auto: the first format that matches their fields")
     on_bad_record: Literal["error", "skip"] = Field(
-        "error", description="a record that cannot be read: stop, or leave it out and count it"
+        "error", description="invalid records: stop with an error, or skip and count them"
     )
     ignore: list[str] = Field(
-        [],
-        description="fields of records and messages that are not read, and not reported as unread",
+        [], description="fields of records and messages to ignore without reporting them as unread"
     )
     allow_empty_answers: bool = Field(
-        False, description="supervise answers of which no text reaches the model, instead of refusing them"
+        False, description="train on answers without any text instead of rejecting them"
     )
-    max_length: Annotated[int, Field(gt=1)] = Field(2048, description="longest example, in tokens")
+    max_length: Annotated[int, Field(gt=1)] = Field(
+        2048, description="maximum length of an example, in tokens"
+    )
     too_long: Literal["truncate", "drop", "split", "error"] = Field(
-        "truncate", description="a longer one is cut at its end, dropped, split into windows, or refused"
+        "truncate",
+        description="examples over max_length: truncate the end, drop, split into windows, or raise an error",
     )
-    pack: bool = Field(True, description="several examples in a row, none of which sees another")
+    pack: bool = Field(
+        True, description="pack several examples into one sequence; they do not attend to each other"
+    )
     order: Literal["shuffle", "sequential", "mlx"] = Field(
-        "shuffle", description="order of examples in an epoch; mlx: the batches of mlx-lm"
+        "shuffle", description="order of examples within an epoch; mlx: the same batches as mlx-lm"
     )
-    curriculum: Curriculum | None = Field(None, description="an order that changes during the run")
+    curriculum: Curriculum | None = Field(
+        None, description="change the order of examples during the run; null: no curriculum"
+    )
     supervise: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="which tokens are learned: assistant turns, the last one, or everything"
+        "assistant",
+        description="tokens in the loss: all assistant turns, the last assistant turn only, or all tokens",
     )
 
-    _sources = field_validator("train", "valid", "test", mode="before")(_names_or_a_list)
+    _sources = field_validator("train", "valid", "test", mode="before")(_check_sources)
 
     @field_validator("train", "valid", "test")
     @classmethod
-    def _at_least_one(cls, value: Sources | None) -> Sources | None:
+    def _check_not_empty(cls, value: Sources | None) -> Sources | None:
         if value is not None and not value:
             raise ValueError("name at least one source")
         return value
 
     @model_validator(mode="after")
-    def _curriculum_has_an_order(self) -> "Data":
+    def _check_curriculum_order(self) -> "Data":
         if self.order == "mlx" and self.curriculum is not None and self.curriculum.kind == "difficulty":
-            raise ValueError("order: mlx does not go with a curriculum by difficulty: it makes its own steps")
+            raise ValueError(
+                "order: mlx cannot be combined with a curriculum by difficulty, which builds its own steps"
+            )
         return self

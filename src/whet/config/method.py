@@ -1,4 +1,4 @@
-"""The `method` section: how weights are trained."""
+"""The `method` section: full fine-tuning or adapters."""
 
 from typing import Annotated, Literal
 
@@ -10,38 +10,43 @@ _ADAPTERS = KeyInfo(read_by=ReadBy("kind", ("lora", "qlora")))
 
 
 class Method(Section):
-    """How weights are trained."""
+    """The training method: full fine-tuning, LoRA or QLoRA."""
 
     kind: Literal["full", "lora", "qlora"] = Field(
-        "lora", description="full: every weight; lora: low-rank adapters; qlora: these, on a base in 4 bits"
+        "lora",
+        description="full: train all weights; lora: low-rank adapters; qlora: LoRA on a 4-bit base model",
     )
     rank: Annotated[Positive, _ADAPTERS] = Field(8, description="rank of the adapters")
     alpha: Annotated[float, _ADAPTERS] = Field(
-        16.0, gt=0, description="adapter scale: the update is multiplied by alpha / rank"
+        16.0,
+        gt=0,
+        description="adapter scaling: the update is multiplied by alpha / rank (rslora: alpha / sqrt(rank))",
     )
     dropout: Annotated[float, _ADAPTERS] = Field(
-        0.0, ge=0, lt=1, description="dropout on the adapters' input"
+        0.0, ge=0, lt=1, description="dropout probability on the adapter input; 0: no dropout"
     )
     variant: Annotated[Literal["lora", "rslora", "dora", "pissa"], _ADAPTERS] = Field(
-        "lora", description="kind of adapter, see docs/adapters.md"
+        "lora", description="adapter variant, see docs/adapters.md"
     )
     targets: Annotated[str | list[str], _ADAPTERS] = Field(
         "all-linear",
-        description="layers that get adapters: all-linear, attention, mlp, qv, experts, routers, a regular "
-        "expression for the end of a layer's path, or a list of these",
+        description="modules that get adapters: all-linear, attention, mlp, qv, experts, routers, a regular "
+        "expression matched against the end of a module path, or a list of these",
     )
     layers: Annotated[Positive | list[int] | None, _ADAPTERS] = Field(
-        None, description="adapters on the last N layers, or on the layers listed; all when empty"
+        None,
+        description="layers that get adapters: N for the last N layers, or a list of layer indices from 0; "
+        "null: all",
     )
     rank_pattern: Annotated[dict[str, Positive], _ADAPTERS] = Field(
-        {}, description="a rank of their own for some layers: {regular expression: rank}"
+        {}, description="rank of individual modules: {regular expression: rank}; others use rank"
     )
     alpha_pattern: Annotated[dict[str, Annotated[float, Field(gt=0)]], _ADAPTERS] = Field(
-        {}, description="an alpha of their own for some layers: {regular expression: alpha}"
+        {}, description="alpha of individual modules: {regular expression: alpha}; others use alpha"
     )
     lr_ratio: Annotated[float | None, _ADAPTERS] = Field(
-        None, gt=0, description="LoRA+: the learning rate of B is this many times that of A"
+        None, gt=0, description="LoRA+: learning rate of B divided by that of A; null: the same"
     )
     modules_to_save: Annotated[list[str], _ADAPTERS] = Field(
-        [], description="modules trained whole beside the adapters, such as [embed_tokens, lm_head]"
+        [], description="modules trained in full alongside the adapters, such as [embed_tokens, lm_head]"
     )

@@ -1,34 +1,35 @@
-"""Which way a metric improves, and what it measures."""
+"""The direction in which a metric improves, and the quantity it measures."""
 
 import re
 from typing import Literal
 
-_FALLING = re.compile(
+_LOWER_IS_BETTER = re.compile(
     r"(^|_)(loss|perplexity|bits_per_byte|cross_entropy|kl|brier|ece|hamming|truncated_fraction|no_signal_fraction)"
-    r"(_\d+)?$"  # of one of several heads
+    r"(_\d+)?$"  # the index of a prediction head
 )
-_NAMED = re.compile(r"(^|_)(exact_match|reward)_")  # what follows is a name of the user's
+_USER_NAMED = re.compile(r"(^|_)(exact_match|reward)_")  # followed by a name that the user chose
 _COSTS = ("seconds", "step_s", "eval_s", "elapsed_s", "peak_gib", "reward_errors", "eval_reward_errors")
 
 
 def falls(metric: str) -> bool:
-    """Whether less of it is better: losses, divergences, failures and costs fall, everything else rises."""
+    """Return whether lower is better: for losses, divergences, failures and costs, but no other metric."""
     if metric in _COSTS:
         return True
-    own = metric.rpartition(".")[2]  # what is before it is the name of a mix's part, or of a split
-    return _FALLING.search(own) is not None and _NAMED.search(own) is None
+    name = metric.rpartition(".")[2]  # without the prefix of a mix part or a split
+    return _LOWER_IS_BETTER.search(name) is not None and _USER_NAMED.search(name) is None
 
 
 def quantity(metric: str) -> Literal["loss", "tokens", "bits"] | None:
-    """What a loss is made of: an objective's own definition, cross-entropy a token, or bits a byte.
+    """Return which quantity a loss metric measures, or None if the metric is not a loss.
 
-    None: it is no loss.
+    "loss" is defined by the objective, "tokens" is cross-entropy per token (or its exponential), and "bits"
+    is bits per byte. Only metrics of the same quantity can be compared.
     """
-    own = metric.rpartition(".")[2]
-    if _NAMED.search(own) is not None:
+    name = metric.rpartition(".")[2]
+    if _USER_NAMED.search(name) is not None:
         return None
-    if own.endswith("bits_per_byte"):
+    if name.endswith("bits_per_byte"):
         return "bits"
-    if re.search(r"(^|_)(perplexity|cross_entropy|main_loss|hard_loss|chosen_loss)$", own):
+    if re.search(r"(^|_)(perplexity|cross_entropy|main_loss|hard_loss|chosen_loss)$", name):
         return "tokens"
-    return "loss" if re.search(r"(^|_)loss(_\d+)?$", own) else None
+    return "loss" if re.search(r"(^|_)loss(_\d+)?$", name) else None

@@ -1,4 +1,4 @@
-"""RunConfig: all sections of a config, and the rules across them."""
+"""RunConfig: all sections of a config, and the constraints across sections."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,10 @@ from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.custom import CustomObjective, is_custom_kind
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.union import AnyObjective, SFTObjective
-from whet.config.optim import LORA_B, Optim, ParameterGroup, unfit_for_mup
+from whet.config.optim import LORA_B, Optim, ParameterGroup, mup_problem
 from whet.config.parallel import Parallel
 from whet.config.preset import Preset
-from whet.config.quality import Quality, is_quality, unfit_key, with_quality_defaults
+from whet.config.quality import Quality, is_quality, quality_problem, with_quality_defaults
 from whet.config.router_balancing import RouterBalancing
 from whet.config.run import Checkpoint, Run
 from whet.config.section import KeyInfo, Section, Text
@@ -25,32 +25,32 @@ from whet.errors import ConfigError
 _CHANGEABLE = KeyInfo(may_change_on_resume=True)
 
 
-def _data_or_none(value: Any, check: Any) -> Any:  # Any: pydantic's, before and after
-    return None if value is None else check(value)
+def _allow_none(value: Any, validate: Any) -> Any:  # Any: pydantic's values and handler
+    return None if value is None else validate(value)
 
 
-def _kind_of_model(value: object) -> str:
+def _model_tag(value: object) -> str:
     if is_quality(value):
         return "a-quality"
     return "a-preset" if isinstance(value, dict | Preset) else "a-name"
 
 
-def _kind_of_objective(value: object) -> str:
+def _objective_tag(value: object) -> str:
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return "a-custom-objective" if is_custom_kind(kind) else "an-objective-of-whet"
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """The configuration of a run. An invalid key or value raises one ConfigError that lists every problem."""
 
     model: Annotated[
         Annotated[Text, Tag("a-name")]
         | Annotated[Preset, Tag("a-preset")]
         | Annotated[Quality, Tag("a-quality")],
-        Discriminator(_kind_of_model),
+        Discriminator(_model_tag),
     ] = Field(
-        description="a model's name, the path of a directory or GGUF file, {preset: NAME, ...} or "
-        "{quality: SIZE, ...}"
+        description="name of a model, path of a directory or GGUF file, {preset: NAME, ...} to train from "
+        "scratch, or {quality: SIZE, ...}"
     )
     method: Method = Method()
     objective: Annotated[
@@ -58,10 +58,10 @@ class RunConfig(Section):
             Annotated[AnyObjective | MixObjective, Field(discriminator="kind")], Tag("an-objective-of-whet")
         ]
         | Annotated[CustomObjective, Tag("a-custom-objective")],
-        Discriminator(_kind_of_objective),
+        Discriminator(_objective_tag),
     ] = SFTObjective()
-    # None where the parts of a mix bring their own, and those are what is read: see `parts`
-    data: Annotated[Data, WrapValidator(_data_or_none)]
+    # None in a mix, whose parts have their own data: use `parts()`
+    data: Annotated[Data, WrapValidator(_allow_none)]
     optim: Optim = Optim()
     experts: RouterBalancing = RouterBalancing()
     eval: Evaluation = Evaluation()
@@ -72,96 +72,104 @@ class RunConfig(Section):
 
     @property
     def directory(self) -> Path:
-        """Where the run lands."""
+        """The run directory, `run.dir`/`run.name`."""
         try:
             return Path(self.run.dir).expanduser() / self.run.name
         except RuntimeError as error:
-            raise ConfigError(f"run.dir: {self.run.dir} is in no known home directory") from error
+            raise ConfigError(f"run.dir: the home directory in {self.run.dir} does not exist") from error
 
     @property
     def language_model(self) -> str | Preset:
-        """`model`, for those who can do nothing with any other kind."""
+        """`model`, if it is a language model.
+
+        Raises:
+            ConfigError: It is a quality model.
+        """
         if isinstance(self.model, Quality):
-            raise ConfigError("this needs a language model, and model.quality reads rows of numbers")
+            raise ConfigError("this needs a language model, but model.quality reads rows of numbers")
         return self.model
 
     @property
     def optim_groups(self) -> Optim:
-        """`optim`, with the rates of routers and of LoRA+ as its last groups."""
+        """`optim`, with the learning rates of routers and LoRA+ as its last parameter groups."""
         return optim_groups(self.optim, self.method)
 
     def parts(self) -> dict[str, "RunConfig"]:
-        """Each part of a mix as a run of its own, by name; none where the objective is no mix."""
+        """Return the config of each part of a mix by name; empty for other objectives."""
         if not isinstance(self.objective, MixObjective):
             return {}
-        found = {}
+        configs = {}
         for part in self.objective.parts:
             run = self.run
             if part.batch_size or part.batch_tokens:
                 size = {"batch_size": part.batch_size, "batch_tokens": part.batch_tokens}
                 run = run.model_copy(update=size)
             changes = {"objective": part.objective, "data": part.data, "run": run}
-            found[part.called] = self.model_copy(update=changes)
-        return found
+            configs[part.called] = self.model_copy(update=changes)
+        return configs
 
     def _has(self, split: str) -> bool:
-        every = [part.data for part in self.parts().values()] or [self.data]
-        return any(getattr(data, split) is not None for data in every)
+        sections = [part.data for part in self.parts().values()] or [self.data]
+        return any(getattr(data, split) is not None for data in sections)
 
     @model_validator(mode="before")
     @classmethod
-    def _a_mix_has_no_data(cls, values: Any) -> Any:  # Any: pydantic's
+    def _default_data_of_mix(cls, values: Any) -> Any:  # Any: pydantic's
         objective = values.get("objective") if isinstance(values, dict) else None
         kind = objective.get("kind") if isinstance(objective, dict) else getattr(objective, "kind", None)
         return {"data": None, **values} if kind == "mix" else values
 
     @model_validator(mode="after")
-    def _data_has_one_place(self) -> "RunConfig":
+    def _check_data(self) -> "RunConfig":
         if isinstance(self.objective, MixObjective):
             if self.data:
-                raise ValueError("data: each part of a mix has its own, so leave this one out")
+                raise ValueError("data: each part of a mix has separate data, so remove this section")
             if self.run.steps is None:
-                raise ValueError("a mix is counted in steps: set run.steps instead of run.epochs")
+                raise ValueError("a mix has no epochs: set run.steps instead of run.epochs")
         elif not self.data:
             raise ValueError("data is missing")
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _quality_has_defaults_of_its_own(cls, values: Any) -> Any:  # Any: not yet checked
-        named = isinstance(values, dict) and is_quality(values.get("model"))
-        return with_quality_defaults(values) if named else values
+    def _set_quality_defaults(cls, values: Any) -> Any:  # Any: not yet validated
+        applies = isinstance(values, dict) and is_quality(values.get("model"))
+        return with_quality_defaults(values) if applies else values
 
     @model_validator(mode="after")
-    def _model_and_objective_fit(self) -> "RunConfig":
+    def _check_model_and_objective(self) -> "RunConfig":
         if isinstance(self.model, Quality):
-            if (problem := unfit_key(dict(self))) is not None:
+            if (problem := quality_problem(dict(self))) is not None:
                 raise ValueError(problem)
         elif self.objective.kind == "regression":
-            raise ValueError("objective.kind regression needs rows of numbers: see model.quality")
+            raise ValueError(
+                "objective.kind: regression needs a model for rows of numbers: set model.quality"
+            )
         return self
 
     @model_validator(mode="after")
-    def _new_weights_are_trained(self) -> "RunConfig":
+    def _check_preset(self) -> "RunConfig":
         if isinstance(self.model, Preset) and self.method.kind != "full":
-            raise ValueError("model.preset starts from random weights: set method.kind to full")
+            raise ValueError("model.preset starts from random weights: set method.kind: full")
         return self
 
     @model_validator(mode="after")
-    def _mup_knows_every_weight(self) -> "RunConfig":
-        if self.optim.mup is not None and (why := unfit_for_mup(self.method.kind, self.objective.kind)):
-            raise ValueError(why)
+    def _check_mup(self) -> "RunConfig":
+        if self.optim.mup is not None and (problem := mup_problem(self.method.kind, self.objective.kind)):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
-    def _a_balanced_bias_can_be_saved(self) -> "RunConfig":
+    def _check_bias_rate(self) -> "RunConfig":
         if self.experts.bias_rate and self.method.kind != "full":
-            raise ValueError("experts.bias_rate needs method.kind full: adapters cannot hold the bias")
+            raise ValueError(
+                "experts.bias_rate needs method.kind: full, because adapters cannot store the router bias"
+            )
         return self
 
     @model_validator(mode="after")
-    def _evaluations_have_records(self) -> "RunConfig":
-        if self.eval.every is not None and not self.holds_out:
+    def _check_evaluation_data(self) -> "RunConfig":
+        if self.eval.every is not None and not self.has_validation:
             raise ValueError("eval.every needs data.valid")
         if self.eval.generate and not self._has("valid") and not self._has("test"):
             raise ValueError("eval.generate needs data.valid or data.test")
@@ -170,58 +178,58 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _early_stop_has_what_it_watches(self) -> "RunConfig":
+    def _check_early_stop(self) -> "RunConfig":
         early = self.eval.early_stop
-        if early is not None and not self.holds_out:
+        if early is not None and not self.has_validation:
             raise ValueError("eval.early_stop needs data.valid")
-        rewarded = self.objective.kind == "grpo"  # which generates in every evaluation, and has no loss there
-        if early is not None and early.metric == "exact_match" and not (self.eval.generate or rewarded):
+        generates = self.objective.kind == "grpo"  # evaluates by generating, without a loss
+        if early is not None and early.metric == "exact_match" and not (self.eval.generate or generates):
             raise ValueError("eval.early_stop on exact_match needs eval.generate: true")
         return self
 
     @model_validator(mode="after")
-    def _eight_bits_are_for_every_weight(self) -> "RunConfig":
+    def _check_fp8(self) -> "RunConfig":
         if self.run.fp8 and self.method.kind != "full":
-            raise ValueError("run.fp8 is for training every weight: it needs method.kind: full")
+            raise ValueError("run.fp8 trains all weights, so it needs method.kind: full")
         return self
 
     @property
-    def holds_out(self) -> bool:
-        """Whether there are validation records, given or held out of the training ones."""
-        own = isinstance(self.objective, ClassifyObjective) and self.objective.valid_share > 0
-        return own or self._has("valid")
+    def has_validation(self) -> bool:
+        """Whether there are validation records: from data.valid, or held out of data.train."""
+        split_off = isinstance(self.objective, ClassifyObjective) and self.objective.valid_share > 0
+        return split_off or self._has("valid")
 
     @model_validator(mode="after")
-    def _objective_chooses_targets(self) -> "RunConfig":
+    def _set_default_targets(self) -> "RunConfig":
         targets = self.objective.default_targets
         if "targets" not in self.method.model_fields_set and self.method.targets != targets:
             method = self.method.model_copy(update={"targets": targets})
-            object.__setattr__(self, "method", method)  # frozen for everyone else
+            object.__setattr__(self, "method", method)  # the section is frozen
         return self
 
     @model_validator(mode="after")
-    def _classification_fits(self) -> "RunConfig":
+    def _check_classification(self) -> "RunConfig":
         if not isinstance(self.objective, ClassifyObjective):
             return self
         data = self.data
-        for key, given in (
+        for key, is_set in (
             ("eval.generate", self.eval.generate),
             ("eval.metrics", self.eval.metrics),
             ("data.too_long: split", data.too_long == "split"),
         ):
-            if given:
-                raise ValueError(f"{key} does not go with objective.kind: classify")
+            if is_set:
+                raise ValueError(f"{key} cannot be combined with objective.kind: classify")
         if data.format not in ("auto", "classification"):
-            raise ValueError("objective.kind: classify reads data.format: classification")
+            raise ValueError("objective.kind: classify needs data.format: classification")
         if self.objective.oversample and data.curriculum is not None:
-            raise ValueError("objective.oversample does not go with data.curriculum")
-        if self.objective.calibrate and not self.holds_out:
+            raise ValueError("objective.oversample cannot be combined with data.curriculum")
+        if self.objective.calibrate and not self.has_validation:
             raise ValueError("objective.calibrate needs data.valid")
         return self
 
 
 def optim_groups(optim: Optim, method: Method) -> Optim:
-    """Return the optimizer's section with the rates of routers and of LoRA+ as its last groups."""
+    """Return `optim` with the learning rates of routers and LoRA+ as its last parameter groups."""
     groups = dict(optim.with_router_group.groups)
     if method.kind != "full" and method.lr_ratio is not None:
         groups[LORA_B] = ParameterGroup(lr_scale=method.lr_ratio)

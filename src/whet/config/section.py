@@ -1,4 +1,4 @@
-"""What every section of a config is, and the kinds of values that several of them have."""
+"""The base class of config sections, metadata of keys, and value types that several sections share."""
 
 import datetime
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ Factor = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _as_text(value: Any) -> Any:  # Any: YAML values
-    """What YAML reads as a number or a date, and Python as a path, is a name all the same."""
+    """Convert values that YAML parses as numbers or dates, and Python paths, back to text."""
     return str(value) if isinstance(value, int | float | datetime.date | Path) else value
 
 
@@ -24,79 +24,82 @@ Text = Annotated[str, BeforeValidator(_as_text)]
 
 @dataclass(frozen=True)
 class ReadBy:
-    """The values of another key of the section with which a key is read; none listed: any but 0."""
+    """The condition under which a key has an effect: values of another key of its section.
+
+    Without values, the condition is that the other key is not 0, false or null.
+    """
 
     switch: str
     values: tuple[str, ...] = ()
 
     def includes(self, chosen: Sequence[object]) -> bool:
-        """Return whether one of the chosen values reads the key."""
-        return any(each in self.values if self.values else each for each in chosen)
+        """Return whether one of the chosen values fulfills the condition."""
+        return any(value in self.values if self.values else value for value in chosen)
 
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What a key affects: `key: Annotated[int, KeyInfo(changes_loss=False)]`."""
+    """Metadata of a key, set as an annotation: `key: Annotated[int, KeyInfo(changes_loss=False)]`."""
 
-    read_by: ReadBy | None = None  # None: always read
-    changes_loss: bool = True  # of an objective: runs with another value have another loss
+    read_by: ReadBy | None = None  # None: it always has an effect
+    changes_loss: bool = True  # objective keys: losses of runs with different values are not comparable
     may_change_on_resume: bool = False
 
 
 def key_info(field: FieldInfo) -> KeyInfo:
-    """Return what a field is annotated with, or the defaults."""
-    return next((each for each in field.metadata if isinstance(each, KeyInfo)), KeyInfo())
+    """Return the KeyInfo of a field, or the default one."""
+    return next((item for item in field.metadata if isinstance(item, KeyInfo)), KeyInfo())
 
 
 class Section(BaseModel):
-    """A strict, frozen group of keys."""
+    """Base class of config sections: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def __init__(self, /, **values: Any) -> None:  # Any: checked here
-        """Validate the keys; every problem is in one ConfigError."""
+    def __init__(self, /, **values: Any) -> None:  # Any: validated here
+        """Validate the keys; raise one ConfigError that lists every problem."""
         try:
             super().__init__(**values)
         except ValidationError as error:
-            from whet.config.checks.error_messages import config_error  # which needs every section
+            from whet.config.checks.error_messages import config_error  # imports all sections
 
             raise config_error(error, type(self), origin=type(self).__name__) from error
 
-    # pydantic validates nested sections itself, without their __init__, so that it reports all errors at once
+    # pydantic then validates nested sections without calling __init__, and reports all errors at once
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod
-    def _no_boolean_is_a_number(cls, values: Any) -> Any:  # Any: not yet checked
-        """pydantic takes true as 1: where a number belongs, it gets the word, which it refuses."""
+    def _reject_booleans_as_numbers(cls, values: Any) -> Any:  # Any: not yet validated
+        """Replace booleans by text in numeric keys: pydantic would accept true as 1, but rejects text."""
         if not isinstance(values, dict):
             return values
-        kinds = {
+        types = {
             field.alias or name: set(_types_in(field.annotation)) for name, field in cls.model_fields.items()
         }
-        return {key: _for_a_number(value, kinds.get(key, set())) for key, value in values.items()}
+        return {key: _guard_boolean(value, types.get(key, set())) for key, value in values.items()}
 
 
 class ObjectiveSection(Section):
-    """The keys of one or several objective kinds, and what other parts of whet ask about these."""
+    """Base class of the `objective` sections, with properties of their kinds that other packages need."""
 
-    default_targets: ClassVar[str] = "all-linear"  # method.targets, where a config does not set it
+    default_targets: ClassVar[str] = "all-linear"  # of method.targets
     output: ClassVar[Literal["text", "class", "numbers"]] = "text"  # of the trained model
-    # its kinds whose loss is a mean over answers, texts or rows: that of others is over tokens
+    # kinds whose loss is a mean over answers, texts or rows instead of tokens
     answer_level_kinds: ClassVar[tuple[str, ...]] = ()
 
 
-def _for_a_number(value: Any, kinds: set[type]) -> Any:  # Any: YAML values
-    names = isinstance(value, list) and str in kinds  # which may be true and false
-    return value if kinds.isdisjoint((int, float)) or bool in kinds or names else _as_word(value)
+def _guard_boolean(value: Any, types: set[type]) -> Any:  # Any: YAML values
+    names = isinstance(value, list) and str in types  # such as the class names true and false
+    return value if types.isdisjoint((int, float)) or bool in types or names else _booleans_to_text(value)
 
 
-def _as_word(value: Any) -> Any:  # Any: YAML values
+def _booleans_to_text(value: Any) -> Any:  # Any: YAML values
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        return {key: _as_word(each) for key, each in value.items()}
-    return [_as_word(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _booleans_to_text(item) for key, item in value.items()}
+    return [_booleans_to_text(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _types_in(annotation: object) -> Iterator[type]:

@@ -1,1 +1,1 @@
-"""Objects passed from Python: data, rewards, metrics, an objective, and their names in a config."""
+"""Objects passed from Python (data, rewards, metrics, an objective) and their placeholders in a config."""

@@ -1,4 +1,4 @@
-"""Objects from Python and the placeholders that stand for them in a config, brought together."""
+"""Bind Python objects to their placeholders in a config, and check them when a run resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,36 +16,36 @@ _SPLITS = ("train", "valid", "test")
 
 
 def bind_config(config: ConfigLike, given: Given) -> RunConfig:
-    """Return the config of a run, with the name and the hash of every object that it is given.
+    """Return the config of a run with a placeholder (name and hash) for every object.
 
-    Objects that the config does not name come where they belong: data of train, valid and test in the section
+    Objects that the config does not mention are added at their default keys: train, valid and test data in
     `data`, rewards at the end of `objective.rewards`, metrics in `eval.metrics`, and the objective as
     `objective.kind`.
 
     Raises:
-        ConfigError: an object is missing, is not the one that the config names, or has no place in it.
+        ConfigError: An object is missing, differs from the one in the config, or fits no key of it.
     """
     if not given:
         bound = as_config(config)
     else:
         values, origin = _values(config)
-        bound = make_config(bind(values, given), origin=origin)
+        bound = make_config(insert_placeholders(values, given), origin=origin)
     _check(bound, given, "the config", ConfigError, "whet.train(config{})")
     return bound
 
 
 def check_given(config: RunConfig, given: Given, directory: Path) -> None:
-    """Refuse to resume a run without the very objects that it began with.
+    """Check that a run is resumed with the same Python objects that it was started with.
 
     Raises:
-        CheckpointError: an object is missing, has changed, or is not part of the run.
+        CheckpointError: An object is missing, has changed, or is not part of the run.
     """
     _check(config, given, str(directory), CheckpointError, f'whet.resume("{directory}"{{}})')
 
 
-def bind(values: Values, given: Given) -> dict[str, Any]:  # Any: YAML values
-    """Return the values of a config with placeholders for all objects; it is not yet validated."""
-    digests = {
+def insert_placeholders(values: Values, given: Given) -> dict[str, Any]:  # Any: YAML values
+    """Return the values of a config with a placeholder for every object, not validated."""
+    texts = {
         (kind, name): placeholder_of(name, value)
         for kind, objects in given.named().items()
         for name, value in objects.items()
@@ -54,13 +54,13 @@ def bind(values: Values, given: Given) -> dict[str, Any]:  # Any: YAML values
 
     def fill(kind: str, placeholder: Placeholder) -> str:
         key = kind, placeholder.name
-        if key not in digests:
+        if key not in texts:
             return str(placeholder)
         mentioned.add(key)
-        return digests[key] if placeholder.digest is None else str(placeholder)
+        return texts[key] if placeholder.digest is None else str(placeholder)
 
-    bound: dict[str, Any] = _mapped(values, (), fill)
-    for (kind, name), text in digests.items():
+    bound: dict[str, Any] = _map_placeholders(values, (), fill)
+    for (kind, name), text in texts.items():
         if (kind, name) not in mentioned:
             _insert(bound, kind, name, text)
     return bound
@@ -72,18 +72,20 @@ def _values(config: ConfigLike) -> tuple[Values, str]:
     return (config, "config") if isinstance(config, Mapping) else (read_values(config), str(config))
 
 
-def _mapped(value: Any, path: KeyPath, fill: Callable[[str, Placeholder], str]) -> Any:  # Any: YAML values
+def _map_placeholders(
+    value: Any, path: KeyPath, fill: Callable[[str, Placeholder], str]
+) -> Any:  # Any: YAML values
     """Return a copy of a config's values in which `fill` has replaced every placeholder."""
     if isinstance(value, Mapping):
-        return {key: _mapped(each, (*path, key), fill) for key, each in value.items()}
+        return {key: _map_placeholders(item, (*path, key), fill) for key, item in value.items()}
     if isinstance(value, list):
-        return [_mapped(each, (*path, index), fill) for index, each in enumerate(value)]
+        return [_map_placeholders(item, (*path, index), fill) for index, item in enumerate(value)]
     placeholder, kind = parse_placeholder(value), _kind_at(path)
     return value if placeholder is None or kind is None else fill(kind, placeholder)
 
 
 def _kind_at(path: KeyPath) -> str | None:
-    """Return what kind of object a placeholder at this place stands for; None where it is plain text."""
+    """Return the kind of object that a placeholder at this key stands for, or None for plain text."""
     names = [key for key in path if isinstance(key, str)]
     if names[:2] == ["eval", "metrics"]:
         return "metrics"
@@ -95,13 +97,13 @@ def _kind_at(path: KeyPath) -> str | None:
 
 
 def _insert(values: dict[str, Any], kind: str, name: str, text: str) -> None:  # Any: YAML values
-    """Put a placeholder where the config has none for it."""
+    """Insert a placeholder that the config does not mention at its default key."""
     if kind == "data":
         if name not in _SPLITS:
             raise ConfigError(
-                f"data={{{name!r}: ...}}: no key of the config names it",
-                hint=f"write python:{name} where it is read (data.curriculum.hard, a list of sources, or the "
-                f"data of a part); {', '.join(_SPLITS)} need not be named",
+                f"data={{{name!r}: ...}}: no key of the config refers to it",
+                hint=f"write python:{name} at the key that uses it (data.curriculum.hard, a list of sources, "
+                f"or the data of a part); only {', '.join(_SPLITS)} are inserted automatically",
             )
         _set(_section(values, "data"), name, text, f"data.{name}", f"data={{{name!r}: ...}}")
     elif kind == "metrics":
@@ -112,10 +114,10 @@ def _insert(values: dict[str, Any], kind: str, name: str, text: str) -> None:  #
     else:
         objective = _section(values, "objective")
         objective_kind = str(objective.get("kind", "sft"))
-        if objective_kind != "grpo" and ":" not in objective_kind:  # a kind of the user's own may take them
+        if objective_kind != "grpo" and ":" not in objective_kind:  # a custom kind may accept rewards
             raise ConfigError(
-                f"rewards= is given, and objective.kind is {objective_kind}",
-                hint="rewards are for objective.kind: grpo",
+                f"rewards= needs objective.kind: grpo, not {objective_kind}",
+                hint="set objective.kind: grpo, or remove rewards=",
             )
         objective["rewards"] = [*(objective.get("rewards") or []), {"function": text, "name": name}]
 
@@ -123,7 +125,7 @@ def _insert(values: dict[str, Any], kind: str, name: str, text: str) -> None:  #
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:  # Any: YAML values
     section = values.get(name)
     if section is not None and not isinstance(section, dict):
-        raise ConfigError(f"{name}: this is a section with keys of its own, not {type(section).__name__}")
+        raise ConfigError(f"{name}: this must be a section with keys, not {type(section).__name__}")
     filled: dict[str, Any] = section or {}
     values[name] = filled
     return filled
@@ -133,55 +135,55 @@ def _set(section: dict[str, Any], name: str, text: str, key: str, argument: str)
     # Any: YAML values
     if section.get(name) is not None:
         raise ConfigError(
-            f"{key} is given twice: {section[name]} in the config, and {argument}",
-            hint="leave one of them out",
+            f"{key} is set twice: {section[name]} in the config, and {argument}",
+            hint="remove one of them",
         )
     section[name] = text
 
 
 def _placeholders(config: RunConfig) -> dict[tuple[str, str], str]:
-    """Return the placeholders of a config, by the kind and the name of the object."""
-    found: dict[tuple[str, str], str] = {}
+    """Return the placeholders of a config by (kind, name) of the object."""
+    placeholders: dict[tuple[str, str], str] = {}
 
-    def note(kind: str, placeholder: Placeholder) -> str:
-        found[kind, placeholder.name] = str(placeholder)
+    def record(kind: str, placeholder: Placeholder) -> str:
+        placeholders[kind, placeholder.name] = str(placeholder)
         return str(placeholder)
 
-    _mapped(to_dict(config), (), note)
-    return found
+    _map_placeholders(to_dict(config), (), record)
+    return placeholders
 
 
 def _check(config: RunConfig, given: Given, owner: str, error: type[WhetError], call: str) -> None:
-    """Compare the placeholders of a config with the objects that are there."""
-    wanted = _placeholders(config)
+    """Raise an error unless the objects match the placeholders of a config."""
+    placeholders = _placeholders(config)
     objects = {
-        (kind, name): each for kind, by_name in given.named().items() for name, each in by_name.items()
+        (kind, name): value for kind, by_name in given.named().items() for name, value in by_name.items()
     }
-    if problems := list(_problems(wanted, objects)):
-        lacking = f"{owner} needs Python objects, which a program in Python must pass:"
-        others = f"the Python objects passed are not those of {owner}:"
+    if problems := list(_problems(placeholders, objects)):
+        missing = f"{owner} needs Python objects, which must be passed from Python:"
+        different = f"the Python objects passed are not those of {owner}:"
         raise error(
-            "\n  ".join([others if objects else lacking, *problems]),
-            hint=call.format("".join(f", {argument}" for argument in _arguments(wanted))),
+            "\n  ".join([different if objects else missing, *problems]),
+            hint=call.format("".join(f", {argument}" for argument in _arguments(placeholders))),
         )
 
 
 def _problems(
-    wanted: Mapping[tuple[str, str], str], objects: Mapping[tuple[str, str], object]
+    placeholders: Mapping[tuple[str, str], str], objects: Mapping[tuple[str, str], object]
 ) -> Iterator[str]:
-    for (kind, name), text in wanted.items():
+    for (kind, name), text in placeholders.items():
         if (kind, name) not in objects:
             yield f"{kind} {name!r} is missing ({text})"
-        elif text not in (now := placeholder_of(name, objects[kind, name]), f"python:{name}"):
-            yield f"{kind} {name!r} has changed: {text} became {now}"
+        elif text not in (current := placeholder_of(name, objects[kind, name]), f"python:{name}"):
+            yield f"{kind} {name!r} has changed: expected {text}, but it is {current}"
     for kind, name in objects:
-        if (kind, name) not in wanted:
-            yield f"{kind} {name!r} is not part of it"
+        if (kind, name) not in placeholders:
+            yield f"{kind} {name!r} is not expected"
 
 
-def _arguments(wanted: Mapping[tuple[str, str], str]) -> Iterator[str]:
-    """Yield the arguments of a call that passes these objects."""
-    for kind in dict.fromkeys(kind for kind, _ in wanted):
-        names = [name for each, name in wanted if each == kind]
-        listed = ", ".join(f'"{name}": ...' for name in names)
-        yield f"objective={names[0]}(...)" if kind == "objective" else f"{kind}={{{listed}}}"
+def _arguments(placeholders: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    """Yield the arguments of a call that passes the objects of these placeholders."""
+    for kind in dict.fromkeys(kind for kind, _ in placeholders):
+        names = [name for key, name in placeholders if key == kind]
+        entries = ", ".join(f'"{name}": ...' for name in names)
+        yield f"objective={names[0]}(...)" if kind == "objective" else f"{kind}={{{entries}}}"

@@ -1,4 +1,4 @@
-"""The objects that `whet.train` and `whet.resume` are given beside a config."""
+"""The Python objects passed to `whet.train` and `whet.resume` in addition to a config."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from whet.data.sources.python_rows import PythonRows
 
-Function = Callable[..., Any]  # Any: whatever a user's function returns
+Function = Callable[..., Any]  # Any: the return value of a user's function
 _SPLIT_OF = {alias: split for split, aliases in NAMES.items() for alias in aliases}
 
 
 @dataclass(frozen=True)
 class Given:
-    """Objects passed from Python, by name; the config of the run has a placeholder for each."""
+    """Python objects by name. The config of the run has a placeholder for each of them."""
 
     data: Mapping[str, "PythonRows"] = field(default_factory=dict)
     rewards: Mapping[str, Function] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Given:
         return bool(self.data or self.rewards or self.metrics or self.objective is not None)
 
     def named(self) -> dict[str, dict[str, object]]:
-        """Return the objects by what they are given as, then by name."""
+        """Return the objects by argument ("data", "rewards", "metrics", "objective"), then by name."""
         objective = self.objective
         return {
             "data": dict(self.data),
@@ -44,14 +44,17 @@ def collect_given(
     metrics: Mapping[str, Function] | None = None,
     objective: object | None = None,
 ) -> Given:
-    """Return what was passed to `whet.train` or `whet.resume`, checked.
+    """Validate and collect the objects passed to `whet.train` or `whet.resume`.
 
     Args:
-        data: records, or a mapping of names to records: a list of dicts, a `datasets.Dataset`, a pandas
-            DataFrame, or a function that yields dicts. Records alone are those of `train`.
-        rewards: functions of (prompt, completion, record), by name.
-        metrics: functions of (answers, records), by name.
-        objective: an Objective, or a class of objectives or recipes.
+        data: Records, or a mapping of names to records: a list of dicts, a `datasets.Dataset`, a pandas
+            DataFrame, or a function that yields dicts. Records without a name are training records.
+        rewards: Functions of (prompt, completion, record), by name.
+        metrics: Functions of (answers, records), by name.
+        objective: An `Objective`, or a subclass of `Objective` or `Recipe`.
+
+    Raises:
+        ConfigError: An argument has the wrong type, or a name is invalid or used twice.
     """
     return Given(
         {} if data is None else _sources(data),
@@ -67,16 +70,16 @@ def _sources(data: object) -> "dict[str, PythonRows]":
     by_name = data if isinstance(data, Mapping) else {"train": data}
     sources: dict[str, PythonRows] = {}
     for name, rows in by_name.items():
-        own = _SPLIT_OF.get(name, name)  # of a DatasetDict, `validation`
-        if own in sources:
-            raise ConfigError(f"data= has two sources for {own!r}: {', '.join(map(repr, by_name))}")
+        split = _SPLIT_OF.get(name, name)  # `validation` of a DatasetDict becomes `valid`
+        if split in sources:
+            raise ConfigError(f"data= has two sources for {split!r}: {', '.join(map(repr, by_name))}")
         _check_name("data", name)
-        sources[own] = rows if isinstance(rows, PythonRows) else PythonRows(own, rows)
+        sources[split] = rows if isinstance(rows, PythonRows) else PythonRows(split, rows)
     return sources
 
 
 def placeholder_of(name: str, value: object) -> str:
-    """Return the text that stands for an object in a config: its name and its hash."""
+    """Return the placeholder of an object, with its name and its hash."""
     from whet.data.sources.python_rows import PythonRows
     from whet.given.object_digests import object_digest
 
@@ -84,24 +87,26 @@ def placeholder_of(name: str, value: object) -> str:
     return make_placeholder(name, digest)
 
 
-def _functions(what: str, functions: object) -> dict[str, Function]:
+def _functions(argument: str, functions: object) -> dict[str, Function]:
     if not isinstance(functions, Mapping):
-        shown = [functions] if not isinstance(functions, Iterable) else list(functions)
-        names = ", ".join(f"{n!r}: {n}" for n in (getattr(each, "__name__", "f") for each in shown))
+        items = [functions] if not isinstance(functions, Iterable) else list(functions)
+        example = ", ".join(f"{n!r}: {n}" for n in (getattr(item, "__name__", "f") for item in items))
         raise ConfigError(
-            f"{what}= must be a mapping of names to functions, not {type(functions).__name__}",
-            hint=f"{what}={{{names}}}",
+            f"{argument}= must be a mapping of names to functions, not {type(functions).__name__}",
+            hint=f"{argument}={{{example}}}",
         )
     for name, function in functions.items():
-        _check_name(what, name)
+        _check_name(argument, name)
         if not callable(function):
-            raise ConfigError(f"{what}={{{name!r}: ...}} is {type(function).__name__}, not a function")
+            raise ConfigError(f"{argument}={{{name!r}: ...}} is {type(function).__name__}, not a function")
     return dict(functions)
 
 
-def _check_name(what: str, name: object) -> None:
+def _check_name(argument: str, name: object) -> None:
     if not isinstance(name, str) or not is_object_name(name):
-        raise ConfigError(f"{what}=: the name {name!r} must have letters, digits, '_', '.' and '-' only")
+        raise ConfigError(
+            f"{argument}=: the name {name!r} may only contain letters, digits, '_', '.' and '-'"
+        )
 
 
 def _type_name(value: object) -> str:

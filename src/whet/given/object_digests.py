@@ -1,8 +1,8 @@
-"""What tells one Python function or object from another: a hash of its source.
+"""Digests that identify Python functions, classes and instances by their source code.
 
-It covers the text of a function or class, comments included, its name, and of an instance and of
-`functools.partial` the values that JSON can hold. It does not see what the code refers to: global variables,
-variables of an enclosing function, other functions, and the modules that it imports.
+A digest covers the source of a function or class, including comments, its name, and the JSON-serializable
+attributes of an instance or arguments of a `functools.partial`. It does not cover what the code refers to:
+global variables, variables of an enclosing function, other functions and imported modules.
 """
 
 import functools
@@ -15,15 +15,15 @@ from typing import Any
 
 
 def object_digest(value: object) -> str:
-    """Return the SHA-256 of a function, a class or an instance; the same in every process."""
-    return hashlib.sha256("\n".join(_described(value)).encode(errors="backslashreplace")).hexdigest()
+    """Return the SHA-256 of a function, a class or an instance, which is the same in every process."""
+    return hashlib.sha256("\n".join(_describe(value)).encode(errors="backslashreplace")).hexdigest()
 
 
-def _described(value: object) -> list[str]:
+def _describe(value: object) -> list[str]:
     if isinstance(value, functools.partial):
-        return ["partial", *_described(value.func), _json(list(value.args)), _json(value.keywords)]
+        return ["partial", *_describe(value.func), _json(list(value.args)), _json(value.keywords)]
     if isinstance(value, MethodType):
-        return ["method", *_described(value.__func__), *_described(value.__self__)]
+        return ["method", *_describe(value.__func__), *_describe(value.__self__)]
     if isinstance(value, FunctionType):
         return ["function", *_function(value)]
     if inspect.isclass(value):
@@ -34,50 +34,51 @@ def _described(value: object) -> list[str]:
 
 
 def _function(function: FunctionType) -> list[str]:
-    if function.__name__ == "<lambda>":  # its source is a line with whatever is around it
+    if function.__name__ == "<lambda>":  # getsource returns the entire line around it
         return _code(function.__code__)
-    return [_own_name(function), _source(function) or "\n".join(_code(function.__code__))]
+    return [_local_name(function), _source(function) or "\n".join(_code(function.__code__))]
 
 
 def _class(kind: type) -> list[str]:
     if (source := _source(kind)) is not None:
-        return [_own_name(kind), source]
-    functions = {name: each for name, each in vars(kind).items() if isinstance(each, FunctionType)}
-    return [_own_name(kind), *(line for name in sorted(functions) for line in _function(functions[name]))]
+        return [_local_name(kind), source]
+    functions = {name: value for name, value in vars(kind).items() if isinstance(value, FunctionType)}
+    return [_local_name(kind), *(line for name in sorted(functions) for line in _function(functions[name]))]
 
 
 def _source(value: FunctionType | type) -> str | None:
-    """Return the text of a definition; None where there is none, as after `exec`."""
+    """Return the source of a definition, or None if it has none, as after `exec`."""
     try:
         return textwrap.dedent(inspect.getsource(value))
     except (OSError, TypeError):
         return None
 
 
-def _own_name(value: FunctionType | type) -> str:
-    """Return the qualified name, without the function that it was defined in."""
+def _local_name(value: FunctionType | type) -> str:
+    """Return the qualified name without the enclosing function."""
     return value.__qualname__.rpartition("<locals>.")[2]
 
 
 def _code(code: CodeType) -> list[str]:
-    """Return bytecode with its names and constants: the same in every process of one version of Python."""
-    inner = [line for each in code.co_consts if isinstance(each, CodeType) for line in _code(each)]
-    constants = [_constant(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    """Return the bytecode with its names and constants, which is the same for one version of Python."""
+    inner = [line for value in code.co_consts if isinstance(value, CodeType) for line in _code(value)]
+    constants = [_constant(value) for value in code.co_consts if not isinstance(value, CodeType)]
     return [code.co_code.hex(), repr(code.co_names), repr(code.co_varnames), *constants, *inner]
 
 
 def _constant(value: object) -> str:
-    if isinstance(value, frozenset):  # whose order is another one in each process
+    if isinstance(value, frozenset):  # its order differs between processes
         return f"frozenset({sorted(map(repr, value))})"
     return repr(value)
 
 
-def _variables(value: object) -> dict[str, Any]:  # Any: what JSON can hold
-    return {name: each for name, each in getattr(value, "__dict__", {}).items() if _json(each) != ""}
+def _variables(value: object) -> dict[str, Any]:  # Any: JSON values
+    attributes = getattr(value, "__dict__", {})
+    return {name: item for name, item in attributes.items() if _json(item) != ""}
 
 
 def _json(value: object) -> str:
-    """Return a value as JSON, or an empty text where JSON has no such value."""
+    """Return a value as JSON, or an empty string if it is not serializable."""
     try:
         return json.dumps(value, sort_keys=True)
     except (TypeError, ValueError, RecursionError):

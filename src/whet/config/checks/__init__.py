@@ -1,1 +1,1 @@
-"""Checks of a config, and messages about what is wrong with it."""
+"""Config validation and its error messages."""

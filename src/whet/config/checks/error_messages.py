@@ -1,4 +1,4 @@
-"""What is wrong with a config, in words: pydantic's errors with their keys, and the key that was meant."""
+"""Error messages for invalid configs: pydantic's errors by key, with suggestions for unknown keys."""
 
 import difflib
 import itertools
@@ -14,31 +14,31 @@ from whet.errors import ConfigError, shorten, shown
 
 Location = tuple[int | str, ...]
 
-_BRANCHES = (
+_UNION_BRANCHES = (
     *("str", "int", "float", "a-name", "a-preset", "a-quality", "an-objective-of-whet", "a-custom-objective"),
     *OBJECTIVE_KINDS,
 )
-_MOST_PROBLEMS = 30  # a pasted file of another tool has dozens, and each key gets its name here
+_MAX_PROBLEMS = 30  # enough for a pasted config of another tool, where every key is explained
 
 
 def config_error(error: ValidationError, section: type[BaseModel], *, origin: str) -> ConfigError:
-    """Return the error that names every problem pydantic found with a section.
+    """Convert a pydantic error to a ConfigError that lists every problem.
 
     Args:
-        error: what pydantic raised.
-        section: the section that was validated; suggestions of keys come from it.
-        origin: the file or name that the values came from, put before the message.
+        error: The error that pydantic raised.
+        section: The section that was validated; suggestions for unknown keys come from it.
+        origin: The file or name that the values came from, which starts the message.
     """
-    from whet.config.checks.other_tools import OTHER_TOOLS  # a long table, for mistakes only
+    from whet.config.checks.other_tools import OTHER_TOOLS  # a long table, only needed for errors
 
     problems = list(_explain(error, section))
     foreign = any(
-        each["type"] == "extra_forbidden" and each["loc"][-1] in OTHER_TOOLS for each in error.errors()
+        item["type"] == "extra_forbidden" and item["loc"][-1] in OTHER_TOOLS for item in error.errors()
     )
-    if len(problems) > _MOST_PROBLEMS:
-        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more problems"]
+    if len(problems) > _MAX_PROBLEMS:
+        problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more problems"]
     lines = f"{origin}: {problems[0]}" if len(problems) == 1 else "\n  ".join([f"{origin}:", *problems])
-    hint = "docs/coming-from.md maps the keys of other tools to whet's" if foreign else None
+    hint = "docs/coming-from.md maps the keys of other tools to those of whet" if foreign else None
     return ConfigError(lines, hint=hint)
 
 
@@ -52,8 +52,8 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
         location = problem["loc"]
         field = _before_union(location)
         if field != location and len(location) < deepest[field]:
-            continue  # of the ways to write a value, only the one that was nearly right is worth a word
-        key = shorten(".".join(str(part) for part in location if not _names_a_union_branch(part)), 200)
+            continue  # of the branches of a union, only report the one that matched furthest
+        key = shorten(".".join(str(part) for part in location if not _is_union_branch(part)), 200)
         if problem["type"] == "extra_forbidden":
             yield f"unknown key {key!r}{_suggestion(location, root)}"
         elif problem["type"] == "missing":
@@ -63,44 +63,44 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
 
 
 def _reason(problem: Any, root: type[BaseModel]) -> str:  # Any: pydantic's typed dict of an error
-    given = problem["input"]
+    value = problem["input"]
     match problem["type"]:
         case "union_tag_invalid":
             kinds = re.findall(r"'([\w-]+)'", problem["ctx"]["expected_tags"])
             near = difflib.get_close_matches(problem["ctx"]["tag"], kinds, n=1)
-            meant = f", did you mean {near[0]!r}?" if near else f"; known are {', '.join(kinds)}"
-            return f"there is no kind {shorten(problem['ctx']['tag'])!r}{meant}"
+            suggestion = f", did you mean {near[0]!r}?" if near else f" (known: {', '.join(kinds)})"
+            return f"unknown kind {shorten(problem['ctx']['tag'])!r}{suggestion}"
         case "union_tag_not_found":
             return "kind is missing"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"this is a section with keys of its own, not a value (given: {shown(given)})"
+            return f"this must be a section with keys, not a value (given: {shown(value)})"
     message = shorten(problem["msg"].removeprefix("Value error, "), 1000)
-    if problem["type"] == "int_from_float" and (meaning := _meaning(problem["loc"], root)):
-        message = f"{message}: {meaning}"
-    return message if isinstance(given, dict) else f"{message} (given: {shown(given)})"
+    if problem["type"] == "int_from_float" and (description := _description(problem["loc"], root)):
+        message = f"{message}: {description}"
+    return message if isinstance(value, dict) else f"{message} (given: {shown(value)})"
 
 
-def _meaning(location: Location, root: type[BaseModel]) -> str | None:
-    """Return the description of the key at a location."""
+def _description(location: Location, root: type[BaseModel]) -> str | None:
+    """Return the description of the key at a location, or None."""
     section = _section_at(location[:-1], root)
     field = section.model_fields.get(str(location[-1])) if section is not None else None
     return field.description if field is not None else None
 
 
-def _names_a_union_branch(part: int | str) -> bool:
-    """Return whether pydantic put a type here, which is not a key that a reader wrote."""
-    return str(part) in _BRANCHES or str(part).startswith(
+def _is_union_branch(part: int | str) -> bool:
+    """Return whether a part of a location is a type that pydantic inserted, not a key of the config."""
+    return str(part) in _UNION_BRANCHES or str(part).startswith(
         ("constrained", "list[", "function-before[", "literal[")
     )
 
 
 def _before_union(location: Location) -> Location:
-    """Return the path of the field that may hold several types, or the whole path."""
-    return tuple(itertools.takewhile(lambda part: not _names_a_union_branch(part), location))
+    """Return the location of the innermost key before a union branch, or the full location."""
+    return tuple(itertools.takewhile(lambda part: not _is_union_branch(part), location))
 
 
 def _suggestion(location: Location, root: type[BaseModel]) -> str:
-    """Return what to write instead of an unknown key, as the end of a sentence."""
+    """Return a suggestion for an unknown key, to append to the message."""
     from whet.config.checks.other_tools import OTHER_TOOLS
 
     section = _section_at(location[:-1], root)
@@ -119,9 +119,9 @@ def _suggestion(location: Location, root: type[BaseModel]) -> str:
 
 
 def _paths(section: type[BaseModel], prefix: str = "", depth: int = 2) -> Iterator[str]:
-    """Yield the paths of the keys in a config's sections."""
-    for own_name, field in section.model_fields.items():
-        path = f"{prefix}{field.alias or own_name}"
+    """Yield the full keys of a section and its subsections, up to a depth."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
         yield path
         for inner in inner_sections(field.annotation) if depth > 1 else ():
             yield from _paths(inner, f"{path}.", depth - 1)
@@ -130,22 +130,22 @@ def _paths(section: type[BaseModel], prefix: str = "", depth: int = 2) -> Iterat
 def _section_at(location: Location, root: type[BaseModel]) -> type[BaseModel] | None:
     sections: list[type[BaseModel]] = [root]
     for key in location:
-        if key in OBJECTIVE_KINDS:  # which of several
+        if key in OBJECTIVE_KINDS:  # selects a branch of the union
             sections = [
                 section for section in sections if key in get_args(section.model_fields["kind"].annotation)
             ]
         if key == "a-quality":
             sections = [Quality]
-        if not sections or _names_a_union_branch(key):
+        if not sections or _is_union_branch(key):
             continue
-        # in a list or mapping of sections, the next part is an index or a user's own key: the section stays
+        # in a list or mapping of sections, the next part is an index or a user-defined key: keep the section
         if (field := sections[0].model_fields.get(str(key))) is not None:
             sections = list(inner_sections(field.annotation))
     return sections[0] if sections else None
 
 
 def inner_sections(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the sections a field may hold, alone or as the items of a list or mapping."""
+    """Yield the section classes in a field's type, including items of lists and mappings."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

@@ -1,19 +1,19 @@
-"""Keys of other tools, and what to write in whet instead. Names only: nothing is converted."""
+"""Config keys of other tools and their equivalents in whet, for error messages. Nothing is converted."""
 
-_BATCH = "run.batch_size counts the examples of a whole optimizer step (their product, on all devices)"
+_BATCH = "run.batch_size is the number of examples per optimizer step (their product, over all devices)"
 _SUPERVISE = "data.supervise (assistant, last or all) chooses the supervised tokens"
 _MODEL = "the model's name or path is `model`"
-_TRAIN = "training records are named by data.train"
-_VALID = "validation records are a source of their own, named by data.valid"
-_EPOCHS = "the length is run.epochs or run.steps"
+_TRAIN = "the training records are data.train"
+_VALID = "validation records are a separate source, data.valid"
+_EPOCHS = "it is run.epochs or run.steps"
 _LENGTH = "it is data.max_length"
 _PRECISION = "it is run.precision (auto, fp32, bf16, fp16)"
 _RESUME = "`whet resume RUN` resumes a run"
-_TEMPLATE = "the chat template is the model's own"
-_NOTHING = "there is nothing to set: it is chosen by itself"
+_TEMPLATE = "the chat template is always that of the model"
+_NOTHING = "this is selected automatically"
 _BETAS = "both are in optim.betas"
 
-# of transformers, TRL and PEFT, unsloth, axolotl, LLaMA-Factory, torchtune, mlx-lm
+# keys of transformers, TRL and PEFT, unsloth, axolotl, LLaMA-Factory, torchtune, mlx-lm
 OTHER_TOOLS = {
     # models
     **dict.fromkeys(("base_model", "model_name", "model_name_or_path", "model_id", "model_path"), _MODEL),
@@ -24,7 +24,7 @@ OTHER_TOOLS = {
     # adapters
     **dict.fromkeys(("use_peft", "adapter", "finetuning_type", "fine_tune_type"), "it is method.kind"),
     **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "quantization_bit"), "4-bit bases are method.kind: qlora"
+        ("load_in_4bit", "load_in_8bit", "quantization_bit"), "for a 4-bit base model set method.kind: qlora"
     ),
     **dict.fromkeys(("lora_r", "lora_rank", "r"), "it is method.rank"),
     "lora_alpha": "it is method.alpha",
@@ -35,7 +35,7 @@ OTHER_TOOLS = {
     ),
     **dict.fromkeys(("use_dora", "use_rslora", "init_lora_weights"), "it is method.variant"),
     **dict.fromkeys(("layers_to_transform", "num_layers"), "it is method.layers"),
-    "lora_parameters": "rank, alpha (scale * rank), dropout and targets are keys of method",
+    "lora_parameters": "use method.rank, method.alpha (scale * rank), method.dropout and method.targets",
     "loraplus_lr_ratio": "it is method.lr_ratio",
     # data
     **dict.fromkeys(
@@ -55,7 +55,8 @@ OTHER_TOOLS = {
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), "it is optim.schedule"),
     **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "it is optim.warmup"),
     **dict.fromkeys(
-        ("warmup_ratio", "warmup_fraction"), "optim.warmup counts steps: the share times the run's steps"
+        ("warmup_ratio", "warmup_fraction"),
+        "optim.warmup is in steps: multiply the ratio by the steps of the run",
     ),
     "optimizer": "it is optim.name",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _BETAS),
@@ -79,18 +80,18 @@ OTHER_TOOLS = {
     ),
     **dict.fromkeys(
         ("per_device_eval_batch_size", "eval_batch_size"),
-        "run.micro_batch_tokens says how much is computed at once",
+        "run.micro_batch_tokens sets the size of a micro-batch, also in evaluation",
     ),
     **dict.fromkeys(
         ("gradient_checkpointing", "enable_activation_checkpointing", "use_gradient_checkpointing"),
         "it is run.grad_checkpoint",
     ),
     "torch_compile": "it is run.compile",
-    **dict.fromkeys(("output_dir", "adapter_path", "save_dir"), "runs land in run.dir/run.name"),
+    **dict.fromkeys(("output_dir", "adapter_path", "save_dir"), "the output directory is run.dir/run.name"),
     **dict.fromkeys(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume_adapter_file"), _RESUME
     ),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "accelerate_config"), "it is the section parallel"),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "accelerate_config"), "use the section parallel"),
     # evaluation, checkpoints, logs
     **dict.fromkeys(
         ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch", "steps_per_eval"),
@@ -107,5 +108,5 @@ OTHER_TOOLS = {
     **dict.fromkeys(("num_generations",), "it is objective.group_size"),
     "max_completion_length": "it is objective.max_new_tokens",
     "reward_funcs": "it is objective.rewards",
-    "loss_type": "the loss is chosen by objective.kind, and for grpo by objective.aggregation",
+    "loss_type": "the loss is set by objective.kind, and for grpo by objective.aggregation",
 }

@@ -1,4 +1,4 @@
-"""Regular expressions for the names of layers and weights, of which none takes long to match."""
+"""Regular expressions for names of layers and weights, restricted to those that match in bounded time."""
 
 import re
 from collections.abc import Iterator
@@ -7,68 +7,72 @@ from typing import Any
 
 from whet.errors import shown
 
-_MOST_CHARS = 1000
-_MOST_REPEATS = 4  # in one alternative: each multiplies the time by the length of a name
+_MAX_CHARACTERS = 1000
+_MAX_REPEATS = 4  # per alternative: each multiplies the matching time by the length of a name
 
 
-@lru_cache(maxsize=256)  # each is asked for once per layer
+@lru_cache(maxsize=256)  # called once per layer
 def compile_pattern(pattern: str, *, before: str = "") -> re.Pattern[str]:
-    """Compile a config's pattern, after `before` where given.
+    """Compile a pattern from a config.
+
+    Args:
+        pattern: The regular expression.
+        before: A regular expression to put in front of it.
 
     Raises:
-        ValueError: it is not a regular expression, or one whose time may grow exponentially with the name.
+        ValueError: It is not a regular expression, or its matching time may grow exponentially.
     """
-    if len(pattern) > _MOST_CHARS:
-        raise ValueError(f"a pattern has at most {_MOST_CHARS} characters, and this has {len(pattern):,}")
+    if len(pattern) > _MAX_CHARACTERS:
+        raise ValueError(f"a pattern can have at most {_MAX_CHARACTERS} characters, not {len(pattern):,}")
     try:
-        re.compile(pattern)  # alone first: its brackets must match within it
+        re.compile(pattern)  # without `before`: its parentheses must be balanced
         compiled = re.compile(f"{before}({pattern})" if before else pattern)
-        tree = re._parser.parse(pattern)  # type: ignore[attr-defined]  # the one that compile has used
+        tree = re._parser.parse(pattern)  # type: ignore[attr-defined]  # the parser that re.compile uses
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from error
     repeats = list(_repeats(tree))
     if any(_is_ambiguous(body) for body, _ in repeats):
         raise ValueError(
-            f"{shown(pattern)} repeats what repeats or has alternatives, as in (a+)+ or (a|b)*: "
-            "matching it may never end"
+            f"{shown(pattern)} has a repeat or an alternative inside a repeat, as in (a+)+ or (a|b)*: "
+            "matching it could take exponential time"
         )
     open_ended = [body for body, following in repeats if not _stops_at(body, following)]
-    if len(open_ended) > _MOST_REPEATS * (1 + pattern.count("|")):
+    if len(open_ended) > _MAX_REPEATS * (1 + pattern.count("|")):
         raise ValueError(
-            f"{shown(pattern)} has more than {_MOST_REPEATS} repeats (* or +) that may end anywhere: write "
-            r"[^.]*\. instead of .*\. where one part of a name is meant"
+            f"{shown(pattern)} has more than {_MAX_REPEATS} repeats (* or +) that can end anywhere: write "
+            r"[^.]*\. instead of .*\. to match one component of a name"
         )
     return compiled
 
 
 def _nodes(tree: Any) -> Iterator[tuple[str, Any, Any]]:  # Any: Python's parse trees of patterns
-    """Every operation in a parsed pattern, with its arguments and the operation after it."""
+    """Yield every operation of a parsed pattern with its arguments and the operation after it."""
     for index, (operation, arguments) in enumerate(tree):
         yield str(operation), arguments, tree[index + 1] if index + 1 < len(tree) else None
-        left = [arguments]
-        while left:
-            value = left.pop()
+        pending = [arguments]
+        while pending:
+            value = pending.pop()
             if hasattr(value, "getwidth"):
                 yield from _nodes(value)
             elif isinstance(value, list | tuple):
-                left += value
+                pending += value
 
 
 def _repeats(tree: Any) -> Iterator[tuple[Any, Any]]:  # Any: as above
-    """What is repeated more than once, and what follows it."""
+    """Yield the body of every repeat, and the operation after it."""
     for operation, arguments, following in _nodes(tree):
         if operation in ("MAX_REPEAT", "MIN_REPEAT") and arguments[1] > 1:
             yield arguments[2], following
 
 
 def _stops_at(body: Any, following: Any) -> bool:  # Any: as above
-    r"""Whether repeats of one character can only end at the literal after them, as in \d+\. or [^.]+\. do."""
+    r"""Return whether a repeated character can only end at the literal after it, as in \d+\. or [^.]+\."""
     if following is None or str(following[0]) != "LITERAL" or body.getwidth() != (1, 1):
         return False
     return not re._compiler.compile(body).match(chr(following[1]))  # type: ignore[attr-defined]
 
 
 def _is_ambiguous(body: Any) -> bool:  # Any: as above
-    """Whether a name may fit what is repeated in several ways."""
-    inside = {operation for operation, *_ in _nodes(body)}
-    return bool(inside & {"MAX_REPEAT", "MIN_REPEAT", "BRANCH", "GROUPREF"})
+    """Return whether a name may match the body of a repeat in several ways."""
+    operations = {operation for operation, *_ in _nodes(body)}
+    return bool(operations & {"MAX_REPEAT", "MIN_REPEAT", "BRANCH", "GROUPREF"})

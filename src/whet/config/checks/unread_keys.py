@@ -1,4 +1,4 @@
-"""Keys that are given and have no effect: another kind than the chosen one reads them."""
+"""Config keys that are set but have no effect, because only other kinds use them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,10 @@ from whet.config.section import Section, key_info
 
 
 def unread(config: RunConfig) -> dict[str, str]:
-    """Keys that differ from their default and that nothing reads, each with the choice that makes it so."""
+    """Return the keys that are set but have no effect, each with the choice that disables it.
+
+    Keys at their default value are left out.
+    """
     method = config.method
     if method.targets == config.objective.default_targets:
         method = method.model_copy(update={"targets": Method().targets})
@@ -18,12 +21,12 @@ def unread(config: RunConfig) -> dict[str, str]:
 
 
 def unread_lines(config: RunConfig) -> list[str]:
-    """The same in words."""
+    """Return one message for each key that is set but has no effect."""
     return [f"{key} has no effect with {choice}" for key, choice in unread(config).items()]
 
 
 def unread_by_objective(values: Mapping[str, Any]) -> set[str]:  # Any: YAML values
-    """The keys of an objective, as plain values, that its kind does not read."""
+    """Return the keys that have no effect for an objective, given as plain values."""
     fields = section_of_kind(values.get("kind")).model_fields
     conditions = {key: read_by for key, field in fields.items() if (read_by := key_info(field).read_by)}
     return {
@@ -34,24 +37,24 @@ def unread_by_objective(values: Mapping[str, Any]) -> set[str]:  # Any: YAML val
 
 
 def _unread(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield what a section, the sections in it and those in its lists leave unread."""
+    """Yield the keys without effect in a section, its subsections and its lists, with the reason."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unread(item, f"{path}{index}.")
     if not isinstance(value, Section):
         return
     for name, field in type(value).model_fields.items():
-        own, read_by = getattr(value, name), key_info(field).read_by
-        if read_by is not None and own != field.get_default():
+        current, read_by = getattr(value, name), key_info(field).read_by
+        if read_by is not None and current != field.get_default():
             chosen = _chosen(getattr(value, read_by.switch))
             if not read_by.includes(chosen):
-                yield f"{path}{name}", f"{path}{read_by.switch}: {', '.join(map(_shown, chosen))}"
-        yield from _unread(own, f"{path}{name}.")
+                yield f"{path}{name}", f"{path}{read_by.switch}: {', '.join(map(_format, chosen))}"
+        yield from _unread(current, f"{path}{name}.")
 
 
-def _chosen(switch: Any) -> list[Any]:  # Any: a name, a number, or sections that each have a kind
-    return [each.kind for each in switch] if isinstance(switch, list) else [switch]
+def _chosen(switch: Any) -> list[Any]:  # Any: a name, a number, or sections with a kind
+    return [section.kind for section in switch] if isinstance(switch, list) else [switch]
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,1 +1,1 @@
-"""One file per objective kind."""
+"""The `objective` section: one module per objective kind, and their union."""

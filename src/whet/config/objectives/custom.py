@@ -1,4 +1,4 @@
-"""Keys of an objective of the user's own. They are kept as they are: reading a config imports nothing."""
+"""Config keys of a custom objective. They are stored unchanged: reading a config imports no user code."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,57 +11,61 @@ from whet.errors import shown
 
 
 class CustomObjective(ObjectiveSection):
-    """An objective or a recipe of your own, see docs/python.md; any other keys are arguments of its class."""
+    """A custom objective or recipe (docs/python.md). All other keys are arguments of its class."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str = Field(
-        description="package.module:Class, path/to/file.py:Class, or python:NAME for one passed from Python"
+        description="custom class: package.module:Class, path/to/file.py:Class, or python:NAME for one "
+        "passed from Python"
     )
 
     @property
     def arguments(self) -> dict[str, Any]:  # Any: JSON values
-        """Every key but `kind`."""
+        """The arguments of the class: every key except `kind`."""
         return dict(self.model_extra or {})
 
     @field_validator("kind")
     @classmethod
-    def _names_a_class(cls, kind: str) -> str:
+    def _check_kind(cls, kind: str) -> str:
         module, _, name = kind.rpartition(":")
         if parse_placeholder(kind) is None and (not module or not name):
-            raise ValueError(f"{kind!r} names no class: write package.module:Class or path/to/file.py:Class")
+            raise ValueError(
+                f"{kind!r} does not name a class: write package.module:Class or path/to/file.py:Class"
+            )
         if module == "__main__":
             raise ValueError(
-                f"{kind!r} cannot be imported: put the class in a file, or pass it, "
+                f"{kind!r} cannot be imported: put the class in a file, or pass it as an argument, "
                 f"whet.train(config, objective={name}(...))"
             )
         return kind
 
     @model_validator(mode="before")
     @classmethod
-    def _holds_plain_values(cls, values: Any) -> Any:  # Any: not yet checked
+    def _check_plain_values(cls, values: Any) -> Any:  # Any: not yet validated
         if isinstance(values, Mapping):
-            for key, value in _odd(values, ""):
+            for key, value in _unsupported(values, ""):
                 raise ValueError(
-                    f"{key} is {shown(value)}: a config holds texts, numbers, lists and mappings"
+                    f"{key} is {shown(value)}: a config can only contain strings, numbers, booleans, null, "
+                    "lists and mappings"
                 )
         return values
 
 
 def is_custom_kind(kind: object) -> bool:
-    """Return whether a kind names somebody's class: those of whet have no colon."""
+    """Return whether an objective kind names a user's class; whet's kinds have no colon."""
     return isinstance(kind, str) and ":" in kind
 
 
-def _odd(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yield the values that are not plain, by their key."""
+def _unsupported(value: object, key: str) -> Iterator[tuple[str, object]]:
+    """Yield the key and value of everything that JSON cannot represent."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _odd(inner, f"{key}.{name}" if key else str(name))
+            yield from _unsupported(inner, f"{key}.{name}" if key else str(name))
             if not isinstance(name, str):
                 yield key or "a key", name
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _odd(inner, f"{key}.{index}")
+            yield from _unsupported(inner, f"{key}.{index}")
     elif value is not None and not isinstance(value, str | int | float | bool):
         yield key, value

@@ -1,4 +1,4 @@
-"""Keys of the distrust objective."""
+"""Config keys of the distrust objective."""
 
 from typing import Annotated, Literal
 
@@ -10,18 +10,21 @@ _ADDITIVE = KeyInfo(read_by=ReadBy("mode", ("additive",)))
 
 
 class DistrustObjective(ObjectiveSection):
-    """Distrust: texts weighted by authority and provenance."""
+    """Distrust: weight each text by its authority and provenance."""
 
-    kind: Literal["distrust"] = Field(description="records are texts with auth_weight and prov_entropy")
+    kind: Literal["distrust"] = Field(
+        description="distrust, for text records with auth_weight and prov_entropy"
+    )
     mode: Literal["weight", "additive"] = Field(
-        "weight", description="weight the loss of each text, or add the published term, which changes nothing"
+        "weight",
+        description="weight the loss of each text, or add the published term, which has no gradient",
     )
     strength: Annotated[float, KeyInfo(read_by=ReadBy("mode", ("weight",)))] = Field(
-        1.0, ge=0, le=1, description="weight: 0 weights nothing, 1 is d^2 / mean(d^2)"
+        1.0, ge=0, le=1, description="weight: from 0 (all texts weigh 1) to 1 (weights d^2 / mean(d^2))"
     )
     alpha: Annotated[float, _ADDITIVE] = Field(
-        2.7, ge=2.3, le=3.0, description="additive: factor of the term"
+        2.7, ge=2.3, le=3.0, description="additive: alpha of the published term"
     )
     scale: Annotated[float | Literal["auto"], _ADDITIVE] = Field(
-        0.6, description="additive: weight of the term; auto: about as large as the loss"
+        0.6, description="additive: weight of the term; auto: about the size of the loss"
     )

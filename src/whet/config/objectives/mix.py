@@ -1,4 +1,4 @@
-"""Keys of `objective: {kind: mix}` and its parts."""
+"""Config keys of a mix of objectives and its parts."""
 
 from typing import Literal
 
@@ -13,57 +13,59 @@ from whet.config.section import ObjectiveSection, Positive, Section
 
 
 class Part(Section):
-    """One of the objectives of a mix, on its own data."""
+    """One objective of a mix, with its data."""
 
     name: str | None = Field(
         None,
         pattern=r"^[a-z0-9_-]+$",
-        description="what its metrics are called by; null: the objective's kind",
+        description="prefix of this part's metrics; null: the objective's kind",
     )
-    weight: float = Field(1.0, gt=0, description="what its loss is multiplied by in the sum")
-    objective: AnyObjective = Field(description="as the run's own, but not another mix")
-    data: Data = Field(description="its records, with the keys of data")
+    weight: float = Field(1.0, gt=0, description="weight of this part's loss in the sum")
+    objective: AnyObjective = Field(
+        description="objective of this part, with the keys of objective; not another mix"
+    )
+    data: Data = Field(description="records of this part, with the keys of data")
     batch_size: Positive | None = Field(
-        None, description="its examples in an optimizer step; null: the run's"
+        None, description="examples of this part per optimizer step; null: as in run"
     )
-    batch_tokens: Positive | None = Field(None, description="its tokens in an optimizer step, instead")
+    batch_tokens: Positive | None = Field(
+        None, description="tokens of this part per optimizer step, instead of batch_size"
+    )
 
     @property
     def called(self) -> str:
-        """Its name, or the kind of its objective."""
+        """The name of this part, by default the kind of its objective."""
         return self.name or self.objective.kind
 
     @model_validator(mode="after")
-    def _one_size(self) -> "Part":
+    def _check_batch(self) -> "Part":
         if self.batch_size is not None and self.batch_tokens is not None:
-            raise ValueError("give either batch_size or batch_tokens")
+            raise ValueError("set either batch_size or batch_tokens, not both")
         return self
 
 
 class MixObjective(ObjectiveSection):
-    """A mix: a weighted sum of objectives, each on its own data."""
+    """A mix: a weighted sum of several objectives, each with separate data."""
 
-    kind: Literal["mix"] = Field(description="every step has a batch of each part")
-    parts: list[Part] = Field(min_length=2, description="what is added up")
+    kind: Literal["mix"] = Field(description="mix: every step has a batch of each part")
+    parts: list[Part] = Field(min_length=2, description="objectives whose weighted losses are summed")
 
     @field_validator("parts")
     @classmethod
-    def _names_differ(cls, parts: list[Part]) -> list[Part]:
+    def _check_unique_names(cls, parts: list[Part]) -> list[Part]:
         names = [part.called for part in parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"the parts are called {', '.join(names)}: give each a name of its own")
+            raise ValueError(f"the parts are named {', '.join(names)}: give each a different name")
         return parts
 
     @field_validator("parts")
     @classmethod
-    def _can_be_mixed(cls, parts: list[Part]) -> list[Part]:
+    def _check_kinds(cls, parts: list[Part]) -> list[Part]:
         for part in parts:
             if isinstance(part.objective, ClassifyObjective):
-                raise ValueError(
-                    "a classifier is not one of several objectives: its head is saved with the model"
-                )
+                raise ValueError("classify cannot be part of a mix: its head is saved with the model")
             if isinstance(part.objective, GRPOObjective | RegressionObjective):
                 raise ValueError(
-                    f"{part.objective.kind} is not one of several objectives: it reads other data"
+                    f"{part.objective.kind} cannot be part of a mix: it reads a different kind of data"
                 )
         return parts

@@ -1,4 +1,4 @@
-"""The union of all objective kinds; SFT, which has no keys of its own, is here."""
+"""The union of all objective kinds, and the SFT section, which only has `kind`."""
 
 from typing import Annotated, Literal, get_args
 
@@ -15,9 +15,11 @@ from whet.config.section import ObjectiveSection
 
 
 class SFTObjective(ObjectiveSection):
-    """Fine-tuning and pretraining: the loss of the next token, on the supervised ones."""
+    """Fine-tuning and pretraining: cross-entropy of the supervised tokens."""
 
-    kind: Literal["sft"] = Field("sft", description="what is optimised")
+    kind: Literal["sft"] = Field(
+        "sft", description="supervised fine-tuning or pretraining: next-token cross-entropy"
+    )
 
 
 AnyObjective = Annotated[
@@ -37,9 +39,9 @@ _SECTIONS: dict[str, type[ObjectiveSection]] = {
     for section in get_args(get_args(AnyObjective)[0])
     for kind in get_args(section.model_fields["kind"].annotation)
 }
-OBJECTIVE_KINDS = (*_SECTIONS, "mix")  # pydantic names the branch it took by them
+OBJECTIVE_KINDS = (*_SECTIONS, "mix")  # pydantic puts these names into error locations
 
 
 def section_of_kind(kind: object) -> type[ObjectiveSection]:
-    """Return the section of an objective kind; of a mix, a custom kind or an unknown one, the base class."""
+    """Return the section class of an objective kind, or the base class for mix, custom and unknown kinds."""
     return _SECTIONS.get(kind, ObjectiveSection) if isinstance(kind, str) else ObjectiveSection
