@@ -47,7 +47,7 @@ def test_train_says_what_it_does_and_where_the_result_is(cli, tiny_directory, tm
     assert "whet chat" in out
     for said in (
         "fp32: ",
-        "whet's own llama",
+        "whet's native llama",
         "of which",
         "train: synth:house:24: 24 examples",
         "step 3/3  loss",

@@ -1,4 +1,4 @@
-"""Kernels of whet's own against plain torch; skipped where there is no CUDA device."""
+"""whet's Triton kernels match plain PyTorch; skipped without a CUDA device."""
 
 import copy
 
@@ -18,7 +18,7 @@ from whet.ops.dispatch import kernels_work
 from whet.ops.kernels import fused_decode, lora_swiglu
 from whet.ops.kernels.lora_swiglu import gated_gradients, gated_output
 from whet.ops.lm_head import Head
-from whet.ops.log_softmax import row_losses
+from whet.ops.log_softmax import token_losses
 from whet.training.optim import adamw
 from whet.training.optim.adamw import AdamW
 
@@ -33,11 +33,11 @@ def weights(dtype, *shapes):
 
 @pytest.mark.parametrize("divisor", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_update_of_large_tensors_is_as_exact_as_that_of_torch(dtype, divisor, monkeypatch):
+def test_update_of_large_tensors_is_as_accurate_as_torch(dtype, divisor, monkeypatch):
     monkeypatch.setattr(adamw, "_LARGE", 1000)
     ours, theirs = (weights(dtype, (1000, 1001), (7,)) for _ in range(2))
     exact = [p.detach().double().requires_grad_() for p in ours]
-    optimizer, other = (
+    optimizer, torch_optimizer = (
         kind(p, fused=True, **SETTINGS) for kind, p in ((AdamW, ours), (torch.optim.AdamW, theirs))
     )
     formula = torch.optim.AdamW(exact, **SETTINGS)
@@ -46,94 +46,96 @@ def test_the_update_of_large_tensors_is_as_exact_as_that_of_torch(dtype, divisor
         for a, b, c in zip(ours, theirs, exact, strict=True):
             a.grad = torch.randn_like(a)
             b.grad, c.grad = a.grad.clone(), a.grad.double() / (divisor or 1.0)
-        for each in (optimizer, other):
-            each.grad_scale = None if divisor is None else torch.tensor(divisor, device="cuda")
-            each.found_inf = torch.tensor(float(step == 2), device="cuda")  # a step that changes nothing
-            each.step()
+        for optim in (optimizer, torch_optimizer):
+            optim.grad_scale = None if divisor is None else torch.tensor(divisor, device="cuda")
+            optim.found_inf = torch.tensor(float(step == 2), device="cuda")  # a skipped step
+            optim.step()
         if step != 2:
             formula.step()
         assert all(p.grad is not None for p in ours)
     for a, b, c in zip(ours, theirs, exact, strict=True):
-        assert optimizer.state[a]["step"].item() == other.state[b]["step"].item() == 3
+        assert optimizer.state[a]["step"].item() == torch_optimizer.state[b]["step"].item() == 3
         for key in (None, "exp_avg", "exp_avg_sq"):
-            mine, torchs, true = (
-                p if key is None else found.state[p][key]
-                for found, p in ((optimizer, a), (other, b), (formula, c))
+            ours_state, torch_state, exact_state = (
+                p if key is None else optim.state[p][key]
+                for optim, p in ((optimizer, a), (torch_optimizer, b), (formula, c))
             )
-            assert (mine - true).norm() <= 1.05 * (torchs - true).norm() + 1e-7 * true.norm()
-    optimizer.load_state_dict(other.state_dict())
+            assert (ours_state - exact_state).norm() <= 1.05 * (
+                torch_state - exact_state
+            ).norm() + 1e-7 * exact_state.norm()
+    optimizer.load_state_dict(torch_optimizer.state_dict())
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# of the last digit; float32's are sums over many, in two orders
+# relative size of the last digit; float32 allows for sums in two orders
 DIGIT = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def assert_a_digit_apart(found, plain):
-    """Two orders of a sum: now and then what is rounded first has another last digit, and so has the product."""
-    assert found.dtype == plain.dtype
-    assert found.shape == plain.shape
-    digit = DIGIT[found.dtype]
-    torch.testing.assert_close(found, plain, rtol=2 * digit, atol=digit * 2.0**-8)
-    if found.dtype != torch.float32:
-        assert (found != plain).float().mean() < 0.01
+def assert_equal_to_the_last_digit(output, plain):
+    """Assert equality up to the last digit, which sums in another order may change now and then."""
+    assert output.dtype == plain.dtype
+    assert output.shape == plain.shape
+    digit = DIGIT[output.dtype]
+    torch.testing.assert_close(output, plain, rtol=2 * digit, atol=digit * 2.0**-8)
+    if output.dtype != torch.float32:
+        assert (output != plain).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [RMSNorm, OffsetRMSNorm])
 @pytest.mark.parametrize("size", [8, 64, 576, 2048, 5000])
-def test_a_norm_in_one_kernel_is_the_plain_one(size, kind, dtype):
+def test_fused_norm_matches_the_plain_norm(size, kind, dtype):
     torch.manual_seed(0)
     norm = kind(size, eps=1e-5).to("cuda", dtype)
     torch.nn.init.normal_(norm.weight)
     wide = torch.randn(2, 3, 7, 2 * size, device="cuda").to(dtype) * 3
     for x in (wide[..., :size].contiguous(), wide[..., size:], wide[..., :size].transpose(1, 2)):
         with torch.no_grad(), fused_decode.decoding():
-            found = norm(x)
-        assert found.grad_fn is None
-        assert_a_digit_apart(found, norm(x).detach())
-    if dtype != torch.float32:  # a float32 master under 16-bit states
+            output = norm(x)
+        assert output.grad_fn is None
+        assert_equal_to_the_last_digit(output, norm(x).detach())
+    if dtype != torch.float32:  # float32 weights with 16-bit hidden states
         norm.float()
         with torch.no_grad(), fused_decode.decoding():
-            found = norm(wide[..., :size])
-        assert_a_digit_apart(found, norm(wide[..., :size]).detach())
+            output = norm(wide[..., :size])
+        assert_equal_to_the_last_digit(output, norm(wide[..., :size]).detach())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 24, 64, 128])
-def test_a_rotation_in_one_kernel_is_the_plain_one(size, dtype):
+def test_fused_rotation_matches_the_plain_rotation(size, dtype):
     torch.manual_seed(0)
     x = (
         torch.randn(3, 5, 2, size + 8, device="cuda").to(dtype).transpose(1, 2)[..., 8:]
-    )  # a part of each head
+    )  # a strided part of each head
     positions = torch.stack([torch.arange(5), torch.arange(5) + 100, torch.arange(5) * 7]).cuda()
     frequencies = torch.rand(size // 2, device="cuda")
-    for places in (positions, positions[:1]):
+    for rope_positions in (positions, positions[:1]):
         for kind in (dtype, torch.float32):
-            cos, sin = (each.to(kind) for each in rotation(places, frequencies))
+            cos, sin = (tensor.to(kind) for tensor in rotation(rope_positions, frequencies))
             plain = rotate(x, cos, sin)
             with torch.no_grad(), fused_decode.decoding():
-                found = rotate(x, cos, sin)
-            assert found.dtype == plain.dtype
-            # in 16 bits each product is rounded by itself; in 32 one of them may not be
+                output = rotate(x, cos, sin)
+            assert output.dtype == plain.dtype
+            # in 16 bits every product is rounded; in 32 bits one may be fused with the addition
             exact = plain.dtype != torch.float32
-            torch.testing.assert_close(found, plain, rtol=0, atol=0 if exact else 1e-6)
+            torch.testing.assert_close(output, plain, rtol=0, atol=0 if exact else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fused_weights", [False, True])
 @pytest.mark.parametrize("width", [24, 1536, 1100])
-def test_a_gate_in_one_kernel_is_the_plain_one(width, fused_weights, dtype):
+def test_fused_gate_matches_the_plain_gate(width, fused_weights, dtype):
     torch.manual_seed(0)
     layer = FeedForward(FeedForwardSpec(width=width, fused=fused_weights), d_model=32).to("cuda", dtype)
     layer.down_proj = torch.nn.Identity()
     x = 8 * torch.randn(3, 7, 32, device="cuda").to(dtype)
     with torch.no_grad(), fused_decode.decoding():
-        found = layer(x)
-    assert_a_digit_apart(found, layer(x).detach())
+        output = layer(x)
+    assert_equal_to_the_last_digit(output, layer(x).detach())
 
 
-def test_only_decoding_and_only_where_nothing_asks_for_gradients():
+def test_fused_kernels_are_only_for_decoding_without_gradients():
     x = torch.ones(2, 8, device="cuda")
     assert not fused_decode.suits(x)
     with torch.no_grad():
@@ -147,25 +149,28 @@ def test_only_decoding_and_only_where_nothing_asks_for_gradients():
     assert RMSNorm(8, eps=1e-5).cuda()(x).requires_grad
 
 
-def test_decoding_by_fused_kernels_is_like_decoding_by_plain_ones(tiny_directory, monkeypatch):
+def test_decoding_with_fused_kernels_matches_plain_decoding(tiny_directory, monkeypatch):
     model, _ = whet.load(tiny_directory, dtype=torch.bfloat16, device="cuda")
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     settings = {"max_tokens": 24, "stop_tokens": set(), "seeds": [0, 1, 2]}
-    found = complete(model, prompts, **settings)
+    output = complete(model, prompts, **settings)
     monkeypatch.setattr(fused_decode, "suits", lambda *tensors: False)
     plain = complete(model, prompts, **settings)
     compared = 0
-    for ours, theirs in zip(found, plain, strict=True):
-        same = next((n for n in range(24) if ours.tokens[n] != theirs.tokens[n]), 24)
-        compared += same
+    for ours, theirs in zip(output, plain, strict=True):
+        equal_tokens = next((n for n in range(24) if ours.tokens[n] != theirs.tokens[n]), 24)
+        compared += equal_tokens
         torch.testing.assert_close(
-            torch.tensor(ours.logprobs[:same]), torch.tensor(theirs.logprobs[:same]), rtol=0, atol=0.05
+            torch.tensor(ours.logprobs[:equal_tokens]),
+            torch.tensor(theirs.logprobs[:equal_tokens]),
+            rtol=0,
+            atol=0.05,
         )
     assert compared > 24
 
 
-def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, monkeypatch, caplog):
-    """What people see in an image that has no C compiler: one line, and everything works."""
+def test_plain_pytorch_is_used_without_a_compiler(tiny_directory, tmp_path, monkeypatch, caplog):
+    """Without a C compiler, users see one warning, and everything works."""
     from whet.ops.kernels import fused_decode_triton
 
     def broken(*tensors):
@@ -177,66 +182,69 @@ def test_without_a_compiler_plain_torch_does_the_same(tiny_directory, tmp_path, 
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 50, device="cuda"), torch.arange(6, device="cuda")
     head = Head(torch.zeros(50, 4, device="cuda"))
-    losses = row_losses(logits.clone(), targets, head)
+    losses = token_losses(logits.clone(), targets, head)
     assert kernels_work()
     monkeypatch.setattr(fused_decode_triton, "silu_gate_on_gpu", broken)
     kernels_work.cache_clear()
     try:
         assert generate_tokens(model, [[5, 6, 7]], **settings) == expected
-        for ours, theirs in zip(row_losses(logits.clone(), targets, head), losses, strict=True):
+        for ours, theirs in zip(token_losses(logits.clone(), targets, head), losses, strict=True):
             torch.testing.assert_close(ours, theirs)
         whet.train(run_config(tiny_directory, tmp_path, run={"device": "cuda"}))
         assert not kernels_work()
     finally:
         kernels_work.cache_clear()
     assert [line for line in caplog.messages if "Triton" in line] == [
-        "slower than it could be: Triton cannot build kernels on this machine (Failed to find C compiler.)"
+        "Triton cannot build kernels on this machine (Failed to find C compiler.): "
+        "using slower plain PyTorch instead"
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranks", [(16, 16, 16), (4, 7, 3), (32, 1, 19)])
 @pytest.mark.parametrize("shape", [(1, 16), (37, 131), (3000, 200), (4096, 1536)])
-def test_a_gate_with_adapters_and_its_gradients_are_exact(shape, ranks, dtype):
+def test_gate_with_adapters_and_its_gradients_are_exact(shape, ranks, dtype):
     torch.manual_seed(0)
     count, size = shape
 
-    def numbers(*shape):
+    def random_tensor(*shape):
         return torch.randn(shape, device="cuda").to(dtype)
 
-    gate, up, grad = (numbers(count, size) for _ in range(3))
-    low, b_gate, b_up = numbers(count, ranks[0] + ranks[1]), numbers(size, ranks[0]), numbers(size, ranks[1])
+    gate, up, grad = (random_tensor(count, size) for _ in range(3))
+    low, b_gate, b_up = (
+        random_tensor(count, ranks[0] + ranks[1]),
+        random_tensor(size, ranks[0]),
+        random_tensor(size, ranks[1]),
+    )
     forward, backward = (
         (gate, up, low, b_gate, b_up),
-        (gate, up, grad, low, b_gate, b_up, numbers(count, ranks[2])),
+        (gate, up, grad, low, b_gate, b_up, random_tensor(count, ranks[2])),
     )
-    found = [gated_output(*forward), *gated_gradients(*backward)]
-    for again, before in zip([gated_output(*forward), *gated_gradients(*backward)], found, strict=True):
-        assert torch.equal(again, before)
-    gate, up, grad, low, b_gate, b_up, grad_low = (each.double() for each in backward)
+    output = [gated_output(*forward), *gated_gradients(*backward)]
+    for repeated, first in zip([gated_output(*forward), *gated_gradients(*backward)], output, strict=True):
+        assert torch.equal(repeated, first)
+    gate, up, grad, low, b_gate, b_up, grad_low = (tensor.double() for tensor in backward)
     gate, up = gate + low[:, : ranks[0]] @ b_gate.T, up + low[:, ranks[0] :] @ b_up.T
     part = torch.sigmoid(gate)
     exact = gate * part * up, grad * up * part * (1 + gate * (1 - part)), grad * gate * part
-    for ours, wanted in zip(found[:3], exact, strict=True):  # rounded once, after sums in float32
-        assert ((ours - wanted).abs() <= torch.finfo(dtype).eps * (wanted.abs() + 1e-2)).all()
-    # the factors of the sums are rounded, as those of a product are
-    wide = found[1].double(), found[2].double(), found[0].double()
+    for ours, expected in zip(output[:3], exact, strict=True):  # rounded once, after accumulation in float32
+        assert ((ours - expected).abs() <= torch.finfo(dtype).eps * (expected.abs() + 1e-2)).all()
+    # the factors of the sums are rounded, as in a matmul
+    wide = output[1].double(), output[2].double(), output[0].double()
     narrow = low[:, : ranks[0]], low[:, ranks[0] :], grad_low
-    sums = torch.cat([one.T @ other for one, other in zip(wide, narrow, strict=True)], dim=1)
-    assert (found[3] - sums).abs().amax() < 1e-4 * sums.abs().amax()
+    sums = torch.cat([a.T @ b for a, b in zip(wide, narrow, strict=True)], dim=1)
+    assert (output[3] - sums).abs().amax() < 1e-4 * sums.abs().amax()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_feed_forward_with_adapters_learns_as_exactly_at_once_as_layer_by_layer(
-    dtype, compiled, monkeypatch
-):
+def test_fused_feed_forward_with_adapters_is_as_accurate_as_separate_layers(dtype, compiled, monkeypatch):
     torch.manual_seed(0)
-    made = FeedForward(FeedForwardSpec(width=1100, activation="silu", gated=True), d_model=256).cuda()
-    made.requires_grad_(False)
-    for name, module in list(made.named_children()):
-        setattr(made, name, LoRALinear(module.to(dtype), LoRASettings(rank=16)))
-        torch.nn.init.normal_(getattr(made, name).lora_B, std=0.05)
+    template = FeedForward(FeedForwardSpec(width=1100, activation="silu", gated=True), d_model=256).cuda()
+    template.requires_grad_(False)
+    for name, module in list(template.named_children()):
+        setattr(template, name, LoRALinear(module.to(dtype), LoRASettings(rank=16)))
+        torch.nn.init.normal_(getattr(template, name).lora_B, std=0.05)
     x, upstream = (torch.randn(4, 500, 256, device="cuda").to(dtype) for _ in range(2))
 
     def gradients(model, x):
@@ -244,15 +252,15 @@ def test_a_feed_forward_with_adapters_learns_as_exactly_at_once_as_layer_by_laye
         y = model(x)
         return [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
 
-    exact = gradients(copy.deepcopy(made).double(), x.detach().double())
-    apart = {}
-    for at_once in (True, False):
+    exact = gradients(copy.deepcopy(template).double(), x.detach().double())
+    errors = {}
+    for fused in (True, False):
         torch._dynamo.reset()
-        monkeypatch.setattr(lora_swiglu, "_MOST", 32 if at_once else 0)
-        model = copy.deepcopy(made)
+        monkeypatch.setattr(lora_swiglu, "_MAX_RANK", 32 if fused else 0)
+        model = copy.deepcopy(template)
         if compiled:
             model.compile(fullgraph=True, dynamic=True)
-        found = gradients(model, x.detach())
-        apart[at_once] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-    for ours, plain in zip(apart[True], apart[False], strict=True):
+        output = gradients(model, x.detach())
+        errors[fused] = [((a - b).norm() / b.norm()).item() for a, b in zip(output, exact, strict=True)]
+    for ours, plain in zip(errors[True], errors[False], strict=True):
         assert ours < 1.1 * plain + 1e-4

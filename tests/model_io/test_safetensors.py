@@ -103,7 +103,7 @@ def test_a_config_that_makes_no_sense_is_a_model_error(directory, keys):
 def test_a_rope_that_nobody_knows_is_named(directory):
     configure(directory, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(
-        ModelError, match=r"transformers cannot open .*whet's own llama does not know rope type 'spiral'"
+        ModelError, match=r"transformers cannot open .*whet's native llama does not support rope type 'spiral'"
     ):
         whet.load(directory)
 
@@ -112,7 +112,7 @@ def test_an_unknown_rope_goes_to_the_bridge_with_the_reason(directory, caplog):
     configure(directory, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     caplog.set_level("INFO", logger="whet")
     whet.load(directory)
-    assert "through transformers (whet's own llama does not know rope type 'dynamic')" in caplog.text
+    assert "through transformers (whet's native llama does not support rope type 'dynamic')" in caplog.text
 
 
 def test_a_broken_config_is_named(directory):

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs from a spec, against the real modules and torch's own counter."""
+"""Parameter counts and FLOPs of a spec match the modules and torch's FLOP counter."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PARTS = {"embed_tokens": "embedding", "embed_positions": "positions", "lm_head":
 
 
 def part_of(name):
-    """Which part of the count a parameter belongs to, by its name."""
+    """Return the part that a parameter belongs to, by its name."""
     if "norm" in name:
         return "norms"
     return (
@@ -23,7 +23,7 @@ def part_of(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_counts_equal_those_of_the_modules(name):
+def test_parameter_counts_match_the_modules(name):
     blocks, settings = MODELS[name]
     decoder = model(blocks, **settings)
     counted = dict.fromkeys(parameter_counts(decoder.spec), 0)
@@ -33,8 +33,8 @@ def test_counts_equal_those_of_the_modules(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flops_equal_those_that_torch_counts(name, monkeypatch):
-    # torch's counter knows no grouped product, but those of the loop
+def test_flops_match_torchs_counter(name, monkeypatch):
+    # torch's counter does not support grouped_mm, but counts the loop
     monkeypatch.setattr("whet.ops.grouped_experts.grouped_problem", lambda *_: "counted")
     blocks, settings = MODELS[name]
     decoder = model(blocks, **settings)
@@ -42,7 +42,7 @@ def test_flops_equal_those_that_torch_counts(name, monkeypatch):
     with (
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
-    ):  # it knows no fused CPU kernel
+    ):  # the counter does not support fused CPU kernels
         decoder(tokens)
     assert sum(forward_flops(decoder.spec, 24, visible_only=False).values()) == counter.get_total_flops()
 
@@ -53,9 +53,9 @@ def test_presets_are_counted_without_being_built(name):
     with torch.device("meta"):
         total = sum(parameter.numel() for parameter in Decoder(spec).parameters())
     assert sum(parameter_counts(spec).values()) == total
-    # the rule of thumb: two FLOPs a parameter and token, the embedding counted once (as the head) when tied
-    at_one, active = flops_per_token(spec, 1), parameter_counts(spec, active=True)
-    assert at_one == pytest.approx(2 * (sum(active.values()) - active["positions"]), rel=0.03)
+    # rule of thumb: two FLOPs per parameter and token, with a tied embedding counted once (as the head)
+    flops, active = flops_per_token(spec, 1), parameter_counts(spec, active=True)
+    assert flops == pytest.approx(2 * (sum(active.values()) - active["positions"]), rel=0.03)
     assert (sum(active.values()) == total) == (not spec.mixtures)
 
 
@@ -69,7 +69,7 @@ def test_only_visible_pairs_are_counted():
         assert forward_flops(spec, length)["scores"] == 2 * 2 * heads * size * pairs
 
 
-def test_tokens_a_second_follow_from_flops():
+def test_throughput_follows_from_flops():
     spec = preset_spec("llama-135m")
     speed = tokens_per_second(spec, 2048, flops_per_s=1e12, utilisation=0.5)
     assert speed == pytest.approx(0.5e12 / (3 * flops_per_token(spec, 2048)))

@@ -1,4 +1,4 @@
-"""Each piece against a plain reference, and hybrids of them: decoding with a cache equals decoding without."""
+"""Layers match plain references, and decoding with a cache matches decoding without, also for hybrids."""
 
 import math
 
@@ -94,7 +94,7 @@ def hybrid(*names, placement="pre", feedforward="swiglu"):
 MODELS = {
     **{f"all-{name}": (hybrid(name, name), {}) for name in (*ATTENTIONS, *LATENTS)},
     **{f"mlp-{name}": (hybrid("grouped", feedforward=name), {}) for name in FEEDFORWARDS},
-    **{f"norms-{place}": (hybrid("grouped", "window", placement=place), {}) for place in ("pre", "post", "sandwich")},
+    **{f"norms-{placement}": (hybrid("grouped", "window", placement=placement), {}) for placement in ("pre", "post", "sandwich")},
     "learned": (hybrid("no-rope", "window"), {"positions": "learned"}),
     "sinusoidal": (hybrid("no-rope", "capped"), {"positions": "sinusoidal"}),
     "alibi": (hybrid("no-rope", "no-rope"), {"positions": "alibi"}),
@@ -112,7 +112,7 @@ MODELS = {
 
 @pytest.mark.parametrize("steps", ["growing", "static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_decoding_with_a_cache_equals_decoding_without(name, steps, request):
+def test_decoding_with_a_cache_matches_decoding_without(name, steps, request):
     if steps == "static":
         request.getfixturevalue("static_steps")
     blocks, settings = MODELS[name]
@@ -120,8 +120,8 @@ def test_decoding_with_a_cache_equals_decoding_without(name, steps, request):
     tokens = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(2)).tolist()
     for shared in (0, 9):
         prompts = [tokens[:shared] + tokens[length:] for length in (1, 9, 13)]
-        found = generate_tokens(decoder, prompts, max_tokens=10, stop_tokens=set())
-        for prompt, generated in zip(prompts, found, strict=True):
+        completions = generate_tokens(decoder, prompts, max_tokens=10, stop_tokens=set())
+        for prompt, generated in zip(prompts, completions, strict=True):
             row = list(prompt)
             with torch.no_grad():
                 for _ in range(10):
@@ -129,16 +129,16 @@ def test_decoding_with_a_cache_equals_decoding_without(name, steps, request):
             assert generated == row[len(prompt) :]
 
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]  # each packs in its own way
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]  # packing differs by device
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(name, device):
+def test_attention_is_causal_and_packed_documents_are_independent(name, device):
     from tiny import random_examples
 
     blocks, settings = MODELS[name]
-    decoder = model(blocks, **settings).to(device, torch.float64)  # rounding aside, they are equal
+    decoder = model(blocks, **settings).to(device, torch.float64)  # float64, so only rounding differs
     embedded = {}
     decoder.embed_tokens.register_forward_hook(
         lambda m, a, out: embedded.update(x=out.requires_grad_()) or out
@@ -153,25 +153,25 @@ def test_no_position_sees_the_future_and_packed_documents_see_only_themselves(na
     with torch.no_grad():
         packed = decoder.hidden(batch.tokens, batch.positions, batch.layout())[0]
         alone = [decoder.hidden(torch.tensor([e.tokens[:-1]], device=device))[0] for e in examples]
-        solo = torch.cat(alone)
-    torch.testing.assert_close(packed, solo, rtol=0, atol=1e-10)
+        separate = torch.cat(alone)
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_documents_that_begin_alike_equal_documents_alone(name):
+def test_documents_with_shared_prefixes_match_separate_documents(name):
     blocks, settings = MODELS[name]
     decoder = model(blocks, **settings).double()
     tokens = torch.randint(0, 50, (6, 30), generator=torch.Generator().manual_seed(3))
-    tokens[:4, :17] = tokens[0, :17]  # four have one beginning,
-    tokens[1, :26] = tokens[0, :26]  # two of those a longer one,
-    tokens[2, :] = tokens[3, :]  # and two are the same
+    tokens[:4, :17] = tokens[0, :17]  # four documents share a prefix,
+    tokens[1, :26] = tokens[0, :26]  # two of them a longer one,
+    tokens[2, :] = tokens[3, :]  # and two are equal
     documents = [tokens[0], tokens[1, :28], tokens[2], tokens[3], tokens[4, :9], tokens[5]]
     upstream = torch.randn(sum(map(len, documents)), 32, dtype=torch.float64)
 
     def with_gradients(states):
         names, parameters = zip(*decoder.named_parameters(), strict=True)
-        found = torch.autograd.grad(states, parameters, upstream, allow_unused=True)
-        return states.detach(), dict(zip(names, found, strict=True))
+        gradients = torch.autograd.grad(states, parameters, upstream, allow_unused=True)
+        return states.detach(), dict(zip(names, gradients, strict=True))
 
     batch = make_batch([[Example([*d.tolist(), 0], [True] * (len(d) + 1), "") for d in documents]])
     packed = with_gradients(decoder.hidden(batch.tokens, batch.positions, batch.layout())[0])
@@ -180,7 +180,7 @@ def test_documents_that_begin_alike_equal_documents_alone(name):
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])
-def test_a_window_sees_exactly_its_positions(window):
+def test_sliding_window_covers_exactly_its_positions(window):
     decoder = model([BlockSpec(attention("window", window=window), FeedForwardSpec(8))])
     embedded = {}
     decoder.embed_tokens.register_forward_hook(
@@ -193,7 +193,7 @@ def test_a_window_sees_exactly_its_positions(window):
 
 
 @pytest.mark.parametrize("name", FEEDFORWARDS)
-def test_feedforward_equals_its_formula(name):
+def test_feedforward_matches_its_formula(name):
     torch.manual_seed(1)
     spec = FeedForwardSpec(width=12, **FEEDFORWARDS[name])
     layer, x = FeedForward(spec, d_model=6).double(), torch.randn(5, 6, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_feedforward_equals_its_formula(name):
     torch.testing.assert_close(layer(x), linear(layer.down_proj, inner))
 
 
-def test_norms_equal_their_formulas():
+def test_norms_match_their_formulas():
     x = torch.randn(4, 6, dtype=torch.float64) * 3 + 1
     w, b = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     rms = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
@@ -237,15 +237,15 @@ def test_norms_equal_their_formulas():
             torch.testing.assert_close(norm(x), expected)
 
 
-def test_rope_turns_pairs_by_position_times_frequency():
+def test_rope_rotates_pairs_by_position_times_frequency():
     frequencies = inverse_frequencies(RopeSpec(theta=50.0), 6)
     torch.testing.assert_close(frequencies, torch.tensor([50.0 ** (-2 * i / 6) for i in range(3)]))
     x, position = torch.randn(1, 1, 1, 6), torch.tensor([[7]])
-    turned = rotate(x, *rotation(position, frequencies))[0, 0, 0]
+    rotated = rotate(x, *rotation(position, frequencies))[0, 0, 0]
     for i, frequency in enumerate(frequencies.tolist()):
         a, b = x[0, 0, 0, i], x[0, 0, 0, i + 3]
         cos, sin = math.cos(7 * frequency), math.sin(7 * frequency)
-        torch.testing.assert_close(turned[[i, i + 3]], torch.stack((a * cos - b * sin, a * sin + b * cos)))
+        torch.testing.assert_close(rotated[[i, i + 3]], torch.stack((a * cos - b * sin, a * sin + b * cos)))
 
 
 def test_sinusoids_and_alibi_slopes_follow_their_papers():
@@ -259,20 +259,20 @@ def test_sinusoids_and_alibi_slopes_follow_their_papers():
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
-def test_a_piece_that_is_none_leaves_the_stream_alone(placement):
-    """Not even a norm is in the way: the blocks together are the identity, to the bit."""
+def test_missing_parts_leave_the_residual_stream_unchanged(placement):
+    """No norm is applied either, so the blocks are exactly the identity."""
     decoder = model([BlockSpec(None, None, placement)] * 2, norm=NormSpec("none"))
     tokens = torch.randint(0, 50, (2, 9))
     assert torch.equal(decoder.hidden(tokens), decoder.embed_tokens(tokens))
     assert [name for name, _ in decoder.named_parameters()] == ["embed_tokens.weight"]
     only_mlp = model([BlockSpec(None, FeedForwardSpec(8), placement)], norm=NormSpec())
     assert not any("attn" in name or "attention" in name for name, _ in only_mlp.named_parameters()) or (
-        placement != "post"  # there, the norm before the feed-forward carries this name
+        placement != "post"  # otherwise the norm before the feed-forward has "attention" in its name
     )
 
 
 @pytest.mark.parametrize("q_rank", [None, 24])
-def test_latent_attention_equals_transformers(q_rank):
+def test_latent_attention_matches_transformers(q_rank):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
@@ -307,19 +307,19 @@ def test_latent_attention_equals_transformers(q_rank):
     [
         (lambda: NormSpec("group"), "unknown norm 'group'\n  hint: known: rms, layer, none"),
         (lambda: attention("latent", rope_dim=5), "rope_dim=5 is odd"),
-        (lambda: attention("latent", kv_rank=0), "kv_rank=0: it must be positive"),
+        (lambda: attention("latent", kv_rank=0), "kv_rank=0 must be positive"),
         (lambda: FeedForwardSpec(4, activation="tanh"), "unknown activation 'tanh'"),
         (lambda: attention("grouped", heads=5), "heads=5 is not a multiple of kv_heads=2"),
         (lambda: attention("grouped", head_dim=7), "head_dim=7 is odd"),
-        (lambda: attention("grouped", window=0), "window=0: it must be positive"),
+        (lambda: attention("grouped", window=0), "window=0 must be positive"),
         (lambda: attention("grouped", qk_norm="both"), "unknown qk_norm 'both'"),
         (lambda: model([]), "at least one layer"),
         (lambda: model(hybrid("grouped"), positions="gps"), "unknown positions 'gps'"),
         (lambda: BlockSpec(attention("grouped"), FeedForwardSpec(4), "between"), "unknown norm placement"),
-        (lambda: model(hybrid("grouped"), vocab_size=0), "vocab_size=0: it must be positive"),
+        (lambda: model(hybrid("grouped"), vocab_size=0), "vocab_size=0 must be positive"),
     ],
 )
-def test_a_wrong_piece_is_named_with_the_known_ones(make, message):
+def test_invalid_spec_is_explained(make, message):
     with pytest.raises(ModelError) as caught:
         make()
     assert message in str(caught.value)

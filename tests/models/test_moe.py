@@ -1,4 +1,4 @@
-"""A mixture of experts against a plain float64 formula and transformers' DeepSeek-V3, and what a record of it holds."""
+"""Mixtures of experts match a float64 formula and DeepSeek-V3 of transformers, and routing is recorded."""
 
 import copy
 import json
@@ -20,28 +20,28 @@ from whet.models.spec import ExpertsSpec
 
 def layer(spec, dtype=torch.float64):
     torch.manual_seed(0)
-    made = MixtureOfExperts(spec, d_model=32).to(dtype)
-    for tensor in made.state_dict().values():
+    mixture_layer = MixtureOfExperts(spec, d_model=32).to(dtype)
+    for tensor in mixture_layer.state_dict().values():
         tensor.normal_(std=0.3)
-    return made
+    return mixture_layer
 
 
-def plain(made, x):
-    """Token by token, expert by expert, from the definition."""
-    spec, act = made.spec, ACTIVATIONS[made.spec.activation]
+def definition(mixture_layer, x):
+    """Compute the layer from its definition, token by token and expert by expert."""
+    spec, act = mixture_layer.spec, ACTIVATIONS[mixture_layer.spec.activation]
     rows = []
     for row in x:
-        logits = made.gate.weight @ row
+        logits = mixture_layer.gate.weight @ row
         scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
-        bias = getattr(made, "expert_bias", torch.zeros_like(scores))
+        bias = getattr(mixture_layer, "expert_bias", torch.zeros_like(scores))
         chosen = (scores + bias).argsort(descending=True)[: spec.top_k]
         weights = scores[chosen] / scores[chosen].sum() if spec.renormalise else scores[chosen]
         y = torch.zeros_like(row)
         for expert, weight in zip(chosen, weights * spec.scale, strict=True):
-            gate, up = (made.experts.gate_up_proj[expert] @ row).chunk(2)
-            y = y + weight * (made.experts.down_proj[expert] @ (act(gate) * up))
+            gate, up = (mixture_layer.experts.gate_up_proj[expert] @ row).chunk(2)
+            y = y + weight * (mixture_layer.experts.down_proj[expert] @ (act(gate) * up))
         if spec.shared:
-            shared = made.shared_experts
+            shared = mixture_layer.shared_experts
             y = y + shared.down_proj.weight @ (
                 act(shared.gate_proj.weight @ row) * (shared.up_proj.weight @ row)
             )
@@ -50,22 +50,22 @@ def plain(made, x):
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_a_mixture_is_its_definition(name):
-    made = layer(mixture(name))
+def test_mixture_matches_its_definition(name):
+    mixture_layer = layer(mixture(name))
     x = torch.randn(2, 20, 32, dtype=torch.float64, requires_grad=True)
-    found, expected = made(x), plain(made, x.flatten(0, 1)).view_as(x)
-    torch.testing.assert_close(found, expected)
+    outputs, expected = mixture_layer(x), definition(mixture_layer, x.flatten(0, 1)).view_as(x)
+    torch.testing.assert_close(outputs, expected)
     upstream = torch.randn_like(x)
-    wanted = [x, *made.parameters()]
+    inputs = [x, *mixture_layer.parameters()]
     for a, b in zip(
-        torch.autograd.grad(found, wanted, upstream),
-        torch.autograd.grad(expected, wanted, upstream),
+        torch.autograd.grad(outputs, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
 
 
-def test_the_grouped_kernel_computes_what_float64_does():
+def test_grouped_kernel_matches_float64():
     spec = ExpertsSpec(experts=6, top_k=2, width=24, shared=1)
     narrow, wide = layer(spec, torch.float32), layer(spec)
     wide.load_state_dict(narrow.state_dict())
@@ -81,7 +81,7 @@ def test_the_grouped_kernel_computes_what_float64_does():
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_sigmoid_scores_shared_experts_and_bias_are_deepseeks(renormalise):
+def test_sigmoid_scores_shared_experts_and_bias_match_deepseek(renormalise):
     config = DeepseekV3Config(
         hidden_size=32, moe_intermediate_size=16, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
         n_group=1, topk_group=1, norm_topk_prob=renormalise, routed_scaling_factor=2.5,
@@ -103,7 +103,7 @@ def test_sigmoid_scores_shared_experts_and_bias_are_deepseeks(renormalise):
     assert not torch.allclose(ours(x), theirs(x), atol=1e-2), "the bias must change the choice"
 
 
-def test_the_bias_chooses_and_nothing_else():
+def test_bias_affects_only_the_selection():
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
     spec = ExpertsSpec(experts=4, top_k=1, width=1, scoring="sigmoid", renormalise=False, balance_bias=True)
     bias = torch.tensor([0.0, 0.0, 0.0, 5.0], requires_grad=True)
@@ -113,7 +113,7 @@ def test_the_bias_chooses_and_nothing_else():
     assert not weights.requires_grad
 
 
-def test_a_record_has_each_forward_with_gradients_once(monkeypatch):
+def test_each_forward_with_gradients_is_recorded_once(monkeypatch):
     model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).train()
     tokens = torch.randint(0, 100, (2, 12))
     model.grad_checkpoint = True
@@ -121,44 +121,44 @@ def test_a_record_has_each_forward_with_gradients_once(monkeypatch):
         hidden = model.hidden(tokens)
         with torch.no_grad():
             model.hidden(tokens)
-    hidden.sum().backward()  # computes the layers again
+    hidden.sum().backward()  # recomputes the layers
     assert [len(record) for record in records] == [1, 1]
     assert all(layer.record is None for layer in mixtures(model))
     with torch.no_grad():
         model.hidden(tokens)
 
 
-def test_a_gradient_through_recorded_logits_survives_checkpointing():
-    """As an auxiliary loss needs it; equal to the gradient without checkpointing."""
-    found = []
+def test_gradients_through_recorded_logits_work_with_checkpointing():
+    """Auxiliary losses need this gradient. It equals the gradient without checkpointing."""
+    gradients = []
     for recompute in (False, True):
         model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).train()
         model.grad_checkpoint = recompute
         with recording(mixtures(model)) as records:
             hidden = model.hidden(torch.arange(24).view(2, 12))
         (hidden.square().mean() + sum(r[0].logits.logsumexp(-1).square().mean() for r in records)).backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_models_with_all_that_experts_can_have_are_saved_and_opened(tmp_path):
+def test_model_with_all_expert_features_is_saved_and_loaded(tmp_path):
     spec = preset_spec("nano-moe", layers=2, router="sigmoid", shared_experts=1, balance_bias=True)
     assert spec.family == "whet"
     model = from_scratch(spec, seed=0).eval()
-    for each in mixtures(model):
-        each.expert_bias.normal_()
+    for moe_layer in mixtures(model):
+        moe_layer.expert_bias.normal_()
     whet.save(model, None, tmp_path / "saved")
-    again, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
+    loaded, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(again(tokens), model(tokens))
-        for each in mixtures(again):
-            each.expert_bias.zero_()
-        assert not torch.equal(again(tokens), model(tokens)), "the bias is what makes the difference"
+        assert torch.equal(loaded(tokens), model(tokens))
+        for moe_layer in mixtures(loaded):
+            moe_layer.expert_bias.zero_()
+        assert not torch.equal(loaded(tokens), model(tokens)), "the bias must change the output"
 
 
-def test_fused_tensors_in_files_are_read_too(tmp_path):
+def test_fused_expert_tensors_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).eval()
@@ -168,9 +168,9 @@ def test_fused_tensors_in_files_are_read_too(tmp_path):
     assert not any("gate_up" in name for name in names)
     fused = {model.hf_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(fused, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    again, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
+    loaded, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
+        assert torch.equal(loaded(torch.arange(9)[None]), model(torch.arange(9)[None]))
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_fused_tensors_in_files_are_read_too(tmp_path):
         (lambda t, c: t.update({"model.layers.0.block_sparse_moe.experts.8.w1.weight": torch.zeros(1)}), "unexpected"),
         (lambda t, c: t.update({"model.layers.0.block_sparse_moe.experts.3.w1.weight": torch.zeros(4, 4)}), "wrong shape"),
         (lambda t, c: c.update(num_local_experts=10**9), "missing"),
-        (lambda t, c: c.update(num_experts_per_tok=9), "top_k=9 is more than there are experts"),
-        (lambda t, c: c.update(num_local_experts="many"), "num_local_experts='many' is not a whole number"),
+        (lambda t, c: c.update(num_experts_per_tok=9), "top_k=9 is larger than the number of experts"),
+        (lambda t, c: c.update(num_local_experts="many"), "num_local_experts='many' is not an integer"),
     ],
 )  # fmt: skip
-def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
+def test_mismatched_files_raise_errors(tmp_path, change, message):
     from safetensors.torch import load_file, save_file
 
     whet.save(from_scratch(preset_spec("nano-moe", layers=1), seed=0), None, tmp_path)
@@ -201,23 +201,23 @@ def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"top_k": 5}, "top_k=5 is more"), ({"experts": 0}, "experts=0"), ({"scoring": "tanh"}, "unknown scoring"),
+    [({"top_k": 5}, "top_k=5 is larger"), ({"experts": 0}, "experts=0"), ({"scoring": "tanh"}, "unknown expert scoring"),
      ({"shared": -1}, "must not be negative")],
 )  # fmt: skip
-def test_a_mixture_that_cannot_be_built_is_explained(settings, message):
+def test_invalid_mixture_is_explained(settings, message):
     with pytest.raises(ModelError, match=message):
         ExpertsSpec(**{"experts": 4, "top_k": 2, "width": 8, **settings})
 
 
-def test_the_bias_of_experts_stays_in_float32():
+def test_expert_bias_stays_in_float32():
     spec = preset_spec("nano-moe", balance_bias=True)
     model = from_scratch(spec, seed=0)
     for bias in balance_biases(model).values():
         bias.fill_(0.501)
     for moved in (model.to(torch.bfloat16), copy.deepcopy(model).to("cpu", torch.bfloat16)):
-        found = balance_biases(moved)
-        assert len(found) > 0
-        for bias in found.values():
+        biases = balance_biases(moved)
+        assert len(biases) > 0
+        for bias in biases.values():
             assert bias.dtype == torch.float32
             assert torch.equal(bias, torch.full_like(bias, 0.501))
         assert moved(torch.arange(8)[None]).dtype == torch.bfloat16

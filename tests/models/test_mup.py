@@ -1,4 +1,4 @@
-"""muP against the paper's table, written out here, and against a transformer in plain torch."""
+"""muP matches the table of the paper, and a transformer in plain PyTorch."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from whet.config.optim import MuP, Optim
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
 from whet.models.from_scratch.init_weights import from_scratch
-from whet.models.from_scratch.mup import refuse_other_multipliers, with_multipliers
+from whet.models.from_scratch.mup import refuse_other_multipliers, with_mup_multipliers
 from whet.models.from_scratch.presets import preset_spec
 from whet.training.optim.optimizers import create_optimizer, masked_step
 from whet.training.optim.param_groups import hidden_matrices
@@ -22,8 +22,8 @@ RATIO = 4
 BASE = MuP(base_width=16)
 WIDE = {"layers": 1, "d_model": 64, "heads": 4, "width": 96, "vocab_size": 31, "max_positions": 32}
 
-# Tensor Programs V, table 8, for a width 4 times the base: what the standard deviation of first weights and the
-# rates of Adam and SGD are multiplied by. Muon's and the router's are derived in docs/mup.md.
+# Tensor Programs V, table 8, for a width 4 times the base: factors on the initial standard deviation and on the
+# learning rates of Adam and SGD. The factors of Muon and of routers are derived in docs/mup.md.
 INPUT = {"std": 1, "adam": 1, "sgd": 4, "muon": 1}
 HIDDEN = {"std": 1 / 2, "adam": 1 / 4, "sgd": 1, "muon": 1 / 2}
 OUTPUT = {"std": 1, "adam": 1, "sgd": 4, "muon": 1}
@@ -64,16 +64,16 @@ def wide(shape, **mup):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_first_weights_follow_the_table(shape):
-    """The same numbers as without muP, times the table's factors: both are drawn by the same generator."""
-    usual = from_scratch(preset_spec("nano", **WIDE, **SHAPES[shape]), seed=0).state_dict()
+def test_initial_weights_follow_the_table(shape):
+    """Weights equal those without muP times the factors of the table, because both use the same generator."""
+    without_mup = from_scratch(preset_spec("nano", **WIDE, **SHAPES[shape]), seed=0).state_dict()
     for name, p in wide(shape).named_parameters():
         factor = TABLE[name]["std"] if p.dim() > 1 else 1
-        torch.testing.assert_close(p.detach(), usual[name] * factor, rtol=1e-6, atol=0)
+        torch.testing.assert_close(p.detach(), without_mup[name] * factor, rtol=1e-6, atol=0)
 
 
-def rates(model, section):
-    """Each parameter's own factor on the rate, and what it loses to decay in a step at rate 1."""
+def lr_factors(model, section):
+    """Return each parameter's learning rate factor, and its weight decay per step at a learning rate of 1."""
     by_id = {id(p): name for name, p in model.named_parameters()}
     groups = create_optimizer(section, model).param_groups
     scales = {by_id[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
@@ -85,26 +85,26 @@ def rates(model, section):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "muon", "lion"])
-def test_rates_follow_the_table(shape, name):
+def test_learning_rates_follow_the_table(shape, name):
     model = wide(shape)
-    scales, _ = rates(model, Optim(name=name, mup=BASE))
+    scales, _ = lr_factors(model, Optim(name=name, mup=BASE))
     column = {"sgd": "sgd", "muon": "muon"}.get(name, "adam")
     assert scales == {parameter: TABLE[parameter][column] for parameter, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion"])
-def test_decay_takes_the_same_share_of_a_matrix_at_every_width(name):
-    """rate * decay is what a step takes: muP's factor on the rate must not change it."""
+def test_weight_decay_is_the_same_at_every_width(name):
+    """A step decays by lr * weight_decay, which muP's factor on the learning rate must not change."""
     model = wide("llama-untied")
     section = Optim(name=name, weight_decay=0.2, groups={"o_proj": {"lr_scale": 0.5, "weight_decay": 0.3}})
-    _, usual = rates(model, section)
-    _, mup = rates(model, section.model_copy(update={"mup": BASE}))
-    assert mup == pytest.approx(usual)
+    _, without_mup = lr_factors(model, section)
+    _, mup = lr_factors(model, section.model_copy(update={"mup": BASE}))
+    assert mup == pytest.approx(without_mup)
     assert sum(value > 0 for value in mup.values()) == 8  # the matrices of the layer, and the head
 
 
-def test_a_group_of_ones_own_multiplies_the_factor_of_mup():
-    scales, _ = rates(
+def test_custom_group_multiplies_the_mup_factor():
+    scales, _ = lr_factors(
         wide("llama-tied"), Optim(mup=BASE, groups={"mlp": {"lr_scale": 0.5}, "embed": {"lr_scale": 3}})
     )
     assert scales["layers.0.mlp.up_proj.weight"] == 0.5 / 4
@@ -112,7 +112,7 @@ def test_a_group_of_ones_own_multiplies_the_factor_of_mup():
     assert scales["layers.0.self_attn.q_proj.weight"] == 1 / 4
 
 
-def test_scores_and_logits_have_their_factors():
+def test_scores_and_logits_are_scaled():
     spec = wide("llama-tied").spec
     assert spec.logit_scale == 1 / 4
     assert spec.blocks[0].attention.scale == 4**0.5 / 16  # heads of 16 channels, of 4 at the base
@@ -121,26 +121,26 @@ def test_scores_and_logits_have_their_factors():
 
 
 def test_at_the_base_width_nothing_changes():
-    usual = preset_spec("nano", **WIDE)
-    assert preset_spec("nano", mup=MuP(base_width=64), **WIDE) == usual
-    model = from_scratch(usual, seed=0)
+    without_mup = preset_spec("nano", **WIDE)
+    assert preset_spec("nano", mup=MuP(base_width=64), **WIDE) == without_mup
+    model = from_scratch(without_mup, seed=0)
     section = Optim(name="adamw", weight_decay=0.1)
     groups = create_optimizer(section, model).param_groups
     mup = create_optimizer(section.model_copy(update={"mup": MuP(base_width=64)}), model).param_groups
-    for one, other in zip(groups, mup, strict=True):
-        assert {**one, "params": list(map(id, one["params"]))} == {
-            **other,
-            "params": list(map(id, other["params"])),
+    for plain_group, mup_group in zip(groups, mup, strict=True):
+        assert {**plain_group, "params": list(map(id, plain_group["params"]))} == {
+            **mup_group,
+            "params": list(map(id, mup_group["params"])),
         }
 
 
 def reference_logits(w, tokens):
-    """A llama of one layer with muP's factors, in plain torch."""
+    """Compute a one-layer llama with muP's factors in plain PyTorch."""
 
     def norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
-    def turn(x):  # [B, heads, T, 16]
+    def rotate(x):  # [B, heads, T, 16]
         angles = torch.arange(x.shape[2])[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
         a, b = x[..., :8], x[..., 8:]
         cos, sin = angles.cos().double(), angles.sin().double()
@@ -151,10 +151,10 @@ def reference_logits(w, tokens):
     q, k, v = (
         (h @ w[f"layers.0.self_attn.{n}_proj.weight"].T).unflatten(-1, (4, 16)).transpose(1, 2) for n in "qkv"
     )
-    scores = turn(q) @ turn(k).mT / 16 * math.sqrt(4)  # 1/d, with the base's 1/sqrt(d) at its own width
+    scores = rotate(q) @ rotate(k).mT / 16 * math.sqrt(4)  # 1/d, equal to 1/sqrt(d) at the base width
     scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
-    mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    x = x + mixed @ w["layers.0.self_attn.o_proj.weight"].T
+    attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    x = x + attended @ w["layers.0.self_attn.o_proj.weight"].T
     h = norm(x, w["layers.0.post_attention_layernorm.weight"])
     gate, up = (h @ w[f"layers.0.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
     x = x + (F.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
@@ -163,7 +163,7 @@ def reference_logits(w, tokens):
 
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_steps_equal_those_of_a_reference_in_plain_torch(name, masked):
+def test_steps_match_a_plain_pytorch_reference(name, masked):
     """Logits, and weights after four updates, in float64."""
     model = wide("llama-tied").double()
     section = Optim(name=name, lr=0.02, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, momentum=0.8, mup=BASE)
@@ -183,27 +183,27 @@ def test_steps_equal_those_of_a_reference_in_plain_torch(name, masked):
             optimizer.zero_grad()
         with torch.no_grad():
             for key, p in w.items():
-                rate = 0.02 * TABLE[key]["sgd" if name == "sgd" else "adam"]
+                lr = 0.02 * TABLE[key]["sgd" if name == "sgd" else "adam"]
                 decays = p.dim() > 1 and key != "embed_tokens.weight"
                 first, second = state[key]
                 if name == "sgd":
                     p.grad += 0.1 * decays * p
                     first.mul_(0.8).add_(p.grad)
-                    p.sub_(rate * first)
+                    p.sub_(lr * first)
                 else:
-                    p.mul_(1 - 0.02 * 0.1 * decays)  # the decay goes by the schedule's rate
+                    p.mul_(1 - 0.02 * 0.1 * decays)  # decay uses the scheduled learning rate
                     first.lerp_(p.grad, 0.1)
                     second.lerp_(p.grad.square(), 0.05)
-                    size = (second / (1 - 0.95**t)).sqrt() + 1e-4 / 4  # gradients are smaller, so is epsilon
-                    p.sub_(rate * (first / (1 - 0.9**t)) / size)
+                    size = (second / (1 - 0.95**t)).sqrt() + 1e-4 / 4  # epsilon scales with the gradients
+                    p.sub_(lr * (first / (1 - 0.9**t)) / size)
                 p.grad = None
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), w[key].detach(), rtol=1e-7, atol=1e-9)
 
 
-def test_a_muon_step_changes_outputs_by_as_much_at_every_width():
-    """The spectral norm of an update goes with sqrt(outputs / inputs), which the rate alone would not give."""
-    moved = {}
+def test_muon_step_changes_outputs_equally_at_every_width():
+    """The spectral norm of an update scales with sqrt(outputs / inputs)."""
+    update_norms = {}
     for width in (32, 128):
         spec = preset_spec("nano", **{**WIDE, "d_model": width, "width": 2 * width})
         model = from_scratch(spec, seed=0, width_ratio=width / 16)
@@ -214,14 +214,16 @@ def test_a_muon_step_changes_outputs_by_as_much_at_every_width():
             p.grad = torch.randn_like(p)
         masked_step(optimizer, lr=0.1, skip=torch.tensor(0.0))
         matrices = hidden_matrices(model)
-        moved[width] = {
+        update_norms[width] = {
             key: float(torch.linalg.matrix_norm(p.detach() - before[key], 2) / (len(p) / p.shape[1]) ** 0.5)
             for key, p in model.named_parameters()
             if id(p) in matrices
         }
-    assert len(moved[32]) == 7
-    for key, size in moved[32].items():
-        assert moved[128][key] == pytest.approx(size, rel=0.25), key  # Newton-Schulz is near 1, not at it
+    assert len(update_norms[32]) == 7
+    for key, size in update_norms[32].items():
+        assert update_norms[128][key] == pytest.approx(size, rel=0.25), (
+            key
+        )  # Newton-Schulz reaches 1 only approximately
 
 
 @pytest.mark.parametrize(
@@ -234,29 +236,29 @@ def test_a_muon_step_changes_outputs_by_as_much_at_every_width():
         (SHAPES["experts"], "whet"),
     ],
 )
-def test_a_saved_model_computes_the_same_in_transformers_or_only_in_whet(tmp_path, changes, family):
+def test_saved_model_is_loaded_by_whet_and_by_transformers_if_supported(tmp_path, changes, family):
     changes = dict(changes)
     mup = MuP(base_width=16, base_head_dim=changes.pop("base_head_dim", None))
     model = from_scratch(preset_spec("nano", mup=mup, **WIDE, **changes), seed=0, width_ratio=RATIO).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(8)  # so that scores and logits matter
+            p.mul_(8)  # make scores and logits matter
     assert model.spec.family == family
     whet.save(model, None, tmp_path / "model")
     tokens = torch.randint(0, 31, (2, 12), generator=torch.Generator().manual_seed(0))
-    again, _ = whet.load(tmp_path / "model", dtype=torch.float32, device="cpu")
-    assert isinstance(again, Decoder)
-    assert again.fingerprint == model.fingerprint
-    torch.testing.assert_close(again(tokens), model(tokens), rtol=0, atol=0)
+    loaded, _ = whet.load(tmp_path / "model", dtype=torch.float32, device="cpu")
+    assert isinstance(loaded, Decoder)
+    assert loaded.fingerprint == model.fingerprint
+    torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
     if family != "whet":
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(tokens).logits
         torch.testing.assert_close(model(tokens), theirs, rtol=0, atol=2e-4)
-        usual = dataclasses.replace(model.spec, logit_scale=1.0)
-        assert not torch.allclose(Decoder(usual).eval()(tokens), theirs, atol=1e-2)
+        without_mup = dataclasses.replace(model.spec, logit_scale=1.0)
+        assert not torch.allclose(Decoder(without_mup).eval()(tokens), theirs, atol=1e-2)
 
 
-def test_fingerprints_and_files_from_before_muP_stay_valid(tmp_path):
-    """A spec without a factor on its logits is described as it always was."""
+def test_fingerprints_and_files_from_before_mup_stay_valid(tmp_path):
+    """The description of a spec without a logit factor has not changed."""
     assert preset_spec("nano").fingerprint() == (
         "08f828374e98a6a3a2dcbc1016de92991e4ad8cce85162f28ea911b00c5dd80e"
     )
@@ -267,23 +269,27 @@ def test_fingerprints_and_files_from_before_muP_stay_valid(tmp_path):
     assert whet.load(tmp_path, device="cpu")[0].spec == spec
 
 
-def test_a_model_is_known_by_its_factors():
+def test_multipliers_of_a_loaded_model_are_checked():
     spec = wide("llama-tied").spec
     refuse_other_multipliers(spec, BASE, name="it")
-    for other in (MuP(base_width=32), MuP(base_width=16, base_head_dim=16)):
-        with pytest.raises(ConfigError, match="it was not made with muP at optim.mup.base_width"):
-            refuse_other_multipliers(spec, other, name="it")
-    with pytest.raises(ConfigError, match="was not made with muP"):
+    for other_mup in (MuP(base_width=32), MuP(base_width=16, base_head_dim=16)):
+        with pytest.raises(ConfigError, match="it was not built with muP at optim.mup.base_width"):
+            refuse_other_multipliers(spec, other_mup, name="it")
+    with pytest.raises(ConfigError, match="was not built with muP"):
         refuse_other_multipliers(None, BASE, name="it")
 
 
 @pytest.mark.parametrize(
     ("changes", "mup", "message"),
     [
-        ({"heads": 5, "d_model": 80}, {"base_width": 16}, "base_width=16 is not a multiple of the 5 heads"),
-        ({"attention": "latent"}, {"base_width": 16}, "optim.mup does not know latent attention"),
+        (
+            {"heads": 5, "d_model": 80},
+            {"base_width": 16},
+            r"base_width=16 is not a multiple of the number of heads \(5\)",
+        ),
+        ({"attention": "latent"}, {"base_width": 16}, "optim.mup does not support latent attention"),
     ],
 )
-def test_shapes_without_a_base_are_refused(changes, mup, message):
+def test_unsupported_shapes_raise_errors(changes, mup, message):
     with pytest.raises(ConfigError, match=message):
-        with_multipliers(preset_spec("nano", **{**WIDE, **changes}), MuP(**mup))
+        with_mup_multipliers(preset_spec("nano", **{**WIDE, **changes}), MuP(**mup))

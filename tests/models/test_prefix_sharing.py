@@ -1,4 +1,4 @@
-"""A row without what is in it twice: nothing is lost, and nothing that tells places apart is misled."""
+"""Prefix sharing is lossless, and is off if anything distinguishes equal positions."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from models.test_decoder import model as make_model
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.models.decoder import Decoder
-from whet.models.prefix_sharing import LEAST, share_prefixes
+from whet.models.prefix_sharing import MIN_SHARED_TOKENS, share_prefixes
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout
 from whet.ops.dispatch import planned_for
 
-BEGINNING = list(range(100, 130))
+PREFIX = list(range(100, 130))
 
 
 def batch_of(documents):
@@ -30,10 +30,10 @@ def shared_of(batch):
     return share_prefixes(batch.tokens, batch.positions, batch.layout())
 
 
-documents_of_a_family = st.lists(
+documents_with_shared_prefixes = st.lists(
     st.builds(
-        lambda begin, cut, rest: [*begin[:cut], *rest] or [0],
-        st.sampled_from([BEGINNING, BEGINNING[:20] + BEGINNING, [1] * 40]),
+        lambda start, length, rest: [*start[:length], *rest] or [0],
+        st.sampled_from([PREFIX, PREFIX[:20] + PREFIX, [1] * 40]),
         st.integers(0, 50),
         st.lists(st.integers(0, 3), max_size=40),
     ),
@@ -42,62 +42,64 @@ documents_of_a_family = st.lists(
 )
 
 
-@given(documents_of_a_family)
-def test_every_place_finds_its_own_past(documents):
+@given(documents_with_shared_prefixes)
+def test_every_position_has_its_own_prefix(documents):
     batch = batch_of(documents)
     shared = shared_of(batch)
     if shared is None:
         return
-    row, kept = batch.tokens[0], batch.tokens[0][shared.kept]
-    assert torch.equal(kept[shared.places], row)
-    assert torch.equal(batch.positions[0][shared.kept][shared.places], batch.positions[0])
+    row, computed = batch.tokens[0], batch.tokens[0][shared.computed]
+    assert torch.equal(computed[shared.sources], row)
+    assert torch.equal(batch.positions[0][shared.computed][shared.sources], batch.positions[0])
     [lengths] = shared.layout.documents
-    pieces = kept.split(lengths)
+    segments = computed.split(lengths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    begin = 0
+    start = 0
     for tokens in documents:
-        last = int(shared.places[begin + len(tokens) - 1])
-        piece = int((starts <= last).sum()) - 1
-        above = [pieces[other] for other in shared.layout.above[piece]]
-        past = torch.cat([*above, pieces[piece][: last - int(starts[piece]) + 1]])
-        assert past.tolist() == tokens
-        begin += len(tokens)
+        last = int(shared.sources[start + len(tokens) - 1])
+        segment = int((starts <= last).sum()) - 1
+        ancestors = [segments[index] for index in shared.layout.ancestors[segment]]
+        prefix = torch.cat([*ancestors, segments[segment][: last - int(starts[segment]) + 1]])
+        assert prefix.tolist() == tokens
+        start += len(tokens)
 
 
-def test_what_is_shared_is_there_once():
-    shared = shared_of(batch_of([[*BEGINNING, 1, 2], [*BEGINNING, 3], [5] * 20]))
+def test_shared_prefix_is_stored_once():
+    shared = shared_of(batch_of([[*PREFIX, 1, 2], [*PREFIX, 3], [5] * 20]))
     assert shared.layout.documents == ((30, 2, 1, 20),)
-    assert shared.layout.above == ((), (0,), (0,), ())
+    assert shared.layout.ancestors == ((), (0,), (0,), ())
 
 
-def test_two_levels():
-    longer = [*BEGINNING, *range(200, 220)]
-    shared = shared_of(batch_of([[*longer, 1], [*longer, 2], [*BEGINNING, 3]]))
+def test_nested_shared_prefixes():
+    longer = [*PREFIX, *range(200, 220)]
+    shared = shared_of(batch_of([[*longer, 1], [*longer, 2], [*PREFIX, 3]]))
     assert shared.layout.documents == ((30, 20, 1, 1, 1),)
-    assert shared.layout.above == ((), (0,), (0, 1), (0, 1), (0,))
+    assert shared.layout.ancestors == ((), (0,), (0, 1), (0, 1), (0,))
 
 
 @pytest.mark.parametrize(
     "documents",
     [
-        pytest.param([BEGINNING], id="one document"),
-        pytest.param([[*BEGINNING[: LEAST - 1], 1], [*BEGINNING[: LEAST - 1], 2]], id="too short"),
-        pytest.param([BEGINNING, BEGINNING, *([n] * 100 for n in range(4))], id="too little of the row"),
-        pytest.param([BEGINNING, [0, *BEGINNING]], id="at other places"),
+        pytest.param([PREFIX], id="one document"),
+        pytest.param(
+            [[*PREFIX[: MIN_SHARED_TOKENS - 1], 1], [*PREFIX[: MIN_SHARED_TOKENS - 1], 2]], id="too short"
+        ),
+        pytest.param([PREFIX, PREFIX, *([n] * 100 for n in range(4))], id="too small a part of the row"),
+        pytest.param([PREFIX, [0, *PREFIX]], id="at other positions"),
     ],
 )
-def test_what_is_not_worth_it_or_not_the_same(documents):
+def test_unprofitable_or_different_prefixes_are_not_shared(documents):
     assert shared_of(batch_of(documents)) is None
 
 
-def test_the_same_tokens_at_other_positions_are_not_the_same():
-    tokens = torch.tensor([BEGINNING * 2])
+def test_equal_tokens_at_different_positions_are_not_shared():
+    tokens = torch.tensor([PREFIX * 2])
     assert share_prefixes(tokens, torch.arange(60)[None], Layout(documents=((30, 30),))) is None
 
 
 @pytest.fixture
 def counted(tiny_directory, monkeypatch):
-    """A model, a batch of which a third is shared, and how many places each forward pass computes."""
+    """Return a model, a batch of which a third is shared, and the positions computed per forward pass."""
     counts = []
     inner = Decoder._hidden
     monkeypatch.setattr(
@@ -106,29 +108,29 @@ def counted(tiny_directory, monkeypatch):
         lambda self, tokens, *rest: counts.append(tokens.shape[1]) or inner(self, tokens, *rest),
     )
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
-    return model, batch_of([[*BEGINNING, 1, 2], [*BEGINNING, 3], [5] * 20]), counts
+    return model, batch_of([[*PREFIX, 1, 2], [*PREFIX, 3], [5] * 20]), counts
 
 
 def run(model, batch):
     return model.hidden(batch.tokens, batch.positions, batch.layout())
 
 
-def test_a_model_computes_it_once(counted):
+def test_model_computes_a_shared_prefix_once(counted):
     model, batch, counts = counted
     assert run(model, batch).shape[1] == 83
     assert counts == [53]
 
 
-def test_a_hook_sees_every_place(counted):
+def test_forward_hook_disables_sharing(counted):
     model, batch, counts = counted
     seen = []
-    model.layers[0].register_forward_hook(lambda module, given, output: seen.append(output.shape[1]))
+    model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
     run(model, batch)
     assert counts == seen == [83]
 
 
-def test_a_hook_that_gathers_weights_does_not_look(counted):
-    def gather(module, given):
+def test_fsdp_hook_does_not_disable_sharing(counted):
+    def gather(module, args):
         pass
 
     gather.__module__ = "torch.distributed.fsdp"
@@ -138,7 +140,7 @@ def test_a_hook_that_gathers_weights_does_not_look(counted):
     assert counts == [53]
 
 
-def test_dropout_draws_for_every_place(counted):
+def test_dropout_disables_sharing(counted):
     model, batch, counts = counted
     whet.attach_lora(model, rank=2, dropout=0.5)
     run(model.train(), batch)
@@ -146,21 +148,21 @@ def test_dropout_draws_for_every_place(counted):
     assert counts == [83, 53]
 
 
-def test_experts_count_every_place(counted):
+def test_experts_disable_sharing(counted):
     _, batch, counts = counted
     blocks, settings = MODELS["experts"]
     run(make_model(blocks, **{**settings, "vocab_size": 260, "max_positions": 128}), batch)
     assert counts == [83]
 
 
-def test_a_plan_knows_no_tokens(counted):
+def test_planning_disables_sharing(counted):
     model, batch, counts = counted
     with planned_for("cpu"):
         run(model, batch)
     assert counts == [83]
 
 
-def test_a_step_learns_the_same_as_transformers_on_chats_with_one_system_prompt(tiny_directory):
+def test_gradients_match_transformers_for_chats_with_a_shared_system_prompt(tiny_directory):
     prompt = [258, *range(97, 122), 256]
     chats = [prompt + tiny.random_examples(1, seed=seed)[0].tokens for seed in range(5)]
     batch = make_batch([[Example(tokens, [True] * len(tokens), "") for tokens in chats]])

@@ -1,4 +1,4 @@
-"""Presets: their sizes, what a pattern builds, how the first weights are drawn, and that others can open them."""
+"""Presets: sizes, layer patterns, weight initialization, and loading of saved models."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from whet.models.spec import LatentAttentionSpec
 SIZES = {
     "nano": 935_040,
     "micro": 10_059_840,
-    "nano-moe": 2_561_152,  # of which a token meets 939,136
+    "nano-moe": 2_561_152,  # 939,136 active per token
     "gpt2-small": 124_439_808,  # OpenAI's
     "llama-135m": 134_515_008,  # SmolLM2-135M
     "llama-360m": 361_821_120,  # SmolLM2-360M
@@ -32,7 +32,7 @@ SIZES = {
 }
 
 
-def test_every_preset_has_the_parameters_it_promises():
+def test_parameter_count_of_every_preset():
     assert SIZES.keys() == PRESETS.keys()
     for name, size in SIZES.items():
         with torch.device("meta"):
@@ -40,13 +40,13 @@ def test_every_preset_has_the_parameters_it_promises():
         assert sum(parameter.numel() for parameter in decoder.parameters()) == size, name
 
 
-def test_a_token_of_nano_moe_meets_as_much_as_one_of_nano():
+def test_nano_moe_has_as_many_active_parameters_as_nano():
     active = sum(parameter_counts(preset_spec("nano-moe"), active=True).values())
     routers = 4 * 8 * 128
     assert active == SIZES["nano"] + routers == 939_136
 
 
-def test_a_pattern_repeats_over_the_layers():
+def test_pattern_repeats_over_the_layers():
     spec = preset_spec("nano", layers=8, pattern="wgnlaf*", window=7)
     kinds = [
         "latent" if isinstance(a := block.attention, LatentAttentionSpec)
@@ -79,7 +79,7 @@ VARIANTS = {
     "experts-shared": {"experts": 4, "shared_experts": 1},
     "experts-sigmoid-bias": {"experts": 4, "router": "sigmoid", "balance_bias": True},
 }
-OURS_ALONE = (
+WHET_ONLY = (
     "latent",
     "alibi",
     "sinusoidal-relu2",
@@ -94,8 +94,8 @@ SMALL = {"d_model": 32, "layers": 2, "heads": 4, "width": 48, "vocab_size": 60, 
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_from_scratch_is_saved_and_opened_again(name, tmp_path):
-    """By whet always; by transformers whenever one of its families can describe it."""
+def test_new_model_is_saved_and_loaded(name, tmp_path):
+    """whet can always load it, and transformers if one of its families can describe it."""
     from transformers import AutoModelForCausalLM
 
     spec = preset_spec("nano", **SMALL, **VARIANTS[name])
@@ -105,17 +105,17 @@ def test_a_model_from_scratch_is_saved_and_opened_again(name, tmp_path):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     whet.save(ours, None, tmp_path / "saved")
     tokens = torch.randint(0, 60, (2, 20))
-    again, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
-    assert again.spec == spec
-    assert torch.equal(again(tokens), ours(tokens))
+    loaded, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
+    assert loaded.spec == spec
+    assert torch.equal(loaded(tokens), ours(tokens))
     model_type = json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"]
-    assert (model_type == "whet") == (name in OURS_ALONE)
+    assert (model_type == "whet") == (name in WHET_ONLY)
     if model_type != "whet":
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=2e-4)
 
 
-def test_first_weights_follow_the_stated_rule_and_the_seed():
+def test_initial_weights_follow_the_rule_and_the_seed():
     spec = preset_spec("nano", positions="learned", norm="layer", bias=True)
     decoder = from_scratch(spec, seed=1)
     state = decoder.state_dict()
@@ -132,10 +132,10 @@ def test_first_weights_follow_the_stated_rule_and_the_seed():
         assert abs(state[name].mean().item()) < std / 20, name
     assert (state["layers.0.input_layernorm.weight"] == 1).all()
     assert (state["layers.0.self_attn.q_proj.bias"] == 0).all()
-    again, other = from_scratch(spec, seed=1).state_dict(), from_scratch(spec, seed=2).state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in state.items())
-    assert not torch.equal(state["embed_tokens.weight"], other["embed_tokens.weight"])
-    # an untrained model knows nothing: the loss is that of a guess
+    same_seed, other_seed = from_scratch(spec, seed=1).state_dict(), from_scratch(spec, seed=2).state_dict()
+    assert all(torch.equal(tensor, same_seed[name]) for name, tensor in state.items())
+    assert not torch.equal(state["embed_tokens.weight"], other_seed["embed_tokens.weight"])
+    # the loss of an untrained model is that of a uniform guess
     logits = decoder(torch.randint(0, 1024, (1, 64)))
     assert torch.nn.functional.cross_entropy(
         logits[0], torch.randint(0, 1024, (64,))
@@ -146,32 +146,32 @@ def test_first_weights_follow_the_stated_rule_and_the_seed():
     ("name", "changes", "message"),
     [
         ("pico", {}, "unknown preset 'pico'\n  hint: known: nano, micro"),
-        ("nano", {"depth": 3}, "unknown part of a model's shape 'depth'"),
-        ("nano", {"pattern": "gx"}, f"unknown letter of a pattern 'x'\n  hint: known: {', '.join(LETTERS)}"),
+        ("nano", {"depth": 3}, "unknown model key 'depth'"),
+        ("nano", {"pattern": "gx"}, f"unknown pattern letter 'x'\n  hint: known: {', '.join(LETTERS)}"),
         ("nano", {"attention": "linear"}, f"unknown attention 'linear'\n  hint: known: {', '.join(ATTENTIONS)}"),
         ("nano", {"feedforward": "moe"}, f"unknown feedforward 'moe'\n  hint: known: {', '.join(FEEDFORWARDS)}"),
         ("nano", {"positions": "gps"}, f"unknown positions 'gps'\n  hint: known: {', '.join(POSITIONS)}"),
         ("nano", {"heads": 5}, "d_model=128 is not a multiple of heads=5"),
         ("nano", {"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
-        ("nano", {"pattern": "w"}, "attention over a window needs a window"),
-        ("nano", {"window": 16}, "window is about layers with attention: window, and there are none"),
-        ("nano", {"window": 16, "pattern": "gw", "layers": 1}, "window is about layers with attention: window"),
-        ("nano", {"attention": "window", "window": 16, "kv_rank": 8}, "kv_rank is about layers with attention: latent"),
-        ("nano", {"balance_bias": True}, "balance_bias is about experts, and there are none"),
-        ("nano-moe", {"top_k": 9}, "top_k=9 is more than there are experts (8)"),
-        ("nano-moe", {"feedforward": "gelu"}, "experts have a gate and no bias"),
-        ("nano-moe", {"router": "tanh"}, "unknown scoring of experts 'tanh'"),
-        ("nano", {"layers": 0}, "layers=0: it must be positive"),
+        ("nano", {"pattern": "w"}, "windowed attention needs a window size"),
+        ("nano", {"window": 16}, "window requires layers with attention: window"),
+        ("nano", {"window": 16, "pattern": "gw", "layers": 1}, "window requires layers with attention: window"),
+        ("nano", {"attention": "window", "window": 16, "kv_rank": 8}, "kv_rank requires layers with attention: latent"),
+        ("nano", {"balance_bias": True}, "balance_bias requires a model with experts"),
+        ("nano-moe", {"top_k": 9}, "top_k=9 is larger than the number of experts (8)"),
+        ("nano-moe", {"feedforward": "gelu"}, "experts must be gated and have no bias"),
+        ("nano-moe", {"router": "tanh"}, "unknown expert scoring 'tanh'"),
+        ("nano", {"layers": 0}, "layers=0 must be positive"),
     ],
 )  # fmt: skip
-def test_a_shape_that_cannot_be_built_is_explained(name, changes, message):
+def test_invalid_shape_is_explained(name, changes, message):
     with pytest.raises(ModelError) as caught:
         preset_spec(name, **changes)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [
         (lambda spec: spec.pop("d_model"), "spec has the fields"),
         (lambda spec: spec.update(vocab_size="many"), "spec.vocab_size='many'"),
@@ -182,11 +182,11 @@ def test_a_shape_that_cannot_be_built_is_explained(name, changes, message):
         ),
     ],
 )
-def test_a_broken_spec_names_the_field(spoil, message, tmp_path):
+def test_invalid_spec_error_names_the_field(corrupt, message, tmp_path):
     whet.save(from_scratch(preset_spec("nano", **SMALL, attention="latent"), seed=0), None, tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     config = json.loads(path.read_text())
-    spoil(config["spec"])
+    corrupt(config["spec"])
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError) as caught:
         whet.load(tmp_path / "m")

@@ -1,4 +1,4 @@
-"""Tokenizers of whet's own: every text comes back, files round-trip, and what cannot be made is refused."""
+"""Built-in tokenizers: lossless decoding, round trips through files, and errors."""
 
 import pydoc_data.topics
 
@@ -15,7 +15,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 @given(TEXTS)
-def test_a_byte_tokenizers_ids_are_the_bytes(text):
+def test_byte_tokenizer_ids_are_the_bytes(text):
     tokenizer = byte_tokenizer()
     ids = tokenizer(text)["input_ids"]
     assert ids == list(text.encode())
@@ -26,18 +26,18 @@ BPE = train_bpe(CORPUS, vocab_size=400)
 
 
 @given(TEXTS)
-def test_bpe_gives_back_every_text(text):
+def test_bpe_decodes_every_text(text):
     assert BPE.decode(BPE(text)["input_ids"]) == text
 
 
-def test_bpe_has_the_size_asked_for_learns_merges_and_is_reproducible():
+def test_bpe_size_merges_and_reproducibility():
     assert len(BPE) == 400
     assert len(BPE(CORPUS[0])["input_ids"]) < len(CORPUS[0].encode()) / 1.5
     assert train_bpe(iter(CORPUS), vocab_size=400).get_vocab() == BPE.get_vocab()
     assert BPE.eos_token == "<|endoftext|>"
 
 
-def test_a_char_tokenizer_knows_the_characters_it_has_seen():
+def test_char_tokenizer_has_the_characters_of_its_texts():
     tokenizer = char_tokenizer(["hello", "world"])
     assert len(tokenizer) == 2 + len(set("helloworld"))
     ids = tokenizer("low\u2603")["input_ids"]
@@ -47,24 +47,24 @@ def test_a_char_tokenizer_knows_the_characters_it_has_seen():
 
 
 @pytest.mark.parametrize("spec", ["bytes", "chars", "bpe:300"])
-def test_a_saved_one_is_the_same_when_transformers_opens_it(spec, tmp_path):
+def test_saved_tokenizer_is_loaded_by_transformers(spec, tmp_path):
     tokenizer = make_tokenizer(spec, CORPUS)
     tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
     for text in CORPUS:
-        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-        assert again.decode(again(text)["input_ids"]) == text
-    assert again.eos_token_id == tokenizer.eos_token_id
+        assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("spec", ["words", "bpe", "bpe:", "bpe:-3", "bytes:4"])
-def test_an_unknown_kind_is_refused_with_the_known_ones(spec):
+def test_unknown_tokenizer_error_lists_the_known_ones(spec):
     with pytest.raises(ConfigError, match="bytes; chars; bpe:N"):
         make_tokenizer(spec, CORPUS)
 
 
-def test_what_cannot_be_learned_is_refused():
-    with pytest.raises(ConfigError, match="a byte-level BPE of 200 tokens cannot be made"):
+def test_too_small_vocabulary_and_empty_corpus_raise_errors():
+    with pytest.raises(ConfigError, match="a byte-level BPE cannot have only 200 tokens"):
         make_tokenizer("bpe:200", CORPUS)
     with pytest.raises(DataError, match="needs text"):
         make_tokenizer("bpe:300", [""])

@@ -417,7 +417,7 @@ def test_the_block_is_the_models_last_unless_another_is_asked_for(tmp_path):
 
 def test_bad_input_is_one_clear_error(tiny, tiny_directory, tmp_path):
     model, _ = tiny
-    with pytest.raises(ConfigError, match="n_predict=0: there must be at least one head"):
+    with pytest.raises(ConfigError, match="n_predict=0 must be at least 1"):
         MultiTokenPrediction(model, n_predict=0)
     with pytest.raises(ConfigError, match="mtp_weight=0: heads that count nothing learn nothing"):
         MultiTokenPrediction(model, mtp_weight=0)
@@ -428,7 +428,7 @@ def test_bad_input_is_one_clear_error(tiny, tiny_directory, tmp_path):
         ({"weight": 0}, "objective.weight"),
         ({"block": {"depth": 3}}, "objective.block.depth"),
         ({"block": {"heads": 5}}, "objective.block: d_model=32 is not a multiple of heads=5"),
-        ({"block": {"attention": "window"}}, "objective.block: attention over a window needs a window"),
+        ({"block": {"attention": "window"}}, "objective.block: windowed attention needs a window size"),
     ):
         config = run_config(tiny_directory, tmp_path, objective={"kind": "mtp", **objective})
         with pytest.raises(ConfigError, match=message):

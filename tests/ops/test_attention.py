@@ -1,4 +1,4 @@
-"""Each layout equals a dense boolean reference in float64."""
+"""Attention with each layout equals a dense float64 reference with a bool mask."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def qkv(batch, queries, keys, *, heads=4, kv_heads=2, size=8):
 
 
 def dense(q, k, v, allowed):
-    """Softmax over allowed keys, spelled out; allowed is [B, queries, keys]."""
+    """Attention as an explicit softmax over the allowed keys; allowed is [B, queries, keys]."""
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -35,11 +35,11 @@ def test_plain_rows_are_causal(kv_heads):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["by document", "by mask"])
-def test_packed_documents_see_only_themselves(masked):
+def test_packed_documents_attend_only_to_themselves(masked):
     documents = ((3, 5, 1, 2), (11,))
     q, k, v = qkv(2, 11, 11)
     layout = Layout.packed(documents, device=torch.device("cpu"))
-    if masked:  # what accelerators use, built here on the CPU
+    if masked:  # the layout of accelerators, built on the CPU
         layout = _masked(documents)
     allowed = torch.zeros(2, 11, 11, dtype=torch.bool)
     for row, lengths in enumerate(documents):
@@ -55,7 +55,7 @@ def test_packed_documents_see_only_themselves(masked):
 def _masked(documents):
     real = torch.device("cpu")
 
-    class Accelerator:  # packed() looks at the type only, and moves tensors to the device
+    class Accelerator:  # packed() reads only the type, and moves tensors to the device
         type = "cuda"
 
     def to(tensor, device, non_blocking=False):
@@ -74,7 +74,7 @@ def _masked(documents):
 
 @pytest.mark.parametrize("new_tokens", [1, 3, 7])
 @pytest.mark.parametrize("padded", [False, True])
-def test_cached_rows_see_real_slots_up_to_themselves(new_tokens, padded):
+def test_cached_queries_attend_to_earlier_real_slots(new_tokens, padded):
     q, k, v = qkv(2, new_tokens, 7)
     visible = torch.ones(2, 7, dtype=torch.bool)
     if padded:
@@ -89,29 +89,29 @@ def test_cached_rows_see_real_slots_up_to_themselves(new_tokens, padded):
 
 
 MASKS = {
-    # what is visible besides causality, as (layout, allowed [B, queries, keys], distance [B, queries, keys])
-    "plain": lambda: (Layout(), causal(9)[None], _back(9)[None]),
-    "packed by document": lambda: (Layout(documents=((4, 5),)), (causal(9) & _same((4, 5)))[None], _back(9)[None]),
+    # (layout, allowed [B, queries, keys], distance [B, queries, keys])
+    "plain": lambda: (Layout(), causal(9)[None], _distances(9)[None]),
+    "packed by document": lambda: (Layout(documents=((4, 5),)), (causal(9) & _same_document((4, 5)))[None], _distances(9)[None]),
     "packed by mask": lambda: (
-        Layout(mask=(causal(9) & _same((4, 5)))[None, None], causal=False), (causal(9) & _same((4, 5)))[None], _back(9)[None],
+        Layout(mask=(causal(9) & _same_document((4, 5)))[None, None], causal=False), (causal(9) & _same_document((4, 5)))[None], _distances(9)[None],
     ),
     "cached, padded": lambda: _cached(new_tokens=3),
     "cached, one token": lambda: _cached(new_tokens=1),
 }  # fmt: skip
 
 
-def _back(length):
-    places = torch.arange(length)
-    return places[:, None] - places
+def _distances(length):
+    positions = torch.arange(length)
+    return positions[:, None] - positions
 
 
-def _same(lengths):
+def _same_document(lengths):
     segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return segments[:, None] == segments
 
 
 def _cached(*, new_tokens):
-    """Two rows of nine slots, the second with three slots of padding on its left."""
+    """Return two rows of nine slots, the second left-padded by three slots."""
     real = torch.ones(2, 9, dtype=torch.bool)
     real[1, :3] = False
     slots = (real.long().cumsum(1) - 1).clamp(min=0)
@@ -123,7 +123,7 @@ def _cached(*, new_tokens):
 @pytest.mark.parametrize("extra", ["", "softcap", "slopes", "both"])
 @pytest.mark.parametrize("window", [None, 1, 3, 9, 50])
 @pytest.mark.parametrize("kind", MASKS)
-def test_every_combination_of_masks_equals_a_dense_boolean_one(kind, window, extra):
+def test_mask_window_softcap_and_alibi_match_the_dense_reference(kind, window, extra):
     layout, allowed, distance = MASKS[kind]()
     if window is not None:
         allowed = allowed & (distance < window)
@@ -137,14 +137,14 @@ def test_every_combination_of_masks_equals_a_dense_boolean_one(kind, window, ext
     if slopes is not None:
         scores = scores - slopes[:, None, None] * distance[:, None]
     expected = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
-    found = attend(q, k, v, layout, window=window, softcap=softcap, slopes=slopes)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    output = attend(q, k, v, layout, window=window, softcap=softcap, slopes=slopes)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
-def test_one_query_with_shared_keys_equals_the_formula(masked, window):
-    """Ragged rows in a cache whose newest slot is not its last one, as static decoding has it."""
+def test_single_query_with_grouped_heads_matches_the_formula(masked, window):
+    """Ragged rows in a cache whose newest slot is not the last one, as in decoding with a static cache."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(3, 6, 1, 8, generator=generator, dtype=torch.float64)
     keys, values = torch.randn(2, 3, 2, 9, 8, generator=generator, dtype=torch.float64)
@@ -161,29 +161,29 @@ def test_one_query_with_shared_keys_equals_the_formula(masked, window):
         causal=False,
         queries=newest,
     )
-    found = attend(queries, keys, values, layout, window=window)
+    output = attend(queries, keys, values, layout, window=window)
     for row in range(3):
         for head in range(6):
             scores = keys[row, head // 3] @ queries[row, head, 0] / 8**0.5
-            seen = visible[row] & (newest[row] - slots[row] < (window or 99))
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(0)
-            torch.testing.assert_close(found[row, head, 0], weights @ values[row, head // 3])
+            attended = visible[row] & (newest[row] - slots[row] < (window or 99))
+            weights = scores.masked_fill(~attended, -torch.inf).softmax(0)
+            torch.testing.assert_close(output[row, head, 0], weights @ values[row, head // 3])
 
 
 @pytest.mark.parametrize("documents", [None, ((3, 5, 1, 2), (11,))])
-def test_under_autocast_wide_queries_are_narrowed_once(documents):
-    """As rotation leaves them: queries and keys in float32, values in 16 bits."""
+def test_autocast_casts_float32_queries_and_keys(documents):
+    """RoPE returns queries and keys in float32, while values are in 16 bits."""
     q, k, v = qkv(2, 11, 11)
     layout = Layout() if documents is None else Layout.packed(documents, device=torch.device("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attend(q, k, v.bfloat16(), layout)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))
+        output = attend(q, k, v.bfloat16(), layout)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_mask_that_is_added_is_the_mask_of_bools(window, monkeypatch):
-    """As on a GPU where no gradient is asked for; it is made once for all layers with the same mask."""
+def test_additive_mask_equals_the_bool_mask(window, monkeypatch):
+    """On a GPU without gradients, the additive mask is built once for all layers with the same mask."""
     torch.manual_seed(0)
     visible = torch.tensor([[True] * 8, [False] * 3 + [True] * 5])
     layout = Layout.cached(visible, new_tokens=4, padded=True)
@@ -192,6 +192,6 @@ def test_a_mask_that_is_added_is_the_mask_of_bools(window, monkeypatch):
     monkeypatch.setattr("whet.ops.kernels.fused_decode.suits", lambda *tensors: True)
     for _ in range(2):
         torch.testing.assert_close(attend(queries, keys, values, layout, window=window), plain)
-    [added] = layout._added.values()
-    assert added.dtype == queries.dtype
-    assert set(added.unique().tolist()) == {0.0, -torch.inf}
+    [additive] = layout._additive_masks.values()
+    assert additive.dtype == queries.dtype
+    assert set(additive.unique().tolist()) == {0.0, -torch.inf}

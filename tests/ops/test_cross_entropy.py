@@ -1,4 +1,4 @@
-"""The chunked loss equals the plain formula in float64, value and gradients, for every field of the head."""
+"""The chunked loss and its gradients equal the plain formula in float64, for every option of the head."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def naive(hidden, weight, bias, targets, weights, *, scale, softcap):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("rows", [1, 10, 1000])
-def test_equals_the_float64_formula(name, weighted, rows, monkeypatch):
+def test_loss_and_gradients_match_the_float64_formula(name, weighted, rows, monkeypatch):
     monkeypatch.setattr(module, "chunk_rows", lambda weight, **_: rows)
     settings = {"scale": 1.0, "softcap": None, **HEADS[name]}
     hidden, weight, bias, targets, weights = tensors(bias=settings.pop("bias", False))
@@ -83,20 +83,20 @@ def test_chunks_of_a_trained_head_have_more_rows_than_it_has_columns():
         assert module.chunk_rows(torch.empty(100, 2048, device="meta"), trained=True) == 8192
     assert module.chunk_rows(weight, trained=True) == module.chunk_rows(
         weight
-    )  # a CPU's memory is not as quick
+    )  # no exception for trained heads on a CPU
 
 
 @given(count=st.integers(1, 40_000), rows=st.integers(1, 9000))
-def test_chunks_cover_all_rows_once_and_are_about_alike(count, rows):
-    found = list(module.spans(count, rows))
-    assert [place for span in found for place in range(count)[span]] == list(range(count))
-    sizes = [len(range(count)[span]) for span in found]
+def test_chunks_cover_all_rows_once_and_have_similar_sizes(count, rows):
+    chunks = list(module.spans(count, rows))
+    assert [index for span in chunks for index in range(count)[span]] == list(range(count))
+    sizes = [len(range(count)[span]) for span in chunks]
     assert max(sizes) <= rows
-    assert len(found) == -(-count // rows)
+    assert len(chunks) == -(-count // rows)
     assert max(sizes) - min(sizes) <= 128 * len(sizes)
 
 
-def test_a_sum_too_large_for_float16_is_scaled_before_it_is_rounded():
+def test_sum_beyond_float16_range_is_scaled_before_rounding():
     hidden = torch.full((4096, 2), 20.0, dtype=torch.float16, requires_grad=True)
     weight = torch.zeros(2, 2, dtype=torch.float16, requires_grad=True)
     loss = linear_cross_entropy(hidden, Head(weight), torch.zeros(4096, dtype=torch.long))
@@ -104,7 +104,7 @@ def test_a_sum_too_large_for_float16_is_scaled_before_it_is_rounded():
     torch.testing.assert_close(weight.grad.float(), torch.tensor([[-10.0, -10.0], [10.0, 10.0]]))
 
 
-def test_a_frozen_head_gets_no_gradient_and_costs_none():
+def test_frozen_head_gets_no_gradient():
     hidden, weight, _, targets, _ = tensors()
     frozen = weight.detach()
     linear_cross_entropy(hidden, Head(frozen), targets).backward()
@@ -112,7 +112,7 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none():
     assert hidden.grad is not None
 
 
-def test_no_supervised_position_is_zero_with_a_gradient_of_zero():
+def test_no_supervised_positions_give_zero_loss_and_gradient():
     hidden, weight, _, targets, _ = tensors()
     loss = linear_cross_entropy(hidden[:0], Head(weight), targets[:0])
     loss.backward()
@@ -120,7 +120,7 @@ def test_no_supervised_position_is_zero_with_a_gradient_of_zero():
     assert hidden.grad.abs().sum() == 0
 
 
-def test_bf16_hidden_states_stay_within_bf16_rounding():
+def test_bf16_hidden_states_are_accurate_to_bf16_rounding():
     hidden, weight, _, targets, _ = tensors(rows=200)
     exact = naive(hidden.double(), weight.double(), None, targets, None, scale=1.0, softcap=None)
     loss = linear_cross_entropy(hidden.bfloat16(), Head(weight), targets)
@@ -128,7 +128,7 @@ def test_bf16_hidden_states_stay_within_bf16_rounding():
     assert abs(loss.item() / exact.item() - 1) < 0.01
 
 
-def test_no_positions_give_zero_and_a_gradient_of_zeros_to_all_that_a_loss_reaches():
+def test_no_positions_give_zero_gradients_to_hidden_and_head():
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     loss = linear_cross_entropy(hidden, Head(weight), torch.zeros(0, dtype=torch.long))
     loss.backward()

@@ -1,4 +1,4 @@
-"""Grouped products against the loop, and sorted dispatch against a plain sum over tokens, in float64 and gradients."""
+"""Grouped matmuls match a loop over experts, and sorted dispatch matches a sum per token, with gradients."""
 
 import pytest
 import torch
@@ -32,20 +32,20 @@ def gradients(product, x, weight, ends, upstream):
 @pytest.mark.parametrize(
     ("dtype", "within"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
 )
-def test_the_grouped_product_is_the_loops_in_float64(dtype, within, ends):
+def test_grouped_matmul_matches_the_float64_loop(dtype, within, ends):
     x, weight = operands(dtype)
-    assert grouped_problem("cpu", dtype, (48, 32)) is None, "the kernel itself must be what is tested"
+    assert grouped_problem("cpu", dtype, (48, 32)) is None, "this test must run the kernel"
     upstream = torch.randn(20, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = gradients(grouped_linear, x, weight, ENDS[ends], upstream)
+    outputs = gradients(grouped_linear, x, weight, ENDS[ends], upstream)
     wide = (each.detach().double().requires_grad_() for each in (x, weight))
     expected = gradients(loop_linear, *wide, ENDS[ends], upstream.double())
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(outputs, expected, strict=True):
         assert a.dtype == dtype
         assert (a.double() - b).norm() <= within * b.norm()
 
 
-def test_gradients_that_are_expanded_are_taken():
-    """What the kernel alone refuses: the gradient of a sum has no strides."""
+def test_expanded_gradients_are_accepted():
+    """The kernel alone rejects the gradient of a sum, which has zero strides."""
     x, weight = operands(torch.float32)
     ends = torch.tensor(ENDS["uneven"], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="strides"):
@@ -59,14 +59,14 @@ def test_gradients_that_are_expanded_are_taken():
     [(torch.float64, (48, 32), "Double"), (torch.float32, (48, 30), "multiple of 16 bytes, not 30 x torch.float32"),
      (torch.bfloat16, (12, 32), "not 12 x torch.bfloat16")],
 )  # fmt: skip
-def test_where_the_kernel_does_not_run_the_loop_does_and_says_why(dtype, sizes, reason):
+def test_unsupported_shapes_and_dtypes_fall_back_to_the_loop_with_a_reason(dtype, sizes, reason):
     assert reason in describe_grouped(torch.device("cpu"), dtype, sizes)
     x, weight = operands(dtype, sizes[1], sizes[0])
     ends = torch.tensor(ENDS["uneven"], dtype=torch.int32)
     assert torch.equal(grouped_linear(x, weight, ends), loop_linear(x, weight, ends))
 
 
-def test_products_under_autocast_are_in_its_dtype():
+def test_autocast_determines_the_dtype():
     x, weight = operands(torch.float32)
     ends = torch.tensor(ENDS["uneven"], dtype=torch.int32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -77,7 +77,7 @@ def test_products_under_autocast_are_in_its_dtype():
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_sorted_tokens_come_back_to_their_places(top_k):
+def test_dispatch_and_combine_restore_the_token_order(top_k):
     torch.manual_seed(0)
     x = torch.randn(30, 6, dtype=torch.float64, requires_grad=True)
     chosen = torch.rand(30, 4).topk(top_k).indices
@@ -86,28 +86,28 @@ def test_sorted_tokens_come_back_to_their_places(top_k):
     groups = sort_by_expert(chosen, 4)
     assert groups.ends.tolist() == chosen.flatten().bincount(minlength=4).cumsum(0).tolist()
     assert groups.ends.dtype == torch.int32
-    found = combine(grouped_linear(dispatch(x, groups), matrices, groups.ends), weights, groups)
+    outputs = combine(grouped_linear(dispatch(x, groups), matrices, groups.ends), weights, groups)
     expected = torch.stack(
         [
             sum(w * (matrices[e] @ row) for e, w in zip(experts, ws, strict=True))
             for row, experts, ws in zip(x, chosen, weights, strict=True)
         ]
     )
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn_like(found)
-    wanted = (x, weights, matrices)
+    torch.testing.assert_close(outputs, expected)
+    upstream = torch.randn_like(outputs)
+    inputs = (x, weights, matrices)
     for a, b in zip(
-        torch.autograd.grad(found, wanted, upstream),
-        torch.autograd.grad(expected, wanted, upstream),
+        torch.autograd.grad(outputs, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
 
 
-def test_sorting_is_stable_and_runs_on_no_tokens_of_some_experts():
+def test_sorting_is_stable_and_supports_experts_without_tokens():
     groups = sort_by_expert(torch.tensor([[3], [1], [3], [1]]), 5)
     assert groups.order.tolist() == [1, 3, 0, 2]
-    assert groups.places.tolist() == [2, 0, 3, 1]
+    assert groups.sorted_slots.tolist() == [2, 0, 3, 1]
     assert groups.ends.tolist() == [0, 2, 2, 4, 4]
 
 
@@ -115,20 +115,20 @@ def test_sorting_is_stable_and_runs_on_no_tokens_of_some_experts():
 @pytest.mark.parametrize(
     ("tokens", "d_model", "width"), [(4096, 256, 256), (4096, 512, 256), (8192, 256, 128), (8192, 256, 256)]
 )
-def test_time_grows_with_the_experts_a_token_meets_and_not_with_all(tokens, d_model, width):
+def test_time_depends_on_active_experts_not_on_all(tokens, d_model, width):
     from benchmarks.experts import compare
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two that wait for one another measure what else the machine does
+    torch.set_num_threads(1)  # with two threads, other load on the machine would dominate
     try:
-        found = compare(tokens, d_model, width, device=torch.device("cpu"), dtype=torch.float32)
+        timing = compare(tokens, d_model, width, device=torch.device("cpu"), dtype=torch.float32)
     finally:
         torch.set_num_threads(threads)
-    assert found["32_over_4"] <= 1.5, found
+    assert timing["32_over_4"] <= 1.5, timing
 
 
-def test_the_first_call_may_come_from_a_layer_that_is_recomputed():
-    """The kernel is tried once per process: what the trial saves is not the layer's."""
+def test_first_call_may_be_inside_a_checkpointed_layer():
+    """The kernel is tried once per process. Tensors saved by the trial must not count for the layer."""
     from torch.utils.checkpoint import checkpoint
 
     from whet.ops import grouped_experts

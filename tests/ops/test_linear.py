@@ -1,4 +1,4 @@
-"""The product for few rows is the linear layer's, within rounding, and training never takes it."""
+"""The matmul for few rows equals F.linear up to rounding, and training never uses it."""
 
 import pytest
 import torch
@@ -9,18 +9,18 @@ from whet.ops.linear import Linear, linear
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (16, 1), (3, 7), (48,), (49,), (5, 4, 6)])
-def test_it_equals_the_formula_in_float64(shape, bias):
+def test_linear_matches_the_float64_formula(shape, bias):
     generator = torch.Generator().manual_seed(0)
     x, weight, offset = (torch.randn(*size, generator=generator) for size in ((*shape, 40), (30, 40), (30,)))
-    given = offset if bias else None
+    used_bias = offset if bias else None
     exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
     with torch.no_grad():
-        found = linear(x, weight, given)
-    assert found.shape == (*shape, 30)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+        output = linear(x, weight, used_bias)
+    assert output.shape == (*shape, 30)
+    torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_and_other_dtypes_go_through_torch(monkeypatch):
+def test_gradients_and_other_dtypes_use_torch(monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "mm", lambda *args: calls.append(args))
     layer = Linear(8, 8)

@@ -40,57 +40,57 @@ def gradients(loss, hidden, head):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(cross_entropy._MOST, "cpu", (5, 2**26))
+    monkeypatch.setitem(cross_entropy._MAX_CHUNK, "cpu", (5, 2**26))
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_token_logprobs_equal_log_softmax(kind):
     head, hidden = make_head(kind), torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 37, (13,))
-    found = token_logprobs(hidden, head, targets)
+    output = token_logprobs(hidden, head, targets)
     expected = logits_of(hidden, head).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found, expected)
-    use = torch.randn(13, dtype=torch.float64)  # whatever is done with them
+    torch.testing.assert_close(output, expected)
+    factor = torch.randn(13, dtype=torch.float64)  # an arbitrary downstream function
     for ours, theirs in zip(
-        gradients((found * use).tanh().sum(), hidden, head),
-        gradients((expected * use).tanh().sum(), hidden, head),
+        gradients((output * factor).tanh().sum(), hidden, head),
+        gradients((expected * factor).tanh().sum(), hidden, head),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
 
 
 def divergence(student, teacher, kind, temperature):
-    """Written out: sums of p log(p / q) over the vocabulary."""
+    """Compute the sums of p log(p / q) over the vocabulary explicitly."""
     q, p = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
-    middle = (p + q) / 2
+    mixture = (p + q) / 2
 
     def kl(a, b):
         return (a * (a / b).log()).sum()
 
-    return {"forward": kl(p, q), "reverse": kl(q, p), "jsd": (kl(p, middle) + kl(q, middle)) / 2}[kind]
+    return {"forward": kl(p, q), "reverse": kl(q, p), "jsd": (kl(p, mixture) + kl(q, mixture)) / 2}[kind]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("head_kind", HEADS)
-def test_divergences_equal_their_formulas(head_kind, kind, temperature):
+def test_divergences_match_their_formulas(head_kind, kind, temperature):
     student, teacher = make_head(head_kind), make_head("capped", size=6, seed=1)
     hidden = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
     teacher_hidden = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
-    found = linear_kl(hidden, student, teacher_hidden, teacher, temperature=temperature, divergence=kind)
+    output = linear_kl(hidden, student, teacher_hidden, teacher, temperature=temperature, divergence=kind)
     expected = divergence(logits_of(hidden, student), logits_of(teacher_hidden, teacher), kind, temperature)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
     for ours, theirs in zip(
-        gradients(found * 3, hidden, student), gradients(expected * 3, hidden, student), strict=True
+        gradients(output * 3, hidden, student), gradients(expected * 3, hidden, student), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
-    (found * 2).backward()
-    assert teacher_hidden.grad is None, "no gradient ever reaches the teacher"
+    (output * 2).backward()
+    assert teacher_hidden.grad is None, "the teacher must get no gradient"
     assert teacher.weight.grad is None
 
 
-def coarse(logits, ids, temperature):
-    """log p of some tokens and of all others together, then softened, as logits of k + 1 classes."""
+def class_logits(logits, ids, temperature):
+    """Return the logits of k + 1 classes: log p of some tokens and of all others, divided by a temperature."""
     logs = logits.log_softmax(-1)
     chosen = torch.zeros_like(logs, dtype=torch.bool).scatter(1, ids, True)
     rest = (logs.exp() * ~chosen).sum(-1, keepdim=True).log()
@@ -100,49 +100,49 @@ def coarse(logits, ids, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("head_kind", HEADS)
-def test_divergences_from_the_likeliest_tokens_equal_their_formulas(head_kind, kind, temperature):
+def test_top_k_divergences_match_their_formulas(head_kind, kind, temperature):
     student, teacher = make_head(head_kind), make_head("capped", size=6, seed=1)
     hidden = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
     teacher_hidden = torch.randn(13, 6, dtype=torch.float64)
     ids, logprobs = top_logprobs(teacher_hidden, teacher, top_k=5)
-    said = logits_of(teacher_hidden, teacher).detach()
-    torch.testing.assert_close(ids.sort().values, said.topk(5).indices.sort().values)
-    torch.testing.assert_close(logprobs, coarse(said, ids, 1.0))
-    found = linear_topk_kl(hidden, student, ids, logprobs, temperature=temperature, divergence=kind)
-    classes = coarse(logits_of(hidden, student), ids, temperature)
+    teacher_logits = logits_of(teacher_hidden, teacher).detach()
+    torch.testing.assert_close(ids.sort().values, teacher_logits.topk(5).indices.sort().values)
+    torch.testing.assert_close(logprobs, class_logits(teacher_logits, ids, 1.0))
+    output = linear_topk_kl(hidden, student, ids, logprobs, temperature=temperature, divergence=kind)
+    classes = class_logits(logits_of(hidden, student), ids, temperature)
     expected = divergence(classes, logprobs / temperature, kind, 1.0)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
     for ours, theirs in zip(
-        gradients(found * 3, hidden, student), gradients(expected * 3, hidden, student), strict=True
+        gradients(output * 3, hidden, student), gradients(expected * 3, hidden, student), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-def test_all_tokens_are_the_whole_divergence_and_fewer_a_lower_bound(kind):
+def test_top_k_divergence_is_a_lower_bound_and_exact_for_all_tokens(kind):
     student, teacher = make_head("bias"), make_head("capped", size=6, seed=1)
     hidden, states = torch.randn(13, 8, dtype=torch.float64), torch.randn(13, 6, dtype=torch.float64)
     for temperature in (1.0, 4.0):
-        found = linear_topk_kl(
+        output = linear_topk_kl(
             hidden,
             student,
             *top_logprobs(states, teacher, top_k=37),
             temperature=temperature,
             divergence=kind,
         )
-        whole = linear_kl(hidden, student, states, teacher, temperature=temperature, divergence=kind)
-        torch.testing.assert_close(found, whole)
+        full = linear_kl(hidden, student, states, teacher, temperature=temperature, divergence=kind)
+        torch.testing.assert_close(output, full)
     bounds = [
         linear_topk_kl(hidden, student, *top_logprobs(states, teacher, top_k=k), divergence=kind).item()
         for k in (1, 4, 16, 36, 37)
     ]
-    assert bounds == sorted(bounds)  # a finer view tells more apart: the data processing inequality
+    assert bounds == sorted(bounds)  # data processing inequality
     assert bounds[0] < 0.9 * bounds[-1]
     same = top_logprobs(hidden, student, top_k=4)
     assert linear_topk_kl(hidden, student, *same, temperature=3.0, divergence=kind).item() < 1e-12
 
 
-def test_without_gradients_nothing_is_kept():
+def test_no_grad_builds_no_graph():
     head, hidden = make_head("plain"), torch.randn(9, 8, dtype=torch.float64)
     with torch.no_grad():
         assert not token_logprobs(hidden, head, torch.zeros(9, dtype=torch.long)).requires_grad

@@ -1,4 +1,4 @@
-"""Gated feed-forward layers with adapters as one node, as on a GPU, with its kernel spelled out in torch."""
+"""SwiGLU layers with LoRA as one autograd function, as on a GPU, with the kernel replaced by PyTorch."""
 
 import sys
 from types import SimpleNamespace
@@ -25,33 +25,33 @@ def with_updates(gate, up, low, b_gate, b_up):
     return gate + low[:, :rank] @ b_gate.T, up + low[:, rank:] @ b_up.T
 
 
-def spelled_out(gate, up, low, b_gate, b_up):
+def plain_output(gate, up, low, b_gate, b_up):
     one, two = with_updates(gate, up, low, b_gate, b_up)
     return (F.silu(one) * two).to(gate.dtype)
 
 
-def spelled_out_gradients(gate, up, grad, low, b_gate, b_up, grad_low):
+def plain_gradients(gate, up, grad, low, b_gate, b_up, grad_low):
     one, two = with_updates(gate, up, low, b_gate, b_up)
     part, grad, rank = torch.sigmoid(one), grad.to(one.dtype), b_gate.shape[1]
     grad_gate = (grad * two * part * (1 + one * (1 - part))).to(gate.dtype)
     grad_up = (grad * one * part).to(up.dtype)
-    y = spelled_out(gate, up, low, b_gate, b_up)
+    y = plain_output(gate, up, low, b_gate, b_up)
     pairs = (grad_gate, low[:, :rank]), (grad_up, low[:, rank:]), (y, grad_low)
     return grad_gate, grad_up, torch.cat([a.to(one.dtype).T @ b.to(one.dtype) for a, b in pairs], dim=1)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    found = []
+    calls_made = []
 
-    def kernel(*given):
-        found.append(given)
-        return spelled_out_gradients(*given)
+    def kernel(*args):
+        calls_made.append(args)
+        return plain_gradients(*args)
 
-    kernels = SimpleNamespace(gated_output_on_gpu=spelled_out, gated_gradients_on_gpu=kernel)
+    kernels = SimpleNamespace(gated_output_on_gpu=plain_output, gated_gradients_on_gpu=kernel)
     monkeypatch.setitem(sys.modules, "whet.ops.kernels.lora_swiglu_triton", kernels)
     monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: True)
-    return found
+    return calls_made
 
 
 class Packed:
@@ -63,7 +63,7 @@ class Packed:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("first", [None, 8])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
-def test_outputs_and_gradients_are_those_of_the_formula(
+def test_outputs_and_gradients_match_the_formula(
     dtype, tolerance, first, biased, quantised, calls, monkeypatch
 ):
     if first is not None:  # as on a GPU
@@ -71,17 +71,17 @@ def test_outputs_and_gradients_are_those_of_the_formula(
     torch.manual_seed(0)
     wide = torch.float64
 
-    def numbers(*shape):
+    def random_tensor(*shape):
         return (torch.randn(shape, dtype=wide) / 3).to(dtype)
 
     layers = []
     for out, into, rank, scale in ((40, 24, 4, 0.5), (40, 24, 3, 2.0), (24, 40, 5, 1.5)):
-        weight = numbers(out, into)
-        a, b = numbers(rank, into).requires_grad_(), numbers(out, rank).requires_grad_()
-        bias = numbers(out) if biased else None
+        weight = random_tensor(out, into)
+        a, b = random_tensor(rank, into).requires_grad_(), random_tensor(out, rank).requires_grad_()
+        bias = random_tensor(out) if biased else None
         layers.append(fused_lora.Operands(Packed(weight) if quantised else weight, bias, a, b, scale))
-    x = numbers(2, 5, 24).requires_grad_()
-    found = fused_lora.low_rank_gated(x, *layers)
+    x = random_tensor(2, 5, 24).requires_grad_()
+    output = fused_lora.low_rank_gated(x, *layers)
     leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]
     exact = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
 
@@ -90,12 +90,12 @@ def test_outputs_and_gradients_are_those_of_the_formula(
         bias = None if layer.bias is None else layer.bias.to(wide)
         return F.linear(x, layer.made().to(wide), bias) + layer.scale * x @ a.T @ b.T
 
-    wanted = project(F.silu(project(exact[0], 0)) * project(exact[0], 1), 2)
-    upstream = numbers(*wanted.shape)
-    ours = torch.autograd.grad(found, leaves, upstream)
-    theirs = torch.autograd.grad(wanted, exact, upstream.to(wide))
+    expected = project(F.silu(project(exact[0], 0)) * project(exact[0], 1), 2)
+    upstream = random_tensor(*expected.shape)
+    ours = torch.autograd.grad(output, leaves, upstream)
+    theirs = torch.autograd.grad(expected, exact, upstream.to(wide))
     assert len(calls) == 1
-    for one, other in zip([found, *ours], [wanted, *theirs], strict=True):
+    for one, other in zip([output, *ours], [expected, *theirs], strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one.to(wide), other, rtol=0, atol=tolerance * other.abs().max().item())
 
@@ -116,21 +116,21 @@ def gradients(made, x):
     return [y, *torch.autograd.grad(y.square().sum(), [p for p in made.parameters() if p.requires_grad])]
 
 
-def test_a_layer_with_adapters_is_as_it_is_without_it(calls, monkeypatch):
+def test_fused_layer_matches_the_unfused_layer(calls, monkeypatch):
     made, x = layer().double(), torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
-    found = gradients(made, x)
+    output = gradients(made, x)
     assert len(calls) == 1
     monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: False)
-    for ours, plain in zip(found, gradients(made, x), strict=True):
+    for ours, plain in zip(output, gradients(made, x), strict=True):
         torch.testing.assert_close(ours, plain)
     assert len(calls) == 1
 
 
-def test_of_what_is_as_wide_as_the_gate_two_tensors_are_kept(calls):
-    made, kept = layer(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+def test_only_two_full_width_tensors_are_saved_for_backward(calls):
+    made, saved_shapes = layer(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_shapes.append(t.shape) or t, lambda t: t):
         made(torch.randn(2, 3, 16, requires_grad=True))
-    assert [shape for shape in kept if shape.numel() == 6 * 48] == 2 * [torch.Size((6, 48))]
+    assert [shape for shape in saved_shapes if shape.numel() == 6 * 48] == 2 * [torch.Size((6, 48))]
 
 
 @pytest.mark.parametrize(
@@ -142,35 +142,35 @@ def test_of_what_is_as_wide_as_the_gate_two_tensors_are_kept(calls):
         layer(fused=True),
     ],
 )
-def test_what_it_is_not_for(made, calls):
+def test_unsupported_layers_do_not_use_the_kernel(made, calls):
     gradients(made, torch.randn(2, 3, 16, requires_grad=True))
     assert not calls
 
 
-def test_layers_that_are_off_or_watched_are_called(calls):
+def test_disabled_or_hooked_layers_are_called_directly(calls):
     made, x = layer(), torch.randn(2, 3, 16, requires_grad=True)
     made.down_proj.enabled = False
     made(x).sum().backward()
     made.down_proj.enabled = True
     seen = []
-    watch = made.up_proj.register_forward_hook(lambda *given: seen.append(given))
+    hook = made.up_proj.register_forward_hook(lambda *args: seen.append(args))
     made(x).sum().backward()
-    watch.remove()
+    hook.remove()
     assert len(seen) == 1
-    watch = made.gate_proj.register_full_backward_hook(lambda *given: seen.append(given))
+    hook = made.gate_proj.register_full_backward_hook(lambda *args: seen.append(args))
     made(x).sum().backward()
-    watch.remove()
+    hook.remove()
     assert len(seen) == 2
     assert not calls
 
 
-def test_without_gradients_the_bits_are_the_same_and_decoding_has_its_own_way(calls, monkeypatch):
+def test_no_grad_output_is_bit_identical_and_decoding_uses_another_path(calls, monkeypatch):
     made, x = layer().bfloat16(), torch.randn(2, 3, 16).bfloat16()
     seen = []
     monkeypatch.setattr(
         sys.modules["whet.ops.kernels.lora_swiglu_triton"],
         "gated_output_on_gpu",
-        lambda *given: seen.append(given) or spelled_out(*given),
+        lambda *args: seen.append(args) or plain_output(*args),
     )
     trained = made(x)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_without_gradients_the_bits_are_the_same_and_decoding_has_its_own_way(ca
     assert len(seen) == 2
 
 
-def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
+def test_kernels_support_16_bit_dtypes_on_a_gpu(monkeypatch):
     monkeypatch.setattr(lora_swiglu, "kernels_work", lambda: True)
     x = torch.randn(3, 16)
     assert not lora_swiglu.suits(x, torch.bfloat16, (16, 16, 16))
@@ -192,43 +192,45 @@ def test_it_is_for_sixteen_bits_on_a_gpu(monkeypatch):
         assert not lora_swiglu.suits(x, torch.bfloat16, (16, 33, 16))
 
 
-def test_ranks_are_those_of_the_products(monkeypatch):
-    """PiSSA's are twice those of its settings."""
-    asked = []
-    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: asked.append(ranks))
+def test_ranks_passed_are_those_of_the_matmuls(monkeypatch):
+    """PiSSA's ranks are twice those of its settings."""
+    ranks_seen = []
+    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: ranks_seen.append(ranks))
     layer(PiSSALinear)(torch.randn(2, 3, 16))
-    assert asked == [(8, 8, 8)]
+    assert ranks_seen == [(8, 8, 8)]
 
 
-def test_a_plan_has_room_for_what_programs_add_up():
-    """[1,000 rows, 96 columns]: two programs beside each other, each of them has 32 rows."""
+def test_plan_includes_the_partial_sums():
+    """[1,000 rows, 96 columns]: two column blocks, 32 rows per program."""
     with planned_for("cuda"):
-        share, sums = lora_swiglu.partial_sums(
+        rows_per_program, sums = lora_swiglu.partial_sums(
             torch.empty(1000, 96), torch.empty(1000, 7), torch.empty(1000, 5)
         )
-    assert (share, sums.shape, sums.dtype) == (32, (32, 96, 12), torch.float32)
-    share, sums = lora_swiglu.partial_sums(torch.empty(0, 96), torch.empty(0, 7), torch.empty(0, 5))
+    assert (rows_per_program, sums.shape, sums.dtype) == (32, (32, 96, 12), torch.float32)
+    rows_per_program, sums = lora_swiglu.partial_sums(
+        torch.empty(0, 96), torch.empty(0, 7), torch.empty(0, 5)
+    )
     assert sums.shape == (0, 96, 12)
 
 
-def test_the_compiler_is_told_the_truth(calls):
+def test_fake_implementations_match_the_operations(calls):
     torch.manual_seed(0)
     gate, up, grad, low, b_gate, b_up, grad_low = (
         torch.randn(shape) for shape in ((6, 48), (6, 48), (6, 48), (6, 7), (48, 4), (48, 3), (6, 5))
     )
     ops = torch.ops.whet
-    for op, given in (
+    for op, args in (
         (ops.gated_output, (gate, up, low, b_gate, b_up)),
         (ops.gated_gradients, (gate, up, grad, low, b_gate, b_up, grad_low)),
     ):
-        torch.library.opcheck(op.default, given, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_compiled_it_is_one_graph_with_the_same_numbers(calls):
+def test_compiled_layer_is_one_graph_with_equal_gradients(calls):
     made, x = layer(), torch.randn(2, 3, 16, requires_grad=True)
     plain = gradients(made, x)
     torch._dynamo.reset()
     made.compile(fullgraph=True, backend="aot_eager")
-    for ours, wanted in zip(gradients(made, x), plain, strict=True):
-        torch.testing.assert_close(ours, wanted)
+    for ours, expected in zip(gradients(made, x), plain, strict=True):
+        torch.testing.assert_close(ours, expected)
     assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""mlx-lm's side of the round trips, run in a process of its own: `mlx_side.py use|make MODEL ADAPTER OUT [JSON]`."""
+"""The mlx-lm side of the round trips, run in a separate process: `mlx_side.py use|make MODEL ADAPTER OUT [JSON]`."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from mlx_lm.utils import load, save_config
 
 
 def make(model, directory, settings):
-    """An adapter as mlx_lm.lora writes one, with every weight moved from where it starts."""
+    """Write an adapter as mlx_lm.lora does, with every weight changed from its initial value."""
     model.freeze()
     linear_to_lora_layers(
         model, settings["num_layers"], settings["lora_parameters"], settings["fine_tune_type"] == "dora"
@@ -35,8 +35,8 @@ def main(action, model_path, adapter, out, settings="{}"):
     given = [5, 77, 130, 9, 201, 64]
     logits = model(mx.array([given])).astype(mx.float32)
     greedy = generate_step(mx.array(given), model, max_tokens=24)
-    found = {"logits": logits.tolist(), "tokens": [int(token) for token, _ in greedy]}
-    Path(out).write_text(json.dumps(found))
+    result = {"logits": logits.tolist(), "tokens": [int(token) for token, _ in greedy]}
+    Path(out).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

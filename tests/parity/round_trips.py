@@ -50,12 +50,12 @@ def from_peft(base, name, directory):
 
 
 @torch.no_grad()
-def compare(model, found):
-    logits = difference(model(torch.tensor([GIVEN])), torch.tensor(found["logits"]))
+def compare(model, result):
+    logits = difference(model(torch.tensor([GIVEN])), torch.tensor(result["logits"]))
     tokens = list(GIVEN)
-    for _ in found["tokens"]:
+    for _ in result["tokens"]:
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return f"{logits}, {'same tokens' if tokens[len(GIVEN) :] == found['tokens'] else 'OTHER TOKENS'}"
+    return f"{logits}, {'same tokens' if tokens[len(GIVEN) :] == result['tokens'] else 'OTHER TOKENS'}"
 
 
 def to_mlx(base, model, directory):
@@ -69,8 +69,8 @@ def to_mlx(base, model, directory):
 def from_mlx(base, name, directory):
     if name not in MLX_SETTINGS:
         return "-"
-    found = mlx_side("make", base, directory, directory.parent, MLX_SETTINGS[name] | {"model": str(base)})
-    return compare(load(directory), found)
+    result = mlx_side("make", base, directory, directory.parent, MLX_SETTINGS[name] | {"model": str(base)})
+    return compare(load(directory), result)
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Every kind of adapter computes what PEFT's computes, from the same weights."""
+"""Every kind of adapter matches PEFT with the same weights."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from whet.lazy_import import load_object
 from whet.ops.cross_entropy import linear_cross_entropy
 
 PATTERNS = {"rank_pattern": {"q_proj": 2, r"layers\.1\..*down_proj": 5}, "alpha_pattern": {"k_proj": 3.0}}
-# what whet is asked for, and the same thing in PEFT's words
+# settings of whet, and the same settings of PEFT
 VARIANTS = {
     "lora": ({}, {}),
     "rslora": ({"variant": "rslora"}, {"use_rslora": True}),
@@ -51,7 +51,7 @@ def base(request, tmp_path_factory):
 
 
 def theirs_by_file_name(twin):
-    """PEFT's trained parameters under the names they have in its files."""
+    """Return PEFT's trained parameters by their names in files."""
     return {
         name.replace(".default", "").replace(".modules_to_save", "").replace("vector.weight", "vector"): p
         for name, p in twin.named_parameters()
@@ -69,7 +69,7 @@ def copy_weights(model, twin):
 
 
 def our_gradients(model):
-    """The gradients under PEFT's names."""
+    """Return the gradients by the names of PEFT."""
     twin = copy.deepcopy(model)
     for parameter, other in zip(twin.parameters(), model.parameters(), strict=True):
         if parameter.requires_grad:
@@ -84,22 +84,22 @@ def gradients_of(logits_model, twin):
     linear_cross_entropy(hidden, logits_model.head(), labels).backward()
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+def close(output, expected):
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def close_gradient(found, expected):
-    """Relative to the largest: they are sums over tokens, taken in another order."""
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+def close_gradient(output, expected):
+    """Compare relative to the largest gradient, because sums over tokens run in another order."""
+    assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.fixture(autouse=True)
-def _same_start():
+def _fixed_seed():
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_gradients_equal_pefts(base, variant):
+def test_logits_and_gradients_match_peft(base, variant):
     ours, theirs = VARIANTS[variant]
     model = shake(whet.attach_lora(load(base), rank=3, alpha=5, **ours))
     config = LoraConfig(
@@ -117,20 +117,20 @@ def test_logits_and_gradients_equal_pefts(base, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_peft_loads_what_whet_saves_and_whet_loads_it_again(base, tmp_path, variant):
+def test_saved_adapters_load_in_peft_and_in_whet(base, tmp_path, variant):
     model = shake(whet.attach_lora(load(base), rank=3, alpha=5, **VARIANTS[variant][0]))
     whet.save_adapter(model, tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(load_theirs(base), tmp_path / "adapter")
-    again = load(tmp_path / "adapter")
+    reloaded = load(tmp_path / "adapter")
     with torch.no_grad():
         close(model(tokens()), loaded(input_ids=tokens()).logits)
-        assert torch.equal(again(tokens()), model(tokens()))
-        with adapters_off(again):
-            assert torch.equal(again(tokens()), load(base)(tokens()))
+        assert torch.equal(reloaded(tokens()), model(tokens()))
+        with adapters_off(reloaded):
+            assert torch.equal(reloaded(tokens()), load(base)(tokens()))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_whet_loads_what_peft_saves(base, tmp_path, variant):
+def test_whet_loads_peft_adapters(base, tmp_path, variant):
     theirs = {"target_modules": "all-linear"} | VARIANTS[variant][1]
     twin = get_peft_model(load_theirs(base), LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, **theirs))
     shake(twin).save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_whet_loads_what_peft_saves(base, tmp_path, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_merged_and_saved_equals_adapted(base, tmp_path, variant):
+def test_merged_and_saved_model_matches_the_adapted_model(base, tmp_path, variant):
     model = shake(whet.attach_lora(load(base), rank=3, alpha=5, **VARIANTS[variant][0]))
     with torch.no_grad():
         before = model(tokens())
@@ -153,7 +153,7 @@ def test_merged_and_saved_equals_adapted(base, tmp_path, variant):
 
 
 @pytest.mark.parametrize("alpha", [3, 12])
-def test_pissa_starts_and_trains_like_pefts_and_becomes_a_plain_lora(base, tmp_path, alpha):
+def test_pissa_initializes_and_trains_like_peft_and_converts_to_lora(base, tmp_path, alpha):
     model = whet.attach_lora(load(base), rank=3, alpha=alpha, variant="pissa")
     with torch.no_grad():
         close(model(tokens()), load(base)(tokens()))
@@ -183,16 +183,16 @@ def test_pissa_starts_and_trains_like_pefts_and_becomes_a_plain_lora(base, tmp_p
     loaded = PeftModel.from_pretrained(load_theirs(base), tmp_path / "plain")
     with torch.no_grad():
         close(loaded(input_ids=tokens()).logits, model(tokens()))
-        again = load(tmp_path / "plain")
-        close(again(tokens()), model(tokens()))
-        assert {module.settings.rank for _, module in adapted(again)} == {6}
+        reloaded = load(tmp_path / "plain")
+        close(reloaded(tokens()), model(tokens()))
+        assert {module.settings.rank for _, module in adapted(reloaded)} == {6}
         with adapters_off(model):
             assert torch.equal(model(tokens()), load(base)(tokens())), "the base stays as it was"
         whet.merge(model)
-        torch.testing.assert_close(model(tokens()), again(tokens()), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(tokens()), reloaded(tokens()), rtol=1e-4, atol=1e-4)
 
 
-def test_dropout_of_dora_is_pefts(tmp_path):
+def test_dora_dropout_matches_peft(tmp_path):
     write_base(tmp_path / "base", "llama")
     model = shake(
         whet.attach_lora(load(tmp_path / "base"), rank=3, variant="dora", dropout=0.3, targets="q_proj")
@@ -205,16 +205,16 @@ def test_dropout_of_dora_is_pefts(tmp_path):
     x = torch.randn(5, 32)
     with torch.no_grad():
         torch.manual_seed(1)
-        found = layer.train()(x)
+        output = layer.train()(x)
         torch.manual_seed(1)
-        close(found, other.train()(x))
+        close(output, other.train()(x))
 
 
 def test_tied_weights_are_trained_once_and_stay_tied(tiny_directory, tmp_path):
-    for wanted in (["embed_tokens"], ["lm_head"]):
-        model = whet.attach_lora(load(tiny_directory), rank=3, targets="qv", modules_to_save=wanted)
+    for modules in (["embed_tokens"], ["lm_head"]):
+        model = whet.attach_lora(load(tiny_directory), rank=3, targets="qv", modules_to_save=modules)
         shake(model)
-        directory = tmp_path / wanted[0]
+        directory = tmp_path / modules[0]
         whet.save_adapter(model, directory)
         loaded = PeftModel.from_pretrained(load_theirs(tiny_directory), directory)
         with torch.no_grad():
@@ -224,14 +224,14 @@ def test_tied_weights_are_trained_once_and_stay_tied(tiny_directory, tmp_path):
             close(load_theirs(directory / "merged")(input_ids=tokens()).logits, model(tokens()))
 
 
-def test_a_tied_embedding_trained_apart_from_its_head_is_refused(tiny_directory, tmp_path):
+def test_tied_embedding_trained_separately_from_its_head_is_rejected(tiny_directory, tmp_path):
     config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     shake(get_peft_model(load_theirs(tiny_directory), config)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="are tied here, and trained apart there"):
         load(tmp_path)
 
 
-def test_lora_on_a_tied_embedding_is_refused(tiny):
+def test_lora_on_a_tied_embedding_is_rejected(tiny):
     with pytest.raises(ConfigError, match="embed_tokens is tied"):
         whet.attach_lora(tiny[0], targets=["embed_tokens"])
 
@@ -271,7 +271,7 @@ def test_targets_by_shorthand_regular_expression_or_list(base, targets, leaves):
         ({"targets": ["embed_tokens"], "variant": "dora"}, "dora is for linear layers"),
     ],
 )  # fmt: skip
-def test_bad_settings_are_refused_and_leave_the_model_alone(tmp_path, settings, message):
+def test_invalid_settings_raise_errors_and_do_not_change_the_model(tmp_path, settings, message):
     model = load(write_base(tmp_path, "llama"))
     with pytest.raises(ConfigError, match=message):
         whet.attach_lora(model, **settings)
@@ -279,29 +279,27 @@ def test_bad_settings_are_refused_and_leave_the_model_alone(tmp_path, settings, 
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_layers_that_share_their_input_compute_what_they_compute_alone(base):
+def test_fused_layers_with_a_shared_input_match_separate_layers(base):
     model = shake(whet.attach_lora(load(base), rank=3, rank_pattern={"v_proj": 2}, layers=1))
     attention = next(m for n, m in model.named_modules() if n.endswith("layers.1.self_attn"))
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     x = torch.randn(2, 5, 32, requires_grad=True)
-    alone = [layer(x) for layer in layers]
-    together = layers[0].together(x, layers)
-    for found, expected in zip(together, alone, strict=True):
-        close(found, expected)
-    wanted = [x, *(p for layer in layers for p in (layer.lora_A, layer.lora_B))]
-    weights = [torch.randn_like(y) for y in alone]
-    close_all = torch.autograd.grad(
-        sum((y * w).sum() for y, w in zip(together, weights, strict=True)), wanted
-    )
-    expected = torch.autograd.grad(sum((y * w).sum() for y, w in zip(alone, weights, strict=True)), wanted)
-    for found, other in zip(close_all, expected, strict=True):
-        close(found, other)
+    separate = [layer(x) for layer in layers]
+    fused = layers[0].together(x, layers)
+    for output, expected in zip(fused, separate, strict=True):
+        close(output, expected)
+    inputs = [x, *(p for layer in layers for p in (layer.lora_A, layer.lora_B))]
+    weights = [torch.randn_like(y) for y in separate]
+    close_all = torch.autograd.grad(sum((y * w).sum() for y, w in zip(fused, weights, strict=True)), inputs)
+    expected = torch.autograd.grad(sum((y * w).sum() for y, w in zip(separate, weights, strict=True)), inputs)
+    for output, expected_grad in zip(close_all, expected, strict=True):
+        close(output, expected_grad)
     called = []
     layers[1].register_forward_hook(lambda *_: called.append(1))
     assert layers[0].together(x, layers) is None, "a hook wants its layer called"
 
 
-def test_dora_keeps_its_precision_with_a_bf16_base(base):
+def test_dora_is_accurate_with_a_bf16_base(base):
     model = whet.load(base, dtype=torch.bfloat16, device="cpu")[0]
     shake(whet.attach_lora(model, rank=3, variant="dora"))
     _, layer = next(adapted(model))
@@ -314,8 +312,8 @@ def test_dora_keeps_its_precision_with_a_bf16_base(base):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("variant", ["lora", "rslora", "pissa"])
-def test_a_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
-    """Of a change by a thousandth, the whole arrives: as much of it in the mean as in float64."""
+def test_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
+    """A change of a thousandth is complete in the mean, as in float64."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(192, 256, bias=bias).bfloat16().requires_grad_(False)
     layer = load_object(CLASSES[variant])(linear, LoRASettings(8, 16.0, dropout, variant))
@@ -324,13 +322,13 @@ def test_a_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
     layer.lora_B.data += size * torch.randn(layer.lora_B.shape)
     x = torch.randn(1024, 192).bfloat16()
     torch.manual_seed(1)
-    found = layer(x).double()
+    output = layer(x).double()
     torch.manual_seed(1)
     change = F.dropout(x, dropout).double() @ layer.delta().double().T
     base = F.linear(x.double(), *(p.double() for p in linear.parameters()))
-    arrives = ((found - base) * change).sum() / change.square().sum()
+    fraction = ((output - base) * change).sum() / change.square().sum()
     assert change.std() / base.std() < 3e-3
-    assert arrives.item() == pytest.approx(1.0, abs=0.05)
+    assert fraction.item() == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +336,7 @@ def test_a_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
     [{}, {"variant": "rslora"}, {"variant": "dora"}, {"variant": "pissa"}, {"modules_to_save": ["wte", "c_proj"], "targets": "c_attn"}],
     ids=str,
 )  # fmt: skip
-def test_weights_that_files_hold_transposed_go_through_peft_and_back(tmp_path, settings):
+def test_transposed_weights_round_trip_through_peft(tmp_path, settings):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=260, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
@@ -375,13 +373,13 @@ def write_experts(directory, family):
 
 @pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen2_moe"])
 def experts_directory(request, tmp_path_factory):
-    """Models whose experts are one tensor; the bridge runs the last one."""
+    """Models with fused expert tensors. The last one uses the bridge."""
     return write_experts(tmp_path_factory.mktemp("base") / request.param, request.param)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("targets", EXPERT_TARGETS)
-def test_adapters_of_fused_experts_are_pefts(experts_directory, tmp_path, targets, rslora):
+def test_adapters_of_fused_experts_match_peft(experts_directory, tmp_path, targets, rslora):
     ours, parameters, modules = EXPERT_TARGETS[targets]
     if "router" in targets and experts_directory.name == "qwen2_moe":
         pytest.skip("routers of transformers' classes are nothing that whet adapts")
@@ -420,15 +418,15 @@ def test_adapters_of_fused_experts_are_pefts(experts_directory, tmp_path, target
     [({"dropout": 0.1}, "fused experts cannot have dropout"), ({"variant": "dora"}, "not for fused experts"),
      ({"rank": 33}, "gate_up_proj can have: it maps 32 values to")],
 )  # fmt: skip
-def test_what_fused_experts_cannot_have_is_refused(experts_directory, settings, message):
+def test_unsupported_settings_for_fused_experts_raise_errors(experts_directory, settings, message):
     model = load(experts_directory)
     with pytest.raises(ConfigError, match=message):
         whet.attach_lora(model, targets="experts", **settings)
     assert not list(adapted(model))
 
 
-def test_native_experts_build_no_update_of_the_whole_weight(tmp_path, monkeypatch):
-    """However large the experts, the forward of LoRA takes the products of rows with A and B."""
+def test_native_experts_never_build_the_full_update(tmp_path, monkeypatch):
+    """For experts of any size, LoRA multiplies rows by A and B, and never builds B A."""
     model = shake(whet.attach_lora(load(write_experts(tmp_path, "mixtral")), rank=2, targets="experts"))
     monkeypatch.setattr(
         "whet.adapters.layers.lora_experts.LoRAExperts._updated", lambda _: pytest.fail("a dense update")
@@ -439,14 +437,14 @@ def test_native_experts_build_no_update_of_the_whole_weight(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
-def test_ranks_that_the_grouped_product_does_not_take_are_filled_with_zeros(tmp_path, rank):
+def test_unaligned_ranks_are_zero_padded_for_grouped_matmuls(tmp_path, rank):
     model = shake(whet.attach_lora(load(write_experts(tmp_path, "mixtral")), rank=rank, targets="experts"))
     with torch.no_grad():
         before = model(tokens())
         close(whet.merge(model)(tokens()), before)
 
 
-def test_ranks_and_alphas_of_experts_and_routers_by_pattern_are_pefts(tmp_path):
+def test_rank_and_alpha_patterns_of_experts_and_routers_match_peft(tmp_path):
     patterns = {
         "rank_pattern": {"gate.weight": 2, "experts.down_proj": 3},
         "alpha_pattern": {"gate.weight": 9.0},
@@ -461,12 +459,12 @@ def test_ranks_and_alphas_of_experts_and_routers_by_pattern_are_pefts(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["xglm", "gemma3_text"])
-def test_embeddings_that_scale_their_rows_scale_the_update(kind, tmp_path):
+def test_scaled_embeddings_scale_the_update(kind, tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 260, "max_position_embeddings": 128, "tie_word_embeddings": False}
     if kind == "xglm":
         sizes |= {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
-    else:  # with an activation that whet's own decoder has not
+    else:  # with an activation that the native decoder does not support
         sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_activation": "relu"}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / "base")
@@ -480,7 +478,7 @@ def test_embeddings_that_scale_their_rows_scale_the_update(kind, tmp_path):
         torch.testing.assert_close(whet.merge(ours)(tokens()), adapted_logits, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_zeros_stay_zeros_when_dora_is_merged(tmp_path):
+def test_zero_rows_stay_zero_when_dora_is_merged(tmp_path):
     model = load(write_base(tmp_path / "base", "llama"))
     model.layers[0].self_attn.o_proj.weight.data[3:] = 0
     whet.attach_lora(model, rank=2, variant="dora")
@@ -489,7 +487,7 @@ def test_rows_of_zeros_stay_zeros_when_dora_is_merged(tmp_path):
         torch.testing.assert_close(whet.merge(model)(tokens()), before, rtol=1e-4, atol=1e-4)
 
 
-def test_pissa_in_sixteen_bits_is_saved_as_it_computes(tmp_path):
+def test_16_bit_pissa_is_saved_exactly(tmp_path):
     write_base(tmp_path / "base", "llama")
     model, _ = whet.load(tmp_path / "base", dtype=torch.bfloat16, device="cpu")
     whet.attach_lora(model, rank=4, variant="pissa")
@@ -498,5 +496,5 @@ def test_pissa_in_sixteen_bits_is_saved_as_it_computes(tmp_path):
             if "lora_" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
         whet.save_adapter(model, tmp_path / "adapter")
-        again, _ = whet.load(tmp_path / "adapter", dtype=torch.bfloat16, device="cpu")
-        assert torch.equal(again(tokens()), model(tokens()))
+        loaded, _ = whet.load(tmp_path / "adapter", dtype=torch.bfloat16, device="cpu")
+        assert torch.equal(loaded(tokens()), model(tokens()))

@@ -1,4 +1,4 @@
-"""Adapters on classes of transformers with odd layers, against PEFT and transformers themselves."""
+"""Adapters on transformers classes with unusual layers match PEFT and transformers."""
 
 import logging
 
@@ -72,9 +72,7 @@ def phimoe(directory):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("family", [falcon, llama4, phimoe])
-def test_classes_that_change_outputs_in_place_or_route_by_a_linear_layer_can_be_trained(
-    tmp_path, family, quantised, dropout
-):
+def test_classes_with_in_place_outputs_or_linear_routers_can_be_trained(tmp_path, family, quantised, dropout):
     model = load(family(tmp_path))
     if quantised:
         quantise_base(model, device=torch.device("cpu"), dtype=torch.float32)
@@ -84,16 +82,16 @@ def test_classes_that_change_outputs_in_place_or_route_by_a_linear_layer_can_be_
     assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)
 
 
-def test_a_model_that_adds_in_place_learns_as_with_peft(tmp_path):
+def test_model_with_in_place_addition_matches_peft(tmp_path):
     model = shake(whet.attach_lora(load(falcon(tmp_path / "base")), rank=2))
     whet.save_adapter(model, tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(
         load_theirs(tmp_path / "base"), tmp_path / "adapter", is_trainable=True
     )
-    ours, wanted = model(tokens()), theirs(input_ids=tokens()).logits
-    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+    ours, expected = model(tokens()), theirs(input_ids=tokens()).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     ours.square().mean().backward()
-    wanted.square().mean().backward()
+    expected.square().mean().backward()
     grads = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
     assert len(grads) == len([p for p in model.parameters() if p.requires_grad])
     for name, parameter in model.named_parameters():
@@ -105,7 +103,7 @@ def test_a_model_that_adds_in_place_learns_as_with_peft(tmp_path):
             )  # fmt: skip
 
 
-def test_what_a_module_holds_beside_its_parameters_is_saved_with_it(tmp_path):
+def test_buffers_of_a_module_are_saved(tmp_path):
     config = Glm4MoeConfig(
         **COMMON | {"num_hidden_layers": 3}, **FEW, intermediate_size=64, moe_intermediate_size=16, head_dim=8,
         n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, n_group=1,
@@ -117,13 +115,13 @@ def test_what_a_module_holds_beside_its_parameters_is_saved_with_it(tmp_path):
         expected = load_theirs(base)(tokens()).logits
         for name, write_to in (("whole", whet.save), ("kept", save_base)):
             write_to(model, None, tmp_path / name)
-            again = load_theirs(tmp_path / name)(tokens()).logits
-            torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+            loaded_logits = load_theirs(tmp_path / name)(tokens()).logits
+            torch.testing.assert_close(loaded_logits, expected, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(load(tmp_path / name)(tokens()), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_in_lists_are_named_by_their_whole_paths(tmp_path):
-    """PEFT would take the target "0" for the first layer, too."""
+def test_layers_in_lists_are_named_by_their_full_paths(tmp_path):
+    """PEFT would also apply the target "0" to the first layer."""
     config = Zamba2Config(
         **COMMON, num_key_value_heads=4, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_ngroups=1,
         n_mamba_heads=4, chunk_size=8, intermediate_size=64, layers_block_type=["mamba", "hybrid"],
@@ -144,7 +142,7 @@ def test_layers_in_lists_are_named_by_their_whole_paths(tmp_path):
         )
 
 
-def test_adapters_that_peft_takes_for_those_of_experts_are_pointed_out(tmp_path, caplog):
+def test_adapters_that_peft_would_apply_to_experts_cause_a_warning(tmp_path, caplog):
     config = Qwen3MoeConfig(
         **COMMON, **FEW, intermediate_size=64, moe_intermediate_size=16, head_dim=8, num_experts=4,
         num_experts_per_tok=2, mlp_only_layers=[0],
@@ -158,14 +156,14 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_pointed_out(tmp_path,
     [message] = caplog.messages
     assert "PEFT takes adapters of model.layers.0.mlp.down_proj" in message
     theirs = PeftModel.from_pretrained(load_theirs(base), tmp_path / "adapter").eval()
-    with torch.no_grad():  # should they agree one day, the warning can go
+    with torch.no_grad():  # if they ever agree, the warning can be removed
         assert (model(tokens()) - theirs(input_ids=tokens()).logits).abs().max() > 0.1
         whet.save(model, None, tmp_path / "whole")
-        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
-        torch.testing.assert_close(whole(tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+        torch.testing.assert_close(merged(tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4)
 
 
-def test_dropout_on_the_head_is_refused_but_not_in_a_finished_adapter(tmp_path):
+def test_dropout_on_the_head_is_rejected_except_in_a_trained_adapter(tmp_path):
     base = write_base(tmp_path / "base", "llama")
     with pytest.raises(ConfigError, match="lm_head: the head cannot have dropout"):
         whet.attach_lora(load(base), targets=["q_proj", "lm_head"], dropout=0.1)

@@ -1,6 +1,6 @@
-"""Every native family computes what transformers computes: logits, gradients, decoding, and back from disk.
+"""Every native family matches transformers: logits, gradients, decoding, saving and loading.
 
-A new family adds rows here, one for each switch it has.
+A new family adds one row per option.
 """
 
 import json
@@ -52,7 +52,7 @@ GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
-# row: (transformers' family, the config's differences from SIZES)
+# row: (family in transformers, config fields that differ from SIZES)
 ROWS = {
     "llama-untied": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -108,21 +108,21 @@ CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
 def reference(directory, row):
-    """A random transformers model, saved where whet can load it."""
+    """Write a random transformers model, and return it."""
     family, differences = ROWS[row]
     sizes = differences if family == "GPT2" else {**SIZES, **differences}
     config = getattr(transformers, f"{family}Config")(**sizes)
-    # scores that are capped are right only in the eager implementation
+    # only the eager implementation supports softcapped scores
     config._attn_implementation = "eager"
-    config._experts_implementation = "eager"  # a loop: the grouped one cannot do every width
+    config._experts_implementation = "eager"  # the grouped implementation does not support every width
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
-    randomise(model).save_pretrained(directory)
+    randomize(model).save_pretrained(directory)
     return model
 
 
-def randomise(model):
-    """Weights that say something, biases and norms too."""
+def randomize(model):
+    """Randomize all weights, including biases and norms."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -145,41 +145,41 @@ def tokens(batch=3, length=70):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_logits_and_gradients_equal_transformers(tmp_path, row):
+def test_logits_and_gradients_match_transformers(tmp_path, row):
     expected, model = reference(tmp_path, row), ours(tmp_path)
     batch = tokens()
     inputs, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
     logits = expected(inputs).logits
-    assert logits.std() > 0.1, "a model that says nothing tests nothing"
+    assert logits.std() > 0.1, "constant logits would test nothing"
     assert (model(inputs) - logits).abs().max().item() < LOGIT_TOLERANCE
 
     F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").backward()
     linear_cross_entropy(model.hidden(inputs).flatten(0, 1), model.head(), targets).backward()
     theirs = dict(expected.named_parameters())
-    squares = [0.0, 0.0]
+    squared_sums = [0.0, 0.0]
     for name, parameter in model.named_parameters():
         gradient = theirs[model.hf_name(name)].grad
         difference = (model.as_stored(name, parameter.grad) - gradient).double().square().sum().item()
         size = gradient.double().square().sum().item()
-        # float32 sums in another order; small gradients beside large ones have no digits of their own
+        # float32 sums in another order, with an absolute term for gradients that are small compared to others
         assert difference**0.5 < 1e-4 * size**0.5 + 2e-4, name
-        squares = [squares[0] + difference, squares[1] + size]
-    assert (squares[0] / squares[1]) ** 0.5 < 2e-5  # relative L2 over all weights
+        squared_sums = [squared_sums[0] + difference, squared_sums[1] + size]
+    assert (squared_sums[0] / squared_sums[1]) ** 0.5 < 2e-5  # relative L2 over all weights
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_saved_model_loads_in_transformers_and_in_whet(tmp_path, row):
+def test_saved_model_loads_in_transformers_and_in_whet(tmp_path, row):
     reference(tmp_path / "theirs", row)
     model = ours(tmp_path / "theirs")
     save_model(model, None, tmp_path / "ours", max_shard_bytes=20_000)
     assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
-    again, info = AutoModelForCausalLM.from_pretrained(
+    loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype=torch.float32, **EAGER
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens()).logits, model(tokens()), rtol=0, atol=LOGIT_TOLERANCE)
+        torch.testing.assert_close(loaded(tokens()).logits, model(tokens()), rtol=0, atol=LOGIT_TOLERANCE)
         assert torch.equal(ours(tmp_path / "ours")(tokens()), model(tokens()))
     assert ours(tmp_path / "ours").fingerprint == model.fingerprint
     saved = json.loads((tmp_path / "ours" / "config.json").read_text())
@@ -188,14 +188,14 @@ def test_a_saved_model_loads_in_transformers_and_in_whet(tmp_path, row):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_decoding_with_a_cache_equals_full_forwards(tmp_path, row):
-    """Ragged rows, with and without a shared start: windows count positions, not slots."""
+def test_decoding_with_a_cache_matches_full_forwards(tmp_path, row):
+    """Ragged rows, with and without a shared prefix. Windows count positions, not slots."""
     reference(tmp_path, row)
     model = ours(tmp_path)
     for shared in (0, 11):
         prompts = [list(range(shared)) + tokens(1, 20)[0, :length].tolist() for length in (3, 12, 20)]
-        found = generate_tokens(model, prompts, max_tokens=14, stop_tokens=set())
-        for prompt, generated in zip(prompts, found, strict=True):
+        completions = generate_tokens(model, prompts, max_tokens=14, stop_tokens=set())
+        for prompt, generated in zip(prompts, completions, strict=True):
             row_tokens = list(prompt)
             with torch.no_grad():
                 for _ in range(14):
@@ -204,7 +204,7 @@ def test_decoding_with_a_cache_equals_full_forwards(tmp_path, row):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_packed_equals_solo(tmp_path, row):
+def test_packed_documents_match_separate_documents(tmp_path, row):
     from tiny import random_examples
 
     reference(tmp_path, row)
@@ -216,9 +216,9 @@ def test_packed_equals_solo(tmp_path, row):
         for index, group in enumerate((examples[:1], examples[1:])):
             start = 0
             for example in group:
-                solo = model.hidden(torch.tensor([example.tokens[:-1]]))
+                separate = model.hidden(torch.tensor([example.tokens[:-1]]))
                 torch.testing.assert_close(
-                    packed[index, start : start + example.length], solo[0], rtol=1e-5, atol=2e-5
+                    packed[index, start : start + example.length], separate[0], rtol=1e-5, atol=2e-5
                 )
                 start += example.length
 
@@ -227,7 +227,7 @@ ONE_EACH = {row.split("-")[0]: row for row in reversed(ROWS)}
 
 
 @pytest.mark.parametrize("family", ONE_EACH)
-def test_adapters_equal_pefts_and_load_there(tmp_path, family):
+def test_adapters_match_peft_and_load_in_peft(tmp_path, family):
     reference(tmp_path / "base", ONE_EACH[family])
     model = ours(tmp_path / "base")
     whet.attach_lora(model, rank=3, alpha=5)
@@ -253,14 +253,14 @@ def test_adapters_equal_pefts_and_load_there(tmp_path, family):
     )
     peft = get_peft_model(fresh, settings)
     peft.save_pretrained(tmp_path / "from-peft")
-    other = whet.load_adapter(ours(tmp_path / "base"), tmp_path / "from-peft")
+    from_peft = whet.load_adapter(ours(tmp_path / "base"), tmp_path / "from-peft")
     with torch.no_grad():
         torch.testing.assert_close(
-            other(tokens()), peft(input_ids=tokens()).logits, rtol=0, atol=LOGIT_TOLERANCE
+            from_peft(tokens()), peft(input_ids=tokens()).logits, rtol=0, atol=LOGIT_TOLERANCE
         )
 
 
-def test_rows_exercise_the_switch_they_name(tmp_path):
+def test_rows_exercise_the_option_they_name(tmp_path):
     """A silently ignored key would test nothing."""
 
     def spec(row):
@@ -281,7 +281,7 @@ def test_rows_exercise_the_switch_they_name(tmp_path):
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
-# row: (model_type, what its config.json says beside SIZES), with keys that save_pretrained would add or move
+# row: (model_type, config.json fields in addition to SIZES), with keys that save_pretrained would add or move
 RAW_ROWS = {
     "mistral-some-windows": ("mistral", {"head_dim": 8, "sliding_window": 5, "layer_types": TYPES}),
     "mistral-all-windows": ("mistral", {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention"] * 4}),
@@ -324,7 +324,7 @@ RAW_ROWS = {
 
 
 def raw_reference(directory, row):
-    """A random transformers model of a config.json as it is written by hand, which stays as it is."""
+    """Write a random transformers model with a manually written config.json, and return the model."""
     family, differences = RAW_ROWS[row]
     directory.mkdir()
     raw = json.dumps({**SIZES, "model_type": family, **differences})
@@ -337,34 +337,34 @@ def raw_reference(directory, row):
         pytest.skip("transformers 5.17 cannot read it; later ones do")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    randomise(model).save_pretrained(directory)
+    randomize(model).save_pretrained(directory)
     (directory / "config.json").write_text(raw)
     return model
 
 
 @pytest.mark.parametrize("row", RAW_ROWS)
-def test_a_config_as_it_is_written_by_hand_means_what_it_means_in_transformers(tmp_path, row):
+def test_manually_written_configs_are_read_as_in_transformers(tmp_path, row):
     expected = raw_reference(tmp_path / "theirs", row)
     model, _ = whet.load(tmp_path / "theirs", dtype=torch.float32, device="cpu")
     assert isinstance(model, Decoder) == (row != "phi3-partial")
     save_model(model, None, tmp_path / "ours")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, **EAGER)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, **EAGER)
     reloaded, _ = whet.load(tmp_path / "ours", dtype=torch.float32, device="cpu")
     with torch.no_grad():
         logits = expected(tokens()).logits
-        for found in (model(tokens()), again(tokens()).logits, reloaded(tokens())):
-            torch.testing.assert_close(found, logits, rtol=0, atol=LOGIT_TOLERANCE)
+        for output in (model(tokens()), loaded(tokens()).logits, reloaded(tokens())):
+            torch.testing.assert_close(output, logits, rtol=0, atol=LOGIT_TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen3_moe"])
-def test_a_window_that_is_not_given_is_transformers_one(family):
+def test_default_sliding_window_is_that_of_transformers(family):
     layers = {"num_hidden_layers": 2, "use_sliding_window": True, "max_window_layers": 0}
     config = {**SIZES, **QWEN3_MOE, **layers, "model_type": family}
     theirs = transformers.AutoConfig.for_model(**config)
     assert FAMILIES[family].from_config(config).blocks[0].grouped.window == theirs.sliding_window == 4096
 
 
-def test_the_old_name_of_a_dtype_does_not_contradict_the_new_one(tmp_path):
+def test_old_and_new_dtype_keys_agree(tmp_path):
     raw_reference(tmp_path / "theirs", "llama-old-type")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "theirs" / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
@@ -373,13 +373,13 @@ def test_the_old_name_of_a_dtype_does_not_contradict_the_new_one(tmp_path):
     assert saved["dtype"] == saved["torch_dtype"] == "float32"
 
 
-def test_a_tied_model_is_written_once_and_stays_tied(tmp_path):
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     reference(tmp_path / "theirs", "llama-tied")
     model = ours(tmp_path / "theirs")
     save_model(model, None, tmp_path / "ours")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
-    assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in model.parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 def test_old_gpt2_files_without_prefix_and_with_masks_load(tmp_path):

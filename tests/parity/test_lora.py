@@ -1,4 +1,4 @@
-"""Adapters compute what PEFT's compute, and each library reads what the other writes."""
+"""Adapters match PEFT, and each library reads the files of the other."""
 
 import json
 
@@ -22,8 +22,8 @@ def tokens():
     return torch.randint(0, 260, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-def randomise(model):
-    """Give B values too: a fresh adapter changes nothing."""
+def randomize(model):
+    """Randomize B as well, because a new adapter changes nothing."""
     generator = torch.Generator().manual_seed(4)
     for name, tensor in sorted(adapter_tensors(model).items()):
         tensor.data = torch.randn(tensor.shape, generator=generator) * 0.2
@@ -32,7 +32,7 @@ def randomise(model):
 
 
 def peft_twin(directory, model, **settings):
-    """A PEFT model with the same adapter weights."""
+    """Return a PEFT model with the same adapter weights."""
     config = LoraConfig(task_type="CAUSAL_LM", **settings)
     twin = get_peft_model(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), config)
     names = {
@@ -50,10 +50,10 @@ def peft_twin(directory, model, **settings):
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_logits_and_gradients_equal_pefts(tmp_path, targets, bias):
+def test_logits_and_gradients_match_peft(tmp_path, targets, bias):
     write_tiny_model(tmp_path, attention_bias=bias)
     model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
-    randomise(whet.attach_lora(model, rank=3, alpha=5, targets=TARGETS[targets]))
+    randomize(whet.attach_lora(model, rank=3, alpha=5, targets=TARGETS[targets]))
     twin, names = peft_twin(tmp_path, model, r=3, lora_alpha=5, target_modules=TARGETS[targets])
     inputs, labels = tokens()[:, :-1], tokens()[:, 1:].reshape(-1)
 
@@ -68,7 +68,7 @@ def test_logits_and_gradients_equal_pefts(tmp_path, targets, bias):
 @pytest.mark.parametrize("settings", [{}, {"targets": ["q_proj"]}, {"layers": 1}, {"layers": [0]}])
 def test_peft_loads_a_saved_adapter_with_equal_logits(tiny_directory, tmp_path, settings):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
-    randomise(whet.attach_lora(model, rank=4, alpha=8, **settings))
+    randomize(whet.attach_lora(model, rank=4, alpha=8, **settings))
     whet.save_adapter(model, tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -76,13 +76,13 @@ def test_peft_loads_a_saved_adapter_with_equal_logits(tiny_directory, tmp_path, 
     assert len(active) == len(list(adapted(model)))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens()), loaded(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
-    again, _ = whet.load(tmp_path / "adapter", dtype=torch.float32, device="cpu")
+    reloaded, _ = whet.load(tmp_path / "adapter", dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        assert torch.equal(again(tokens()), model(tokens()))
+        assert torch.equal(reloaded(tokens()), model(tokens()))
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-def test_whet_loads_what_peft_saves(tiny_directory, tmp_path, targets):
+def test_whet_loads_peft_adapters(tiny_directory, tmp_path, targets):
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     theirs = get_peft_model(
         base, LoraConfig(r=2, lora_alpha=7, target_modules=TARGETS[targets], init_lora_weights=False)
@@ -102,7 +102,7 @@ def test_adapters_on_the_bridge_load_in_peft(tmp_path):
     )  # fmt: skip
     GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
     model, _ = whet.load(tmp_path / "granite", dtype=torch.float32, device="cpu")
-    randomise(whet.attach_lora(model, rank=4))
+    randomize(whet.attach_lora(model, rank=4))
     whet.save_adapter(model, tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "granite", dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -110,9 +110,11 @@ def test_adapters_on_the_bridge_load_in_peft(tmp_path):
         torch.testing.assert_close(model(tokens()), loaded(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(tiny):
+def test_new_adapter_changes_nothing_and_initializes_like_peft(tiny):
     model, _ = tiny
-    before = model(tokens())  # with gradients: few rows without any take another product, with other rounding
+    before = model(
+        tokens()
+    )  # with gradients: without them, few rows use another matmul with different rounding
     whet.attach_lora(model, rank=8)
     assert torch.equal(model(tokens()), before)
     for _, module in adapted(model):
@@ -126,7 +128,7 @@ def test_merged_equals_adapted_and_off_equals_base(tiny, tmp_path):
     model, tokenizer = tiny
     with torch.no_grad():
         base = model(tokens())
-        randomise(whet.attach_lora(model, rank=4))
+        randomize(whet.attach_lora(model, rank=4))
         adapted_logits = model(tokens())
         with adapters_off(model):
             assert torch.equal(model(tokens()), base)
@@ -140,7 +142,7 @@ def test_merged_equals_adapted_and_off_equals_base(tiny, tmp_path):
         torch.testing.assert_close(plain(tokens()).logits, adapted_logits, rtol=1e-4, atol=1e-4)
 
 
-def test_saving_never_replaces_what_is_there(tiny, tmp_path):
+def test_saving_never_overwrites(tiny, tmp_path):
     model, tokenizer = tiny
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(CheckpointError, match="never overwrites existing files"):
@@ -151,9 +153,9 @@ def test_saving_never_replaces_what_is_there(tiny, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_dropout_acts_in_training_only_and_keeps_the_mean(tiny):
+def test_dropout_is_active_only_in_training_and_preserves_the_mean(tiny):
     model, _ = tiny
-    randomise(whet.attach_lora(model, rank=4, dropout=0.5))
+    randomize(whet.attach_lora(model, rank=4, dropout=0.5))
     name, layer = next(iter(adapted(model)))
     x = torch.randn(4, layer.base.in_features)
     with torch.no_grad():
@@ -166,7 +168,7 @@ def test_dropout_acts_in_training_only_and_keeps_the_mean(tiny):
     torch.testing.assert_close(draws.mean(0), quiet, rtol=0.1, atol=0.1)
 
 
-def test_layers_counts_from_the_end_or_lists(tiny_directory):
+def test_layers_is_a_count_from_the_end_or_a_list(tiny_directory):
     for layers, expected in ((1, {1}), ([0], {0}), (2, {0, 1})):
         model, _ = whet.load(tiny_directory, device="cpu")
         whet.attach_lora(model, layers=layers)
@@ -193,19 +195,19 @@ def test_layers_counts_from_the_end_or_lists(tiny_directory):
         ({"dropout": 1.0}, "dropout 1.0"),
     ],
 )
-def test_bad_settings_are_refused(tiny, settings, message):
+def test_invalid_settings_raise_errors(tiny, settings, message):
     with pytest.raises(ConfigError, match=message) as caught:
         whet.attach_lora(tiny[0], **settings)
     assert caught.value.exit_code == 2
 
 
-def test_attaching_twice_is_refused(tiny):
+def test_attaching_twice_raises_an_error(tiny):
     whet.attach_lora(tiny[0])
     with pytest.raises(ConfigError, match="has adapters already"):
         whet.attach_lora(tiny[0])
 
 
-def test_an_adapter_of_another_model_is_refused_with_the_difference(tiny, tmp_path):
+def test_mismatched_adapter_error_names_the_difference(tiny, tmp_path):
     write_tiny_model(tmp_path / "wide", hidden_size=48)
     wide, _ = whet.load(tmp_path / "wide", device="cpu")
     whet.save_adapter(whet.attach_lora(wide, rank=4), tmp_path / "adapter")
@@ -226,9 +228,7 @@ def test_an_adapter_of_another_model_is_refused_with_the_difference(tiny, tmp_pa
      ("r", "eight", "cannot be understood"), ("rank_pattern", {"(": 2}, "cannot be understood"),
      ("r", 0, "the rank is 0"), ("lora_alpha", None, "cannot be understood")],
 )  # fmt: skip
-def test_settings_under_which_the_tensors_mean_something_else_are_refused(
-    tiny, tmp_path, key, value, message
-):
+def test_unsupported_adapter_settings_raise_errors(tiny, tmp_path, key, value, message):
     whet.save_adapter(whet.attach_lora(tiny[0]), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, key: value}))
@@ -236,7 +236,7 @@ def test_settings_under_which_the_tensors_mean_something_else_are_refused(
         whet.load_adapter(whet.merge(tiny[0]), tmp_path / "adapter")
 
 
-def test_ranks_above_the_small_side_load_as_in_peft(tiny_directory, tmp_path):
+def test_ranks_above_the_smaller_dimension_load_as_in_peft(tiny_directory, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     theirs = get_peft_model(base, LoraConfig(r=24, target_modules=["k_proj"], init_lora_weights=False))
     theirs.save_pretrained(tmp_path)

@@ -1,6 +1,6 @@
-"""mlx-lm reads the adapters whet writes, and whet reads mlx-lm's: same logits, same greedy tokens.
+"""whet and mlx-lm read each other's adapters, with equal logits and greedy tokens.
 
-mlx-lm runs in a process of its own: in this Python, or in the one that WHET_MLX_PYTHON names.
+mlx-lm runs in a separate process, with this Python or the one that WHET_MLX_PYTHON names.
 """
 
 import functools
@@ -42,8 +42,8 @@ MLX_SETTINGS = {
 @functools.cache
 def mlx_python():
     python = os.environ.get("WHET_MLX_PYTHON", sys.executable)
-    found = subprocess.run([python, "-c", "import mlx_lm"], capture_output=True, check=False)
-    return python if found.returncode == 0 else None
+    check = subprocess.run([python, "-c", "import mlx_lm"], capture_output=True, check=False)
+    return python if check.returncode == 0 else None
 
 
 def mlx_side(action, model, adapter, tmp_path, settings=None):
@@ -65,47 +65,47 @@ def base(request, tmp_path_factory):
     directory = write_base(tmp_path_factory.mktemp("base") / request.param, request.param)
     write_tokenizer(directory)
     config = json.loads((directory / "config.json").read_text())
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where models on the hub have it
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # as in models on the hub
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
 @torch.no_grad()
-def assert_same(model, found):
-    """Logits, and 24 tokens decoded greedily."""
-    logits = torch.tensor(found["logits"])
+def assert_same(model, result):
+    """Compare logits, and 24 greedily decoded tokens."""
+    logits = torch.tensor(result["logits"])
     torch.testing.assert_close(model(torch.tensor([GIVEN])), logits, rtol=1e-4, atol=1e-4)
     tokens = list(GIVEN)
-    for _ in range(len(found["tokens"])):
+    for _ in range(len(result["tokens"])):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    assert tokens[len(GIVEN) :] == found["tokens"]
-    assert len(found["tokens"]) == 24
+    assert tokens[len(GIVEN) :] == result["tokens"]
+    assert len(result["tokens"]) == 24
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mlx_lm_generates_the_same_tokens_from_what_whet_saves(base, tmp_path, variant):
+def test_mlx_lm_generates_the_same_tokens_from_saved_adapters(base, tmp_path, variant):
     model = shake(whet.attach_lora(load(base), rank=4, alpha=6, **VARIANTS[variant]))
     whet.save_adapter(model, tmp_path / "adapter", layout="mlx")
     assert_same(model, mlx_side("use", base, tmp_path / "adapter", tmp_path))
 
 
 @pytest.mark.parametrize("variant", MLX_SETTINGS)
-def test_whet_loads_what_mlx_lm_saves(base, tmp_path, variant):
+def test_whet_loads_mlx_lm_adapters(base, tmp_path, variant):
     settings = MLX_SETTINGS[variant] | {"model": str(base)}
-    found = mlx_side("make", base, tmp_path / "adapter", tmp_path, settings)
+    result = mlx_side("make", base, tmp_path / "adapter", tmp_path, settings)
     model = load(tmp_path / "adapter")
     assert next(adapted(model), None) is not None
-    assert_same(model, found)
+    assert_same(model, result)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_whet_loads_what_it_saves_in_the_mlx_layout(base, tmp_path, variant):
+def test_mlx_layout_round_trip(base, tmp_path, variant):
     model = shake(whet.attach_lora(load(base), rank=4, alpha=6, **VARIANTS[variant]))
     whet.save_adapter(model, tmp_path / "adapter", layout="mlx")
-    again = load(tmp_path / "adapter")
+    loaded = load(tmp_path / "adapter")
     tokens = torch.tensor([GIVEN])
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["num_layers"] == (1 if variant == "last-layer" else 2)
     assert config["fine_tune_type"] == ("dora" if variant == "dora" else "lora")
@@ -124,14 +124,14 @@ def test_whet_loads_what_it_saves_in_the_mlx_layout(base, tmp_path, variant):
         ({"modules_to_save": ["lm_head"]}, r"modules trained whole \(lm_head.weight\)"),
     ],
 )
-def test_what_the_layout_cannot_hold_is_refused_and_nothing_is_written(base, tmp_path, settings, message):
+def test_unsupported_adapters_raise_errors_and_write_nothing(base, tmp_path, settings, message):
     model = whet.attach_lora(load(base), **settings)
     with pytest.raises(ModelError, match=f"the mlx layout cannot hold .*{message}"):
         whet.save_adapter(model, tmp_path / "adapter", layout="mlx")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_or_foreign_mlx_adapter_is_refused_with_the_difference(base, tiny_directory, tmp_path):
+def test_broken_or_mismatched_mlx_adapter_error_names_the_difference(base, tiny_directory, tmp_path):
     model = whet.attach_lora(load(base), rank=4)
     whet.save_adapter(model, tmp_path / "adapter", layout="mlx")
     config = tmp_path / "adapter" / "adapter_config.json"

@@ -1,4 +1,4 @@
-"""Full fine-tuning against transformers where the pad token occurs in the text, and what decays."""
+"""Full fine-tuning matches transformers if the pad token occurs in the text, and weight decay of embeddings."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ from whet.training.optim.param_groups import parameter_groups
 from whet.training.trainer import Trainer as WhetTrainer
 
 PAD = 7
-STEPS, RATE, DECAY = 4, 1e-2, 0.1
+STEPS, LR, DECAY = 4, 1e-2, 0.1
 SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=False)
 
 
 def stream():
-    """Every token is often an input, the pad token, too, and it is a target."""
+    """Return batches in which the pad token is both an input and a target."""
     examples = random_examples(20, longest=30, vocab=16)
     inputs = {token for example in examples for token in example.tokens[:-1]}
     targets = {t for e in examples for t, on in zip(e.tokens, e.supervised, strict=True) if on}
@@ -33,8 +33,8 @@ def stream():
     return BatchStream(examples, SETTINGS, seed=0)
 
 
-def of_transformers(directory, *, padding=True):
-    """The loop that people write; `padding` off is the derivative of the loss itself."""
+def train_transformers(directory, *, padding=True):
+    """Train with a plain transformers loop. Without `padding`, gradients are those of the loss itself."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert model.get_input_embeddings().padding_idx == PAD
     if not padding:
@@ -45,7 +45,7 @@ def of_transformers(directory, *, padding=True):
         {"params": [p for name, p in named.items() if name in decays], "weight_decay": DECAY},
         {"params": [p for name, p in named.items() if name not in decays], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    optimizer = torch.optim.AdamW(groups, lr=LR)
     batches = stream()
     for _ in range(STEPS):
         step = next(batches)
@@ -59,40 +59,40 @@ def of_transformers(directory, *, padding=True):
     return {name: p.detach() for name, p in named.items()}
 
 
-def of_whet(directory, tmp_path, *, bridge=False, **optim):
+def train_whet(directory, tmp_path, *, bridge=False, **optim):
     if bridge:
         model = load_bridge(directory, dtype=torch.float32, device=torch.device("cpu"))
     else:
         model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
-    settings = {"lr": RATE, "weight_decay": DECAY, "schedule": "constant", "warmup": 0, "clip": None}
+    settings = {"lr": LR, "weight_decay": DECAY, "schedule": "constant", "warmup": 0, "clip": None}
     config = run_config(directory, tmp_path, method={"kind": "full"}, optim={**settings, **optim})
     WhetTrainer(model, SFT(), stream(), make_config(config), total_steps=STEPS).fit()
     return {model.hf_name(name): p.detach() for name, p in model.named_parameters()}
 
 
-def apart(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+def max_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def directory(request, tmp_path_factory):
-    found = tmp_path_factory.mktemp("padded")
-    write_tiny_model(found, pad_token_id=PAD, tie_word_embeddings=request.param)
-    return found
+    path = tmp_path_factory.mktemp("padded")
+    write_tiny_model(path, pad_token_id=PAD, tie_word_embeddings=request.param)
+    return path
 
 
 @pytest.mark.parametrize("bridge", [False, True], ids=["native", "bridge"])
-def test_a_full_fine_tune_is_that_of_transformers_when_asked_for(directory, tmp_path, bridge):
-    ours = of_whet(directory, tmp_path, bridge=bridge, freeze_pad_row=True, decay_embeddings=True)
-    assert apart(ours, of_transformers(directory)) < 2e-5
+def test_full_fine_tuning_matches_transformers_with_both_options(directory, tmp_path, bridge):
+    ours = train_whet(directory, tmp_path, bridge=bridge, freeze_pad_row=True, decay_embeddings=True)
+    assert max_difference(ours, train_transformers(directory)) < 2e-5
 
 
-def test_by_default_every_row_has_the_gradient_of_the_loss(directory, tmp_path):
-    ours = of_whet(directory, tmp_path, decay_embeddings=True)
-    assert apart(ours, of_transformers(directory, padding=False)) < 2e-5
-    assert apart(ours, of_transformers(directory)) > 1e-3
+def test_every_row_has_the_gradient_of_the_loss_by_default(directory, tmp_path):
+    ours = train_whet(directory, tmp_path, decay_embeddings=True)
+    assert max_difference(ours, train_transformers(directory, padding=False)) < 2e-5
+    assert max_difference(ours, train_transformers(directory)) > 1e-3
 
 
 def test_only_the_gradient_from_inputs_is_dropped(directory):
@@ -105,7 +105,7 @@ def test_only_the_gradient_from_inputs_is_dropped(directory):
     assert model.head().weight.grad[PAD].any()
 
 
-def test_a_table_that_is_trained_beside_adapters_has_it_too(directory):
+def test_embedding_trained_with_adapters_is_covered(directory):
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     if model.spec.tied_head:
         pytest.skip("its head would be trained as well")
@@ -117,17 +117,17 @@ def test_a_table_that_is_trained_beside_adapters_has_it_too(directory):
     assert not gradient[PAD].any()
 
 
-def test_a_model_without_a_pad_token_has_no_such_row(tmp_path):
+def test_model_without_a_pad_token_is_rejected(tmp_path):
     write_tiny_model(tmp_path)
     model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
     with pytest.raises(ConfigError, match="no pad token whose row transformers would freeze"):
         freeze_pad_row(model)
 
 
-def test_which_families_have_such_a_row_in_transformers():
-    """Of those that are whet's own: all but gpt2; the default of a config class counts."""
+def test_families_with_padding_idx_in_transformers():
+    """All native families except gpt2 have one, including by the default of their config class."""
     from whet.models.families import FAMILIES
-    from whet.models.pad_row import _WITHOUT
+    from whet.models.pad_row import _WITHOUT_PADDING_IDX
 
     small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 64, "num_experts": 2, "num_local_experts": 2,
@@ -136,21 +136,23 @@ def test_which_families_have_such_a_row_in_transformers():
         config = AutoConfig.for_model(name, pad_token_id=PAD, **small)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        expected = None if name in _WITHOUT else PAD
+        expected = None if name in _WITHOUT_PADDING_IDX else PAD
         assert model.get_input_embeddings().padding_idx == expected, name
 
 
-def test_embeddings_decay_only_when_asked_for(directory):
+def test_embeddings_decay_only_with_decay_embeddings(directory):
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
 
-    def decaying(section):
+    def decayed_parameters(section):
         groups = parameter_groups(section, model)
         return {id(p) for group in groups if group.weight_decay for p in group.parameters}
 
-    usual, theirs = (decaying(Optim(weight_decay=DECAY, decay_embeddings=on)) for on in (False, True))
-    assert theirs - usual == {id(model.embed_tokens.weight)}
+    default, theirs = (
+        decayed_parameters(Optim(weight_decay=DECAY, decay_embeddings=on)) for on in (False, True)
+    )
+    assert theirs - default == {id(model.embed_tokens.weight)}
     reference = AutoModelForCausalLM.from_pretrained(directory)
-    tensors = dict(reference.named_parameters())  # without the second name of a tied one
+    tensors = dict(reference.named_parameters())  # tied weights once
     names = tensors.keys() & set(Trainer.get_decay_parameter_names(None, reference))
     assert {model.hf_name(name) for name, p in model.named_parameters() if id(p) in theirs} == names

@@ -1,8 +1,7 @@
-"""What whet writes is read by transformers 4 as by transformers 5.
+"""transformers 4 and transformers 5 read whet's files in the same way.
 
-`make compat` builds the environment with transformers 4; WHET_TRANSFORMERS4 names its Python. transformers 4 ignores
-keys and names of tensors that it does not know, and computes with its defaults instead: nothing but a comparison
-of results shows that.
+`make compat` builds the environment with transformers 4, and WHET_TRANSFORMERS4 names its Python. transformers 4
+silently ignores unknown keys and tensor names and uses its defaults instead, so only results can be compared.
 """
 
 import json
@@ -40,7 +39,7 @@ LONGER = {**LONG, "original_max_position_embeddings": 16, "attention_factor": 1.
 MSCALES = {"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 16}
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# through the bridge, with rotations that are not the class's defaults
+# models that use the bridge, with a RoPE that differs from the default of the class
 BRIDGED = {
     "phi": {**COMMON, "rope_parameters": PARTIAL},
     "gpt_neox": {**COMMON, "rope_parameters": PARTIAL},
@@ -58,7 +57,7 @@ BRIDGED = {
     "qwen2_moe": {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 24, "rope_parameters": LINEAR},
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": THETA},
 }
-# keys that transformers 5 prefers to its own, and that cannot say all of these
+# settings that the keys of transformers 4 cannot express, although transformers 5 prefers those keys
 LONG_ROPES = {
     "phimoe": {**GROUPED, "num_local_experts": 4, "rope_parameters": {**LONG, **MSCALES}},
     "qwen2_moe": {**BRIDGED["qwen2_moe"], "rope_parameters": LONGER},
@@ -83,7 +82,7 @@ NATIVE = [
 
 
 def write_bridged(directory, family, settings=None):
-    """Theirs and ours: as transformers 5 and as whet saves it."""
+    """Write a model as transformers 5 saves it (theirs) and as whet saves it (ours)."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(settings or BRIDGED[family]))
     config._experts_implementation = "eager"
@@ -112,19 +111,19 @@ def test_transformers_5_reads_every_key_of_a_long_rope(tmp_path, family):
     write_bridged(tmp_path, family, LONG_ROPES[family])
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("theirs", "ours")]
     with torch.no_grad():
-        for length in (8, 24):  # turned by the short factors, and by the long ones
+        for length in (8, 24):  # with the short factors and with the long ones
             theirs, ours = (model(tokens()[:, :length]).logits for model in models)
             assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", BRIDGED)
-def test_tensors_have_the_names_of_the_hub(tmp_path, family):
-    """transformers itself writes them so: transformers 4 would start at random what it does not find."""
+def test_tensor_names_are_those_of_the_hub(tmp_path, family):
+    """transformers writes the same names. transformers 4 would randomly initialize missing tensors."""
     bridge = write_bridged(tmp_path, family)
     assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
-    again = load_bridge(tmp_path / "ours", dtype=torch.float32, device=torch.device("cpu"))
+    loaded = load_bridge(tmp_path / "ours", dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
-        assert torch.equal(again(tokens()), bridge(tokens()))
+        assert torch.equal(loaded(tokens()), bridge(tokens()))
 
 
 def test_configs_have_the_keys_of_transformers_4(tmp_path):
@@ -183,13 +182,13 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_is_the_same_after_saving(tmp_path, name):
+def test_saved_tokenizer_is_unchanged(tmp_path, name):
     tokenizer = TOKENIZERS[name]()
     save_tokenizer(tokenizer, tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert [again(text)["input_ids"] for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
-    assert sorted(again.all_special_tokens) == sorted(tokenizer.all_special_tokens)
-    assert again.chat_template == tokenizer.chat_template
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert [loaded(text)["input_ids"] for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
+    assert sorted(loaded.all_special_tokens) == sorted(tokenizer.all_special_tokens)
+    assert loaded.chat_template == tokenizer.chat_template
     saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert saved["tokenizer_class"] != "TokenizersBackend"
     assert "token_type_ids" not in saved["model_input_names"]
@@ -199,9 +198,9 @@ def test_a_tokenizer_is_the_same_after_saving(tmp_path, name):
 def in_transformers_4(jobs):
     python = os.environ.get("WHET_TRANSFORMERS4")
     if not python:
-        pytest.skip("WHET_TRANSFORMERS4 names no Python: make compat")
+        pytest.skip("WHET_TRANSFORMERS4 is not set: run make compat")
     environment = {"PATH": os.environ.get("PATH", ""), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [python, str(Path(__file__).with_name("transformers4_side.py"))],
         input=json.dumps(jobs),
         capture_output=True,
@@ -210,16 +209,16 @@ def in_transformers_4(jobs):
         check=False,
         env=environment,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout)
 
 
-def job(path, kind="model", **more):
-    return {"path": str(path), "kind": kind, **more}
+def job(path, kind="model", **inputs):
+    return {"path": str(path), "kind": kind, **inputs}
 
 
 @pytest.mark.slow
-def test_models_compute_the_same(tmp_path):
+def test_models_match_in_transformers_4(tmp_path):
     expected, jobs = {}, []
     for row in NATIVE:
         assert row in ROWS
@@ -230,26 +229,26 @@ def test_models_compute_the_same(tmp_path):
     for family in BRIDGED:
         expected[f"bridged {family}"] = write_bridged(tmp_path / f"bridged {family}", family)
     jobs = [job(tmp_path / name / "ours", tokens=tokens().tolist()) for name in expected]
-    for (name, model), answer in zip(expected.items(), in_transformers_4(jobs), strict=True):
+    for (name, model), result in zip(expected.items(), in_transformers_4(jobs), strict=True):
         with torch.no_grad():
-            difference = (torch.tensor(answer["logits"]) - model(tokens())).abs().max()
+            difference = (torch.tensor(result["logits"]) - model(tokens())).abs().max()
         assert difference < 2e-4, name
 
 
 @pytest.mark.slow
-def test_tokenizers_give_the_same_ids(tmp_path):
+def test_tokenizers_match_in_transformers_4(tmp_path):
     for name, make in TOKENIZERS.items():
         save_tokenizer(make(), tmp_path / name)
     jobs = [job(tmp_path / name, texts=TEXTS) for name in TOKENIZERS]
-    for (name, make), answer in zip(TOKENIZERS.items(), in_transformers_4(jobs), strict=True):
+    for (name, make), result in zip(TOKENIZERS.items(), in_transformers_4(jobs), strict=True):
         tokenizer = make()
-        assert answer["encoded"] == [dict(tokenizer(text)) for text in TEXTS], name
-        assert answer["special"] == sorted(tokenizer.all_special_tokens), name
+        assert result["encoded"] == [dict(tokenizer(text)) for text in TEXTS], name
+        assert result["special"] == sorted(tokenizer.all_special_tokens), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny", "smollm2"])
-def test_a_finished_run_and_its_exports_open(request, tmp_path, model):
+def test_finished_run_and_its_exports_load(request, tmp_path, model):
     directory = request.getfixturevalue(f"{model}_directory")
     config = run_config(directory, tmp_path, run={"steps": 2, "batch_size": 2}, data={"valid": None})
     run = whet.train(config).directory
@@ -258,16 +257,18 @@ def test_a_finished_run_and_its_exports_open(request, tmp_path, model):
 
     from whet.cli.app import app
 
-    answer = CliRunner().invoke(app, ["export", str(run), "--to", "hf", "--dtype", "float32"])
-    assert answer.exit_code == 0, answer.output
-    asked = {"tokens": tokens().tolist(), "texts": TEXTS}
-    answers = in_transformers_4([job(run / "final", "adapter", **asked), job(run / "export" / "hf", **asked)])
+    cli_result = CliRunner().invoke(app, ["export", str(run), "--to", "hf", "--dtype", "float32"])
+    assert cli_result.exit_code == 0, cli_result.output
+    inputs = {"tokens": tokens().tolist(), "texts": TEXTS}
+    results = in_transformers_4(
+        [job(run / "final", "adapter", **inputs), job(run / "export" / "hf", **inputs)]
+    )
     with torch.no_grad():
         logits = ours(tokens())
     chat = [{"role": "user", "content": "a sharp knife"}]
-    for found in answers:
-        assert (torch.tensor(found["logits"]) - logits).abs().max() < 1e-3
-        assert found["encoded"] == [dict(tokenizer(text)) for text in TEXTS]
-        assert found["chat"] == tokenizer.apply_chat_template(
+    for result in results:
+        assert (torch.tensor(result["logits"]) - logits).abs().max() < 1e-3
+        assert result["encoded"] == [dict(tokenizer(text)) for text in TEXTS]
+        assert result["chat"] == tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True
         )

@@ -1,6 +1,6 @@
-"""Run by the Python of an environment with transformers 4: what it makes of directories that whet wrote.
+"""Load directories written by whet in an environment with transformers 4.
 
-Reads a JSON list of jobs from stdin; writes their logits and token ids as JSON to stdout. It imports nothing of whet.
+Reads a JSON list of jobs from stdin, and writes their logits and token ids as JSON to stdout. Does not import whet.
 """
 
 import json

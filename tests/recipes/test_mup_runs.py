@@ -91,14 +91,14 @@ def test_a_model_made_with_mup_is_trained_on_with_it_and_with_no_other(tmp_path)
     again = whet.train(mup_config(tmp_path, model=final, run={"name": "again", "steps": 2}))
     assert again.history[0]["loss"] < first.history[0]["loss"] - 0.5
     assert "muP lr x 0.5" in (again.directory / "log.txt").read_text()
-    with pytest.raises(ConfigError, match="was not made with muP at optim.mup.base_width=8"):
+    with pytest.raises(ConfigError, match="was not built with muP at optim.mup.base_width=8"):
         whet.train(mup_config(tmp_path, model=final, base=8, run={"name": "other"}))
     assert not (tmp_path / "runs" / "other").exists()
 
 
 def test_a_model_that_knows_nothing_of_mup_is_refused(tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, method={"kind": "full"}, optim={"mup": {"base_width": 16}})
-    with pytest.raises(ConfigError, match="was not made with muP"):
+    with pytest.raises(ConfigError, match="was not built with muP"):
         whet.train(config)
 
 
@@ -129,8 +129,8 @@ def test_rows_of_numbers_have_no_mup():
 @pytest.mark.parametrize(
     ("model", "base", "message"),
     [
-        ({}, 6, "optim.mup.base_width=6 is not a multiple of the 4 heads"),
-        ({"attention": "latent"}, 16, "optim.mup does not know latent attention"),
+        ({}, 6, r"optim.mup.base_width=6 is not a multiple of the number of heads \(4\)"),
+        ({"attention": "latent"}, 16, "optim.mup does not support latent attention"),
     ],
 )
 def test_shapes_that_have_no_base_are_refused_before_anything_is_written(tmp_path, model, base, message):

@@ -93,10 +93,10 @@ def test_the_seed_decides_the_first_weights_and_a_resumed_run_keeps_its_tokenize
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"preset": "nano", "vocab_size": 100}}, "model.vocab_size=100 is smaller than the 256 of the tokenizer"),
-        ({"model": {"preset": "nano", "tokenizer": "bpe:12"}}, "a byte-level BPE of 12 tokens cannot be made"),
+        ({"model": {"preset": "nano", "vocab_size": 100}}, "model.vocab_size=100 is smaller than the tokenizer's vocabulary (256)"),
+        ({"model": {"preset": "nano", "tokenizer": "bpe:12"}}, "a byte-level BPE cannot have only 12 tokens"),
         ({"model": {"preset": "nano", "heads": 5}}, "model: d_model=128 is not a multiple of heads=5"),
-        ({"model": {"preset": "nano", "pattern": "gq"}}, "model: unknown letter of a pattern 'q'"),
+        ({"model": {"preset": "nano", "pattern": "gq"}}, "model: unknown pattern letter 'q'"),
         ({"model": {"preset": "pico"}}, "model.preset: Input should be 'nano'"),
         ({"model": {"preset": "nano", "width_": 3}}, "unknown key 'model.width_', did you mean 'width'?"),
         ({"model": {"preset": "nano"}, "method": {"kind": "lora"}}, "model.preset starts from random weights"),

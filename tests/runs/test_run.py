@@ -58,7 +58,7 @@ def test_a_run_leaves_what_the_design_says(finished, tiny_directory):
         "final",
     } <= names
     said = (directory / "log.txt").read_text()
-    assert "whet's own llama" in said
+    assert "whet's native llama" in said
     assert "train: synth:house:24: 24 examples" in said
     config = yaml.safe_load((directory / "config.yaml").read_text())
     assert config["optim"]["betas"] == [0.9, 0.999], "defaults are written out"

@@ -124,7 +124,7 @@ def test_without_attention_there_are_no_maps(tmp_path):
     config = AutoConfig.for_model("mamba", vocab_size=97, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     bridge = load_bridge(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(ModelError, match="gives no attention weights"):
+    with pytest.raises(ModelError, match="does not return attention weights"):
         attention_maps(bridge, rows())
 
 

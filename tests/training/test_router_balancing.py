@@ -63,7 +63,7 @@ def test_every_row_has_the_routers_numbers(tmp_path, caplog):
         assert row["router_layers"] == [0, 1]
         assert row["load_balancing_loss"] >= 1.9
     said = caplog.text
-    assert "experts: 4 in each of 2 layers, 2 for a token; computed one grouped product for all" in said
+    assert "experts: 4 in each of 2 layers, 2 for a token; computed by one grouped matmul" in said
     assert "load_balancing_loss is a mean over micro-batches" in said
     assert not any("router" in key for row in found for key in row if key.startswith("eval"))
 

@@ -1,1 +1,1 @@
-"""The decoder, its parts and families, the transformers bridge, and models from scratch."""
+"""The decoder, its layers and families, the transformers bridge, and models trained from scratch."""

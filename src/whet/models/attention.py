@@ -1,4 +1,4 @@
-"""Self-attention: with grouped key/value heads, or with keys and values read out of a latent."""
+"""Self-attention layers: grouped-query attention and multi-head latent attention."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from whet.ops.linear import Linear, project
 
 
 class SelfAttention(nn.Module):
-    """Project, normalise and rotate where the spec says so, attend, project back."""
+    """Grouped-query attention, with optional QK norms and RoPE."""
 
     def __init__(self, spec: AttentionSpec, *, d_model: int, layer: int, norm: NormSpec) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class SelfAttention(nn.Module):
             self.k_proj = Linear(d_model, self.sizes[1], bias=spec.bias)
             self.v_proj = Linear(d_model, self.sizes[2], bias=spec.bias)
         if spec.qk_norm != "none":
-            each = spec.qk_norm == "head"
-            self.q_norm = make_norm(norm, spec.head_dim if each else self.sizes[0])
-            self.k_norm = make_norm(norm, spec.head_dim if each else self.sizes[1])
+            per_head = spec.qk_norm == "head"
+            self.q_norm = make_norm(norm, spec.head_dim if per_head else self.sizes[0])
+            self.k_norm = make_norm(norm, spec.head_dim if per_head else self.sizes[1])
         self.o_proj = Linear(self.sizes[0], d_model, bias=spec.out_bias)
 
     def forward(
@@ -41,10 +41,10 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None,
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend over x [B, T, d_model], and over what the cache holds."""
+        """Attend over x [B, T, d_model] and the cached keys and values."""
         queries, keys, values = self.project(x)
         if rotation is not None:
-            queries, keys = (rotate(each, *rotation, self.paths) for each in (queries, keys))
+            queries, keys = (rotate(tensor, *rotation, self.paths) for tensor in (queries, keys))
         if cache is not None:
             keys, values = cache.update(self.layer, keys, values)
         return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
         layout: Layout,
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The values [B, kv_heads, keys, D], weighted for each query and head."""
+        """Return the attention output [B, heads, queries, D] for values [B, kv_heads, keys, D]."""
         window, scale, softcap = self.spec.window, self.spec.scale, self.spec.softcap
         return attend(
             queries,
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         )
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values as [B, heads, T, head_dim]."""
+        """Return queries, keys and values as [B, heads, T, head_dim]."""
         if self.spec.fused:
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         else:
@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention; its modules are named as DeepSeek's."""
+    """Multi-head latent attention, with the module names of DeepSeek."""
 
     def __init__(self, spec: LatentAttentionSpec, *, d_model: int, layer: int, norm: NormSpec) -> None:
         super().__init__()
@@ -113,23 +113,24 @@ class LatentAttention(nn.Module):
         cache: KeyValueCache | None,
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend over x [B, T, d_model], and over what the cache holds."""
+        """Attend over x [B, T, d_model] and the cached keys and values."""
         spec = self.spec
-        assert rotation is not None  # a latent attention always has a rope
+        assert rotation is not None  # latent attention always uses RoPE
         queries = self._queries(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)
-        plain, turned = queries.split((spec.plain_dim, spec.rope_dim), dim=-1)
-        queries = torch.cat((plain, rotate(turned, *rotation, self.paths)), dim=-1)
-        latent, shared = self.kv_a_proj_with_mqa(x)[:, None].split((spec.kv_rank, spec.rope_dim), dim=-1)
-        latent, shared = self.kv_a_layernorm(latent), rotate(shared, *rotation, self.paths)  # [B, 1, T, ...]
+        plain, rotary = queries.split((spec.plain_dim, spec.rope_dim), dim=-1)
+        queries = torch.cat((plain, rotate(rotary, *rotation, self.paths)), dim=-1)
+        latent, rope_key = self.kv_a_proj_with_mqa(x)[:, None].split((spec.kv_rank, spec.rope_dim), dim=-1)
+        # both [B, 1, T, channels]
+        latent, rope_key = self.kv_a_layernorm(latent), rotate(rope_key, *rotation, self.paths)
         if cache is not None:
-            latent, shared = cache.update(self.layer, latent, shared)
+            latent, rope_key = cache.update(self.layer, latent, rope_key)
         keys, values = (
             self.kv_b_proj(latent[:, 0])
             .unflatten(-1, (spec.heads, -1))
             .transpose(1, 2)
             .split((spec.plain_dim, spec.value_dim), dim=-1)
         )
-        keys = torch.cat((keys, shared.expand(-1, spec.heads, -1, -1)), dim=-1)
+        keys = torch.cat((keys, rope_key.expand(-1, spec.heads, -1, -1)), dim=-1)
         return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
 
     def mix(
@@ -140,7 +141,7 @@ class LatentAttention(nn.Module):
         layout: Layout,
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The values [B, heads, keys, D], weighted for each query and head."""
+        """Return the attention output [B, heads, queries, D] for values [B, heads, keys, D]."""
         return attend(queries, keys, values, layout, window=self.spec.window, slopes=slopes, paths=self.paths)
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,6 +153,6 @@ class LatentAttention(nn.Module):
 def make_attention(
     spec: AttentionSpec | LatentAttentionSpec, *, d_model: int, layer: int, norm: NormSpec
 ) -> nn.Module:
-    """The layer a spec describes."""
-    kind = LatentAttention if isinstance(spec, LatentAttentionSpec) else SelfAttention
-    return kind(spec, d_model=d_model, layer=layer, norm=norm)  # type: ignore[arg-type]  # chosen by its type
+    """Return the attention layer described by a spec."""
+    layer_class = LatentAttention if isinstance(spec, LatentAttentionSpec) else SelfAttention
+    return layer_class(spec, d_model=d_model, layer=layer, norm=norm)  # type: ignore[arg-type]  # chosen by its type

@@ -1,4 +1,4 @@
-"""What a decoder costs, from its spec alone: parameters, FLOPs by part, and other facts known in advance."""
+"""Parameter counts and FLOPs of a decoder, computed from its spec alone."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ Matrix = tuple[int, int, bool]  # inputs, outputs, whether it has a bias
 
 
 def parameter_counts(spec: ModelSpec, *, active: bool = False) -> dict[str, int]:
-    """Parameters by part: embedding, positions, attention, feedforward, norms, head (0 when it is tied).
+    """Return the parameter count of each part: embedding, positions, attention, feedforward, norms, head.
 
-    With `active` those that one token meets: of the experts of a layer, the ones it is sent to.
+    A tied head counts 0. With `active`, only the experts that a token is routed to are counted.
     """
     counts = {
         "embedding": spec.vocab_size * spec.d_model,
@@ -39,13 +39,13 @@ def parameter_counts(spec: ModelSpec, *, active: bool = False) -> dict[str, int]
 
 
 def forward_flops(spec: ModelSpec, length: int, *, visible_only: bool = True) -> dict[str, int]:
-    """FLOPs (two a multiply-add) of the matrix products that `length` tokens take in one forward pass.
+    """Return the matmul FLOPs of one forward pass over `length` tokens, two per multiply-add, by part.
 
-    By part: attention (projections), scores (queries with keys, weights with values), feedforward, head. Of
-    experts, the chosen ones count.
-    Scores count the pairs that a causal or windowed layer sees; kernels that compute the whole square and
-    mask it spend `visible_only=False`. A step that trains every weight takes three times as much; frozen
-    weights save the third that is their gradient.
+    The parts are attention (projections), scores (queries with keys, weights with values), feedforward and
+    head. Only the chosen experts count. With `visible_only`, scores count only the pairs that a causal or
+    windowed layer attends to. `visible_only=False` is the cost of kernels that compute all pairs and mask.
+    A step that trains every weight costs three times as much. Frozen weights save the third for their
+    gradient.
     """
     flops: Counter[str] = Counter()
     for block in spec.blocks:
@@ -59,14 +59,14 @@ def forward_flops(spec: ModelSpec, length: int, *, visible_only: bool = True) ->
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> float:
-    """Mean forward FLOPs of a token in a document of `length` tokens."""
+    """Return the mean forward FLOPs per token in a document of `length` tokens."""
     return sum(forward_flops(spec, length).values()) / length
 
 
 def tokens_per_second(
     spec: ModelSpec, length: int, *, flops_per_s: float, utilisation: float = 0.4, training: bool = True
 ) -> float:
-    """What a device of that speed does at that share of it: training takes three forward passes a token."""
+    """Return the throughput of a device at the given utilization. Training costs three forward passes."""
     return flops_per_s * utilisation / (flops_per_token(spec, length) * (3 if training else 1))
 
 
@@ -80,10 +80,10 @@ def _norm_size(norm: NormSpec, width: int) -> int:
 
 
 def _norm_widths(block: BlockSpec, d_model: int) -> Iterator[int]:
-    around = 2 if block.placement == "sandwich" else 1
+    norms_per_part = 2 if block.placement == "sandwich" else 1
     for part in (block.attention, block.feedforward):
         if part is not None:
-            yield from [d_model] * around
+            yield from [d_model] * norms_per_part
     match block.attention:
         case AttentionSpec(qk_norm="head", head_dim=size):
             yield from (size, size)
@@ -125,7 +125,7 @@ def _feedforward_matrices(block: BlockSpec, d_model: int, *, active: bool) -> It
 def score_flops(
     attention: AttentionSpec | LatentAttentionSpec | None, length: int, *, visible_only: bool = True
 ) -> int:
-    """FLOPs of queries with keys and weights with values, of `length` tokens in one layer."""
+    """Return the FLOPs of queries with keys and weights with values, for `length` tokens in one layer."""
     match attention:
         case AttentionSpec(head_dim=size):
             keys, values = size, size
@@ -142,7 +142,7 @@ def score_flops(
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's sizes, and the tokens at which its answers end. None: its config does not say."""
+    """The sizes and stop tokens of a model. A size is None if the config does not state it."""
 
     name: str
     vocab_size: int | None

@@ -1,4 +1,4 @@
-"""The one Decoder: every native family is this class, built from its ModelSpec."""
+"""The decoder class of all native families, built from a ModelSpec."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,14 +7,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from whet.models.attention import make_attention
-from whet.models.families import FAMILIES, config_of, is_transposed, stored_parts
+from whet.models.families import FAMILIES, is_transposed, spec_to_config, stored_parts
 from whet.models.families.moe import split_parts
 from whet.models.kv_cache import KeyValueCache
 from whet.models.language_model import LanguageModel
 from whet.models.moe import make_feedforward
 from whet.models.norms import make_norm
 from whet.models.prefix_sharing import share_prefixes
-from whet.models.rope import Rotation, rotations, sinusoids, slopes_of
+from whet.models.rope import Rotation, alibi_slopes_by_heads, rope_tables, sinusoids
 from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
 from whet.ops.attention import Layout
 from whet.ops.dispatch import is_plan
@@ -35,21 +35,21 @@ _NORM_NAMES = {
 
 
 class Block(nn.Module):
-    """One layer; its norms are named as the Hugging Face families with this placement name them."""
+    """One transformer layer. Norm names follow the Hugging Face families with the same norm placement."""
 
     def __init__(self, block: BlockSpec, *, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         before_attention, after_attention, before_mlp, after_mlp = _NORM_NAMES[block.placement]
-        self._around_attention = self._around_mlp = None
+        self._attention_norms = self._mlp_norms = None
         if block.attention is not None:
-            self._around_attention = (before_attention, after_attention)
+            self._attention_norms = (before_attention, after_attention)
             self.self_attn = make_attention(
                 block.attention, d_model=spec.d_model, layer=layer, norm=spec.norm
             )
         if block.feedforward is not None:
-            self._around_mlp = (before_mlp, after_mlp)
+            self._mlp_norms = (before_mlp, after_mlp)
             self.mlp = make_feedforward(block.feedforward, d_model=spec.d_model)
-        for name in filter(None, (*(self._around_attention or ()), *(self._around_mlp or ()))):
+        for name in filter(None, (*(self._attention_norms or ()), *(self._mlp_norms or ()))):
             self.add_module(name, make_norm(spec.norm, spec.d_model))
 
     def forward(
@@ -60,13 +60,13 @@ class Block(nn.Module):
         cache: KeyValueCache | None,
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend, then transform; each adds to the stream."""
-        if self._around_attention is not None:
-            before, after = self._around_attention
+        """Apply attention and the feed-forward layer, each added to the residual stream."""
+        if self._attention_norms is not None:
+            before, after = self._attention_norms
             mixed = self.self_attn(self._norm(before, x), rotation, layout, cache, slopes)
             x = x + self._norm(after, mixed)
-        if self._around_mlp is not None:
-            before, after = self._around_mlp
+        if self._mlp_norms is not None:
+            before, after = self._mlp_norms
             x = x + self._norm(after, self.mlp(self._norm(before, x)))
         return x
 
@@ -74,14 +74,14 @@ class Block(nn.Module):
         return getattr(self, name)(x) if name else x
 
 
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody's hook sees what goes through; those that gather and cut weights do not look."""
+def _has_forward_hooks(module: nn.Module) -> bool:
+    """Whether the module has forward hooks, other than those of FSDP, which do not read activations."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all(getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
 
 
 class Decoder(LanguageModel):
-    """A causal language model. Module names follow Hugging Face's llama, less the `model.` in front."""
+    """A causal language model. Module names are those of Hugging Face's llama without the `model.` prefix."""
 
     def __init__(self, spec: ModelSpec, *, source_config: Mapping[str, object] | None = None) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Decoder(LanguageModel):
         self.grad_checkpoint = False
         self._frequencies: dict[tuple[torch.device, RopeSpec, int], torch.Tensor] = {}
         self._alibi: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
-        self._source_config = dict(source_config or {})  # token ids and the like, kept for saving
+        self._source_config = dict(source_config or {})  # token ids and other fields to save again
 
     def hidden(
         self,
@@ -107,7 +107,7 @@ class Decoder(LanguageModel):
         layout: Layout | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Final hidden states [B, T, d_model] of tokens [B, T]."""
+        """Return the final hidden states [B, T, d_model] of tokens [B, T]."""
         layout = layout or Layout()
         if positions is None:
             start = cache.length if cache is not None else 0
@@ -115,15 +115,15 @@ class Decoder(LanguageModel):
         shared = None
         if self.paths.shared_prefixes and tokens.device.type == "cpu" and cache is None and not is_plan():
             shared = share_prefixes(tokens, positions, layout)
-        if shared is None or not self._is_blind():
+        if shared is None or not self._can_share_prefixes():
             return self._hidden(tokens, positions, layout, cache)
-        states = self._hidden(tokens[:, shared.kept], positions[:, shared.kept], shared.layout, None)
-        return states.index_select(1, shared.places)
+        states = self._hidden(tokens[:, shared.computed], positions[:, shared.computed], shared.layout, None)
+        return states.index_select(1, shared.sources)
 
-    def _is_blind(self) -> bool:
-        """Whether nothing tells equal places apart: no dropout, no count of tokens, no hook that looks on."""
+    def _can_share_prefixes(self) -> bool:
+        """Whether equal prefixes may be computed once: no dropout, no expert counts and no forward hooks."""
         return not self.spec.mixtures and not any(
-            _is_watched(module) or getattr(module, "drops", False) for module in self.modules()
+            _has_forward_hooks(module) or getattr(module, "drops", False) for module in self.modules()
         )
 
     def _hidden(
@@ -132,25 +132,25 @@ class Decoder(LanguageModel):
         x = self._embed(tokens, positions)
         if self.input_has_gradient and torch.is_grad_enabled():
             x.requires_grad_()
-        turns = rotations(self.spec.attentions, positions, dtype=x.dtype, known=self._frequencies)
-        slopes = slopes_of(self.spec, x, known=self._alibi)
+        tables = rope_tables(self.spec.attentions, positions, dtype=x.dtype, cache=self._frequencies)
+        slopes = alibi_slopes_by_heads(self.spec, x, cache=self._alibi)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer, block in zip(self.layers, self.spec.blocks, strict=True):
-            turn, slope = None, None
+            rotation, layer_slopes = None, None
             if block.attention is not None:
-                turn = turns.get((block.attention.rope, block.attention.rotated))
-                slope = slopes.get(block.attention.heads)
+                rotation = tables.get((block.attention.rope, block.attention.rotary_dim))
+                layer_slopes = slopes.get(block.attention.heads)
             if recompute:
-                x = checkpoint(layer, x, turn, layout, None, slope, use_reentrant=False)
+                x = checkpoint(layer, x, rotation, layout, None, layer_slopes, use_reentrant=False)
             else:
-                x = layer(x, turn, layout, cache, slope)
+                x = layer(x, rotation, layout, cache, layer_slopes)
         return self.norm(x)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What tokens [B, T] are to the first layer, wherever they stand."""
+        """Return the embeddings [B, T, d_model] of tokens [B, T], without positions."""
         x: torch.Tensor = self.embed_tokens(tokens)
         if self.spec.embedding_scale != 1.0:
-            # rounded to the dtype first, as the families that scale were trained
+            # round the factor to the dtype first, as in the training of the families that use it
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
         return x
 
@@ -163,51 +163,51 @@ class Decoder(LanguageModel):
         return x
 
     def head(self) -> Head:
-        """The output projection."""
+        """Return the output head."""
         weight = self.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
         return Head(weight, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap, paths=self.paths)
 
     def new_cache(self, capacity: int = 0) -> KeyValueCache:
-        """An empty key/value cache for this model."""
+        """Return an empty key/value cache for this model."""
         return KeyValueCache(len(self.layers), capacity)
 
     def blocks(self) -> Iterable[nn.Module]:
-        """The layers, in order."""
+        """Return the layers in order."""
         return self.layers
 
     def hf_name(self, name: str) -> str:
-        """Hugging Face's name for one of this model's parameters or modules."""
-        hf: str = FAMILIES[self.spec.family].hf_name(name)
-        return hf
+        """Return the Hugging Face name of one of this model's parameters or modules."""
+        hf_name: str = FAMILIES[self.spec.family].hf_name(name)
+        return hf_name
 
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter in the shape in which Hugging Face's files hold it."""
+        """Return a parameter in the shape used by Hugging Face files."""
         return tensor.T if is_transposed(FAMILIES[self.spec.family], name) else tensor
 
     def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter as Hugging Face's files hold it: the weights of experts one by one."""
+        """Return the Hugging Face tensors of a parameter. Expert weights become one tensor per expert."""
         parts = stored_parts(self.spec, name)
         return super().in_files(name, tensor) if parts is None else split_parts(tensor, parts)
 
     @property
     def stores_transposed(self) -> bool:
-        """Whether the files hold linear weights as [in, out] (PEFT's fan_in_fan_out)."""
+        """Whether files store linear weights as [in, out] (PEFT's fan_in_fan_out)."""
         return hasattr(FAMILIES[self.spec.family], "TRANSPOSED")
 
     def hf_config(self) -> dict[str, object]:
-        """The config.json: what it was loaded with, under the fields that describe its tensors."""
-        # beside a mistral's one window they would make transformers choose another class
-        kept = {key: value for key, value in self._source_config.items() if key != "layer_types"}
-        return {**kept, **config_of(self.spec)}
+        """Return the config.json: the source config, updated by the fields of the spec."""
+        # with a single window of mistral, layer_types would make transformers choose another class
+        source = {key: value for key, value in self._source_config.items() if key != "layer_types"}
+        return {**source, **spec_to_config(self.spec)}
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids the embedding knows."""
+        """Number of rows of the token embedding."""
         return self.spec.vocab_size
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence the model was made for."""
+        """The maximum sequence length."""
         return self.spec.max_positions
 
     @property
@@ -216,5 +216,5 @@ class Decoder(LanguageModel):
         return self.spec.fingerprint()
 
     def describe(self) -> dict[str, object]:
-        """The architecture as plain JSON."""
+        """Return the architecture as a JSON value."""
         return self.spec.describe()

@@ -1,4 +1,4 @@
-"""Feed-forward layers."""
+"""The feed-forward layer, with or without a gate."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
+    """A feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
     def __init__(self, spec: FeedForwardSpec, *, d_model: int) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(spec.width, d_model, bias=spec.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Transform each position on its own."""
+        """Transform each position of x [..., d_model] independently."""
         if not self.spec.gated:
             return self.down_proj(self.activation(self.up_proj(x)))
         if self.spec.activation == "silu" and not self.spec.fused:
-            found = gated(x, self.gate_proj, self.up_proj, self.down_proj)
-            if found is not None:
-                return found
+            output = gated(x, self.gate_proj, self.up_proj, self.down_proj)
+            if output is not None:
+                return output
         if self.spec.fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:

@@ -1,4 +1,4 @@
-"""Modules that train beside a model without being part of it."""
+"""Heads that are trained together with a model but are not part of it."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from whet.config.objectives.classify import Pooling
 from whet.models.language_model import Trainable
 from whet.ops.lm_head import Head
 
-HEADS = "heads."  # what their parameters are called by, in groups and in checkpoints
+HEADS = "heads."  # prefix of their parameter names, in parameter groups and checkpoints
 
 
 class WithHeads(nn.Module):
-    """A model and what an objective trains beside it, as one thing for the optimizer and for checkpoints.
+    """A model and the heads of an objective, as one module for the optimizer and for checkpoints.
 
-    The model's own parameters keep their names, so that a checkpoint can be opened without the rest.
+    The model's parameters keep their names, so a checkpoint can be opened without the heads.
     """
 
     def __init__(self, model: Trainable, heads: nn.Module) -> None:
@@ -27,19 +27,19 @@ class WithHeads(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the model as it names them, then `heads.*`."""
+        """Yield the parameters of the model under their names, then those of the heads as `heads.*`."""
         yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
         yield from self.heads.named_parameters(prefix + HEADS[:-1], recurse, remove_duplicate)
 
     def head(self) -> Head:
-        """The model's."""
-        return self.model.head()  # type: ignore[operator]  # Muon asks, of language models
+        """Return the output head of the model."""
+        return self.model.head()  # type: ignore[operator]  # called by Muon, for language models
 
 
 class ClassificationHead(nn.Module):
-    """Logits of classes from the hidden states of whole texts: always float32, always trained.
+    """Computes class logits from pooled hidden states. It is always float32 and always trained.
 
-    Its matrix is called `score`, as in the sequence classifiers of transformers.
+    Its linear layer is named `score`, as in the sequence classifiers of transformers.
     """
 
     def __init__(self, size: int, classes: int, *, pooling: Pooling = "last", bias: bool = False) -> None:
@@ -48,9 +48,10 @@ class ClassificationHead(nn.Module):
         self.score = nn.Linear(size, classes, bias=bias, dtype=torch.float32)
 
     def initialise(self, seed: int) -> "ClassificationHead":
-        """Small weights, the same for every run of a seed whatever was drawn before.
+        """Draw the weights from N(0, 0.02) with a generator of this seed, and return the head.
 
-        As small as transformers': final hidden states are large, and Xavier's would start with sure guesses.
+        The standard deviation is that of transformers. Final hidden states are large, and Xavier
+        initialization would start with overconfident predictions.
         """
         nn.init.normal_(self.score.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
         if self.score.bias is not None:
@@ -58,25 +59,25 @@ class ClassificationHead(nn.Module):
         return self
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Logits [texts, classes] of pooled states [texts, D]."""
+        """Return the logits [texts, classes] of pooled hidden states [texts, D]."""
         with torch.autocast(pooled.device.type, enabled=False):
             return F.linear(pooled.float(), self.score.weight, self.score.bias)
 
 
 def pool(
-    hidden: torch.Tensor, places: torch.Tensor, owners: torch.Tensor, *, texts: int, pooling: Pooling
+    hidden: torch.Tensor, positions: torch.Tensor, text_ids: torch.Tensor, *, texts: int, pooling: Pooling
 ) -> torch.Tensor:
-    """One state [texts, D] for each text of a batch, in float32, from its own real tokens alone.
+    """Return one pooled hidden state per text [texts, D] in float32, computed from its real tokens only.
 
-    `hidden` is [B, T, D]; `places` [N] are the positions of real tokens in the flattened rows, in order, and
-    `owners` [N] the texts they belong to.
+    `hidden` is [B, T, D]. `positions` [N] are the indices of the real tokens in the flattened rows, in order.
+    `text_ids` [N] are the indices of their texts.
     """
-    real = hidden.flatten(0, 1).index_select(0, places).float()
+    states = hidden.flatten(0, 1).index_select(0, positions).float()
     if pooling == "mean":
-        sums = real.new_zeros(texts, real.shape[1]).index_add(0, owners, real)
-        sizes = real.new_zeros(texts).index_add(0, owners, real.new_ones(len(owners)))
-        return sums / sizes[:, None]
-    numbers = torch.arange(texts, device=owners.device)
+        sums = states.new_zeros(texts, states.shape[1]).index_add(0, text_ids, states)
+        lengths = states.new_zeros(texts).index_add(0, text_ids, states.new_ones(len(text_ids)))
+        return sums / lengths[:, None]
+    text_indices = torch.arange(texts, device=text_ids.device)
     if pooling == "first":
-        return real.index_select(0, torch.searchsorted(owners, numbers))
-    return real.index_select(0, torch.searchsorted(owners, numbers, right=True) - 1)
+        return states.index_select(0, torch.searchsorted(text_ids, text_indices))
+    return states.index_select(0, torch.searchsorted(text_ids, text_indices, right=True) - 1)

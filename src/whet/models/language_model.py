@@ -1,4 +1,4 @@
-"""What every model gives to objectives, generation and adapters, whether native or behind the bridge."""
+"""The model interface used by objectives, generation and adapters, for native and bridged models."""
 
 import abc
 import contextlib
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Trainable(nn.Module, abc.ABC):
-    """Parameters that know where they are and what they belong to."""
+    """Base class of trainable models, with a device and a fingerprint of the architecture."""
 
-    name: str | None = None  # what it was asked for by
+    name: str | None = None  # the name or path it was loaded by
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths = chosen_paths()  # also for what is attached to it later
+        self.paths = chosen_paths()  # also used by adapters attached later
 
     @property
     @abc.abstractmethod
@@ -35,19 +35,21 @@ class Trainable(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:  # Any: JSON values
-        """The architecture as plain JSON."""
+        """Return the architecture as a JSON value."""
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
 
 class LanguageModel(Trainable):
-    """A causal language model as two things: hidden states, and the head that reads them."""
+    """A causal language model, split into hidden states and the output head."""
 
     grad_checkpoint: bool  # recompute activations in the backward pass
-    input_has_gradient = False  # of the first layer, even where nothing before it is trained
+    input_has_gradient = (
+        False  # request a gradient at the first layer's input even if the embedding is frozen
+    )
     source: Path | None = None  # the directory it was loaded from
 
     @abc.abstractmethod
@@ -56,45 +58,48 @@ class LanguageModel(Trainable):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         layout: Layout | None = None,
-        cache: Any = None,  # Any: what this model's own new_cache returned
+        cache: Any = None,  # Any: the result of this model's new_cache
     ) -> torch.Tensor:
-        """Final hidden states [B, T, D] of tokens [B, T]."""
+        """Return the final hidden states [B, T, D] of tokens [B, T]."""
 
     def states(self, batch: "Batch") -> torch.Tensor:
-        """Return the hidden states [N, D] at a batch's supervised positions, beside `supervised_targets`."""
+        """Return the hidden states [N, D] at the supervised positions of a batch.
+
+        They correspond to `batch.supervised_targets`.
+        """
         hidden = self.hidden(batch.tokens, batch.positions, batch.layout())
         return hidden.flatten(0, 1).index_select(0, batch.supervised_positions)
 
     @abc.abstractmethod
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What tokens [B, T] are to the first layer, wherever they stand: [B, T, D]."""
+        """Return the embeddings [B, T, D] of tokens [B, T], without positions."""
 
     @abc.abstractmethod
     def head(self) -> Head:
-        """The output projection. A loss asks for it after `hidden`: only then is one in parts gathered."""
+        """Return the output head. Call it after `hidden`, which gathers the weights of a sharded head."""
 
     @abc.abstractmethod
-    def new_cache(self, capacity: int = 0) -> Any:  # Any: opaque to others, apart from `keep(rows)`
-        """An empty key/value cache, with room for so many tokens where that can be said."""
+    def new_cache(self, capacity: int = 0) -> Any:  # Any: opaque, apart from `keep(rows)`
+        """Return an empty key/value cache. `capacity` is the number of tokens to reserve, if supported."""
 
     @abc.abstractmethod
     def blocks(self) -> Iterable[nn.Module]:
-        """The layers, in order."""
+        """Return the layers in order."""
 
     @abc.abstractmethod
     def hf_name(self, name: str) -> str:
-        """Hugging Face's name for one of this model's parameters or modules."""
+        """Return the Hugging Face name of one of this model's parameters or modules."""
 
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter in the shape in which Hugging Face's files hold it."""
+        """Return a parameter in the shape used by Hugging Face files."""
         return tensor
 
     def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter as Hugging Face's files hold it: under one name, or cut into several."""
+        """Return the Hugging Face tensors of a parameter by name: one, or several that it is split into."""
         return {self.hf_name(name): self.as_stored(name, tensor)}
 
     def state_in_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All parameters as Hugging Face's files hold them."""
+        """Return the Hugging Face tensors of a state dict by name."""
         return {
             stored: part
             for name, tensor in state.items()
@@ -103,37 +108,40 @@ class LanguageModel(Trainable):
 
     @property
     def stores_transposed(self) -> bool:
-        """Whether the files hold linear weights as [in, out] (PEFT's fan_in_fan_out)."""
+        """Whether files store linear weights as [in, out] (PEFT's fan_in_fan_out)."""
         return False
 
     @abc.abstractmethod
     def hf_config(self) -> dict[str, Any]:  # Any: JSON values
-        """The config.json that describes this model."""
+        """Return the config.json of this model."""
 
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """Number of token ids the embedding knows."""
+        """Number of rows of the token embedding."""
 
     @property
     @abc.abstractmethod
     def max_positions(self) -> int:
-        """The longest sequence the model was made for."""
+        """The maximum sequence length."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states [..., D]: for decoding and for looking; losses never build them all."""
+        """Return the logits of hidden states [..., D], for decoding and analysis.
+
+        Losses do not call this, because they avoid the full logits.
+        """
         head = self.head()
         project = linear if self.paths.decoding else F.linear
         return head.transform(project(hidden, head.weight, head.bias))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V] of tokens [B, T]."""
+        """Return the logits [B, T, V] of tokens [B, T]."""
         return self.logits(self.hidden(tokens))
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, for the time of a `with` block."""
+    """Put the model in evaluation mode and disable gradients in the `with` block."""
     training = model.training
     model.eval()
     try:
@@ -142,12 +150,15 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         model.train(training)
         if callable(reshard := getattr(model, "reshard", None)):
-            reshard()  # what FSDP keeps gathered after a forward pass would be out of date one update later
+            reshard()  # parameters that FSDP keeps gathered would be stale after the next update
 
 
 @contextlib.contextmanager
 def uncompiled(model: LanguageModel) -> Iterator[None]:
-    """Run compiled layers as they are: the changing shapes of decoding would use up their recompilations."""
+    """Run compiled layers eagerly in the `with` block.
+
+    The changing shapes of decoding would exceed the recompilation limit.
+    """
     if not any(getattr(block, "_compiled_call_impl", None) for block in model.blocks()):
         yield
         return

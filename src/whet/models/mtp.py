@@ -1,4 +1,4 @@
-"""Heads that predict tokens after the next one, one after another (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+"""Sequential multi-token prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from whet.models.from_scratch.presets import Shape, build_spec
 from whet.models.kv_cache import KeyValueCache
 from whet.models.language_model import LanguageModel
 from whet.models.norms import OffsetRMSNorm, RMSNorm
-from whet.models.rope import Frequencies, Rotation, rotations, slopes_of
+from whet.models.rope import Frequencies, Rotation, alibi_slopes_by_heads, rope_tables
 from whet.models.spec import BlockSpec, ModelSpec, NormSpec
 from whet.ops.attention import Layout
 from whet.ops.dispatch import using
@@ -25,7 +25,7 @@ _HEAD_DIM = 64
 
 
 class PredictionHead(nn.Module):
-    """norm(block(project([norm(hidden), norm(embedding)]))): one token further than `hidden`."""
+    """One prediction head: norm(block(project([norm(hidden), norm(embedding)])))."""
 
     def __init__(self, spec: ModelSpec, *, layer: int) -> None:
         super().__init__()
@@ -39,27 +39,27 @@ class PredictionHead(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        ahead: torch.Tensor,
+        embeddings: torch.Tensor,
         rotation: Rotation | None,
         layout: Layout,
         cache: KeyValueCache | None,
         slopes: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [B, T, D] of the next depth."""
-        x = self.project(torch.cat((self.hidden_norm(hidden), self.token_norm(ahead)), dim=-1))
+        """Return the hidden states [B, T, D] of the next depth."""
+        x = self.project(torch.cat((self.hidden_norm(hidden), self.token_norm(embeddings)), dim=-1))
         return self.norm(self.block(x, rotation, layout, cache, slopes))
 
 
 class PredictionHeads(nn.Module):
-    """The heads of a model, without its embedding and output head, which they share.
+    """The prediction heads of a model. They share its embedding and output head, which are not stored here.
 
-    Head k turns the hidden states of depth k - 1 (0: the model's) and the embeddings of the tokens k ahead
-    into the hidden states of depth k, from which the output head reads the token k + 1 ahead.
+    Head k maps the hidden states of depth k - 1 (depth 0 is the model) and the embeddings of the tokens at
+    offset k to the hidden states of depth k. The output head predicts the token at offset k + 1 from them.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.spec = spec  # a block for each head
+        self.spec = spec  # one block per head
         self.layers = nn.ModuleList(PredictionHead(spec, layer=layer) for layer in range(len(spec.blocks)))
         self._frequencies: Frequencies = {}
         self._alibi: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
@@ -71,57 +71,66 @@ class PredictionHeads(nn.Module):
         self,
         depth: int,
         hidden: torch.Tensor,
-        ahead: torch.Tensor,
+        embeddings: torch.Tensor,
         *,
         positions: torch.Tensor,
         layout: Layout,
         cache: KeyValueCache | None = None,
         recompute: bool = False,
     ) -> torch.Tensor:
-        """Hidden states [B, T, D] of depth `depth`, from those before and the embeddings `depth` ahead."""
+        """Return the hidden states [B, T, D] of depth `depth`.
+
+        `hidden` are the hidden states of depth `depth - 1`, and `embeddings` are those of the tokens at
+        offset `depth`.
+        """
         head, attention = self.layers[depth - 1], self.spec.blocks[depth - 1].attention
-        turn, slope = None, None
+        rotation, slopes = None, None
         if attention is not None:
-            turns = rotations([attention], positions, dtype=hidden.dtype, known=self._frequencies)
-            turn = turns.get((attention.rope, attention.rotated))
-            slope = slopes_of(self.spec, hidden, known=self._alibi).get(attention.heads)
+            tables = rope_tables([attention], positions, dtype=hidden.dtype, cache=self._frequencies)
+            rotation = tables.get((attention.rope, attention.rotary_dim))
+            slopes = alibi_slopes_by_heads(self.spec, hidden, cache=self._alibi).get(attention.heads)
         if recompute and cache is None and torch.is_grad_enabled():
-            return checkpoint(head, hidden, ahead, turn, layout, None, slope, use_reentrant=False)
-        return head(hidden, ahead, turn, layout, cache, slope)
+            return checkpoint(head, hidden, embeddings, rotation, layout, None, slopes, use_reentrant=False)
+        return head(hidden, embeddings, rotation, layout, cache, slopes)
 
     def new_cache(self) -> KeyValueCache:
-        """An empty key/value cache, a layer for each head."""
+        """Return an empty key/value cache with one layer per head."""
         return KeyValueCache(len(self))
 
 
 def new_heads(model: LanguageModel, count: int, block: BlockSpec | None = None) -> PredictionHeads:
-    """Fresh heads for a model, where it is and in the dtype of its output head.
+    """Return newly initialized heads for a model, on its device and in the dtype of its output head.
 
-    Without a block, theirs is like the model's last layer with attention; models behind the transformers
-    bridge have no description of it, and get `own_block`. Drawn from torch's generator of the CPU.
+    Without `block`, heads use the architecture of the model's last layer with attention. For models behind
+    the transformers bridge this is unknown, so they use `own_block`. Weights are drawn from torch's CPU
+    generator.
     """
     if count < 1:
-        raise ConfigError(f"n_predict={count}: there must be at least one head")
+        raise ConfigError(f"n_predict={count} must be at least 1")
     weight = model.head().weight
     d_model = weight.shape[1]
-    embedded = model.embed(torch.zeros(1, 1, dtype=torch.long, device=model.device)).shape[-1]
-    if embedded != d_model:
+    embedding_size = model.embed(torch.zeros(1, 1, dtype=torch.long, device=model.device)).shape[-1]
+    if embedding_size != d_model:
         raise ModelError(
-            f"the embedding of {model.name} has {embedded} channels and its output head {d_model}: "
-            "heads that share both need one size"
+            f"the embedding of {model.name} has {embedding_size} channels and its output head {d_model}: "
+            "prediction heads share both, so their sizes must be equal"
         )
-    with using(model.paths), torch.device("meta" if weight.is_meta else "cpu"):  # a plan has no numbers
+    # memory planning uses meta tensors
+    with using(model.paths), torch.device("meta" if weight.is_meta else "cpu"):
         heads = PredictionHeads(_spec(model, count, block, d_model=d_model))
-    _initialise(heads)
+    _initialize(heads)
     return heads.to(weight.device, weight.dtype)
 
 
 def _spec(model: LanguageModel, count: int, block: BlockSpec | None, *, d_model: int) -> ModelSpec:
-    """A description of the heads as if they were the layers of a decoder."""
+    """Return the spec of a decoder whose layers are the blocks of the heads."""
     if block is None and isinstance(model, Decoder):
         spec = model.spec
-        last = next((b for b in reversed(spec.blocks) if b.attention is not None), spec.blocks[-1])
-        return dataclasses.replace(spec, blocks=(last,) * count)
+        last_block = next(
+            (candidate for candidate in reversed(spec.blocks) if candidate.attention is not None),
+            spec.blocks[-1],
+        )
+        return dataclasses.replace(spec, blocks=(last_block,) * count)
     return ModelSpec(
         family=whet_family.MODEL_TYPE,
         vocab_size=model.vocab_size,
@@ -134,26 +143,28 @@ def _spec(model: LanguageModel, count: int, block: BlockSpec | None, *, d_model:
 
 
 def block_of(model: LanguageModel, section: MTPObjective) -> BlockSpec | None:
-    """The block that a config describes, for `new_heads`."""
+    """Return the block that a config describes, or None for the default of `new_heads`."""
     return None if section.block is None else own_block(model.head().weight.shape[1], section.block)
 
 
 def own_block(d_model: int, section: MTPBlock | None = None) -> BlockSpec:
-    """What the keys of a config describe; without any, rotary attention in heads of 64 and a SwiGLU."""
-    given = (section or MTPBlock()).changes()
-    if "heads" not in given:
-        given["head_dim"] = given.get("head_dim", _HEAD_DIM)
-        given["heads"] = max(1, d_model // given["head_dim"])
-    given.setdefault("width", 8 * d_model // 3)
+    """Return the block described by config keys. The default has RoPE, head size 64 and SwiGLU."""
+    settings = (section or MTPBlock()).changes()
+    if "heads" not in settings:
+        settings["head_dim"] = settings.get("head_dim", _HEAD_DIM)
+        settings["heads"] = max(1, d_model // settings["head_dim"])
+    settings.setdefault("width", 8 * d_model // 3)
     try:
-        return build_spec(Shape(d_model=d_model, layers=1, vocab_size=1, max_positions=1, **given)).blocks[0]
+        return build_spec(Shape(d_model=d_model, layers=1, vocab_size=1, max_positions=1, **settings)).blocks[
+            0
+        ]
     except ModelError as error:
         raise ConfigError(f"objective.block: {error.message}", hint=error.hint) from error
 
 
 @torch.no_grad()
-def _initialise(heads: PredictionHeads) -> None:
-    """As a decoder from scratch; what is added to a stream, as in a model of so many layers."""
+def _initialize(heads: PredictionHeads) -> None:
+    """Initialize like a new decoder. Residual projections are scaled as in a model of as many layers."""
     for name, module in heads.named_modules():
         if isinstance(module, nn.Linear):
             residual = name.endswith(RESIDUAL)

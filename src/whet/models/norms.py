@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalization layers."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from whet.ops.kernels import cpu_autograd, fused_decode
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, with the mean square taken in float32 or wider."""
+    """RMSNorm, x / rms(x) * weight, with the mean square in float32 or wider."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()
@@ -19,33 +19,33 @@ class RMSNorm(nn.Module):
         self.paths = chosen_paths()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalize x over its last dimension."""
         if self.paths.explicit_backward and cpu_autograd.suits(x, self.weight):
             return cpu_autograd.rms_norm(x, self.weight, self.eps)
         if self.paths.decoding and fused_decode.suits(x, self.weight):
             return fused_decode.rms_norm(x, self.weight, self.eps)
-        return (self._normalised(x)).to(x.dtype) * self.weight.to(x.dtype)
+        return self._normalize(x).to(x.dtype) * self.weight.to(x.dtype)
 
-    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's: the stored weight is what is added to one, and it multiplies before the rounding."""
+    """Gemma's RMSNorm: the factor is 1 + weight, applied before rounding to the input dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalize x over its last dimension."""
         if self.paths.explicit_backward and cpu_autograd.suits(x, self.weight):
             return cpu_autograd.rms_norm(x, 1 + self.weight, self.eps)
         if self.paths.decoding and fused_decode.suits(x, self.weight):
             return fused_decode.rms_norm(x, self.weight, self.eps, offset=True)
-        normalised = self._normalised(x)
-        return (normalised * (1 + self.weight.to(normalised.dtype))).to(x.dtype)
+        normalized = self._normalize(x)
+        return (normalized * (1 + self.weight.to(normalized.dtype))).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance removed, then scaled and shifted."""
+    """LayerNorm with weight and bias, cast to the input dtype."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalize x over its last dimension."""
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 def make_norm(spec: NormSpec, size: int) -> nn.Module:
-    """The layer a spec describes."""
+    """Return the norm described by a spec."""
     if spec.kind == "none":
         return nn.Identity()
     if spec.kind == "layer":

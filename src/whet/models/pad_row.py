@@ -1,18 +1,21 @@
-"""The embedding's row of the pad token, trained as transformers does."""
+"""Freezing of the pad token's embedding row, as in transformers."""
 
 from whet.errors import ConfigError
 from whet.lazy_import import is_instance_of
 from whet.models.decoder import Decoder
 from whet.models.language_model import Trainable
 
-_WITHOUT = ("gpt2",)  # families whose embedding has no padding_idx in transformers
+_WITHOUT_PADDING_IDX = ("gpt2",)  # families whose embedding has no padding_idx in transformers
 
 
 def freeze_pad_row(model: Trainable) -> None:
-    """Let no gradient reach the row of the pad token from the model's inputs.
+    """Stop gradients from the model's inputs to the embedding row of the pad token.
 
-    transformers gives `pad_token_id` to the embedding as its padding_idx: the row gets no gradient where the
-    token is an input, and a tied head's gradient all the same. Models behind the bridge have that already.
+    transformers passes `pad_token_id` to the embedding as padding_idx. The row then gets no gradient from
+    inputs, but still gets the gradient of a tied head. Models behind the bridge already behave this way.
+
+    Raises:
+        ConfigError: The model has no pad token whose row transformers would freeze.
     """
     if is_instance_of(model, "whet.models.transformers_bridge:Bridge"):
         return
@@ -20,16 +23,17 @@ def freeze_pad_row(model: Trainable) -> None:
     if pad is None or not isinstance(model, Decoder):
         raise ConfigError(
             "optim.freeze_pad_row: this model has no pad token whose row transformers would freeze",
-            hint="leave it out: training is the same without it",
+            hint="remove optim.freeze_pad_row: it would not change the training of this model",
         )
-    table = model.embed_tokens
-    getattr(table, "base", table).padding_idx = pad  # a table that is trained beside adapters has a base
+    embedding = model.embed_tokens
+    # an embedding that is trained together with adapters is wrapped
+    getattr(embedding, "base", embedding).padding_idx = pad
 
 
 def _pad_id(model: Decoder) -> int | None:
-    """The row that transformers gives its embedding; its config classes have defaults."""
+    """Return the padding_idx that transformers would use, including the default of its config class."""
     config = model.hf_config()
-    if model.spec.family in _WITHOUT:
+    if model.spec.family in _WITHOUT_PADDING_IDX:
         return None
     if "pad_token_id" not in config:
         from transformers import AutoConfig

@@ -1,7 +1,8 @@
-"""Packed documents that begin alike: what they share is computed once.
+"""Prefix sharing: a prefix that packed documents have in common is computed once.
 
-Chats with one system prompt, two answers to one question, samples of one prompt: up to where two documents
-differ, their hidden states are the same. A row becomes a tree of pieces, each of which sees those above it.
+Examples are chats with the same system prompt, two responses to one prompt, and samples of one prompt. Hidden
+states are equal up to the first token that differs. A row becomes a tree of segments, each of which attends
+to its ancestors.
 """
 
 from collections.abc import Sequence
@@ -12,74 +13,78 @@ import torch
 
 from whet.ops.attention import Layout
 
-LEAST = 16  # tokens that documents share at least, to be worth a piece of their own
-WORTH = 0.1  # of a row's places, that have to be saved
+MIN_SHARED_TOKENS = 16  # shorter shared prefixes are not worth a segment
+MIN_SAVED_FRACTION = 0.1  # of a row's positions; below it, sharing is not worth its overhead
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A packed row without what is in it twice."""
+class SharedPrefixes:
+    """A packed row with each shared prefix computed once."""
 
-    kept: torch.Tensor  # [fewer] the places of the row that are computed
-    places: torch.Tensor  # [T] which of those each place of the row is like
+    computed: torch.Tensor  # [segments' tokens]: the positions of the row that are computed
+    sources: torch.Tensor  # [T]: the index into `computed` for each position of the row
     layout: Layout
 
 
-def share_prefixes(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout) -> Shared | None:
-    """A way to compute a row [1, T] of documents with fewer places, if that is worth it."""
+def share_prefixes(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout) -> SharedPrefixes | None:
+    """Return how to compute a packed row [1, T] with shared prefixes, or None if it saves too little."""
     if layout.documents is None or len(layout.documents) != 1 or len(layout.documents[0]) == 1:
         return None
-    tree = _Tree(tokens[0].numpy(), positions[0].numpy(), layout.documents[0])
+    tree = _PrefixTree(tokens[0].numpy(), positions[0].numpy(), layout.documents[0])
     tree.grow(range(len(layout.documents[0])), 0, ())
-    if tree.size > (1 - WORTH) * len(tree.places):
+    if tree.size > (1 - MIN_SAVED_FRACTION) * len(tree.sources):
         return None
-    pieces = Layout(documents=(tuple(tree.lengths),), above=tuple(tree.above))
-    return Shared(torch.from_numpy(np.concatenate(tree.kept)), torch.from_numpy(tree.places), pieces)
+    tree_layout = Layout(documents=(tuple(tree.lengths),), ancestors=tuple(tree.ancestors))
+    return SharedPrefixes(
+        torch.from_numpy(np.concatenate(tree.computed)), torch.from_numpy(tree.sources), tree_layout
+    )
 
 
-class _Tree:
-    """Pieces of a row, parents before children."""
+class _PrefixTree:
+    """The segments of a row, parents before children."""
 
     def __init__(self, tokens: np.ndarray, positions: np.ndarray, documents: Sequence[int]) -> None:
         ends = np.cumsum(documents)
         self.starts = ends - np.array(documents)
-        # a state depends on all tokens before it and on where they stand
+        # a hidden state depends on all tokens up to it and on their positions
         row = np.stack((tokens, positions), axis=1)
         self.documents = [row[start:end] for start, end in zip(self.starts, ends, strict=True)]
-        self.places = np.empty(len(tokens), dtype=np.int64)
+        self.sources = np.empty(len(tokens), dtype=np.int64)
         self.size = 0
-        self.kept: list[np.ndarray] = []
+        self.computed: list[np.ndarray] = []
         self.lengths: list[int] = []
-        self.above: list[tuple[int, ...]] = []
+        self.ancestors: list[tuple[int, ...]] = []
 
-    def grow(self, members: Sequence[int], begin: int, above: tuple[int, ...]) -> None:
-        """Add what comes after `begin` in some documents, which are alike up to there."""
+    def grow(self, members: Sequence[int], begin: int, ancestors: tuple[int, ...]) -> None:
+        """Add the segments after offset `begin` of documents that are equal up to it."""
         groups: dict[bytes | int, list[int]] = {}
         for member in members:
-            head = self.documents[member][begin : begin + LEAST]
-            groups.setdefault(head.tobytes() if len(head) == LEAST else member, []).append(member)
+            start = self.documents[member][begin : begin + MIN_SHARED_TOKENS]
+            groups.setdefault(start.tobytes() if len(start) == MIN_SHARED_TOKENS else member, []).append(
+                member
+            )
         for group in groups.values():
-            end = self._alike_until(group, begin)
+            end = self._shared_end(group, begin)
             if end > begin:
-                self._add(group, begin, end, above)
+                self._add(group, begin, end, ancestors)
             if len(group) > 1:
-                self.grow(group, end, (*above, len(self.lengths) - 1))
+                self.grow(group, end, (*ancestors, len(self.lengths) - 1))
 
-    def _alike_until(self, group: Sequence[int], begin: int) -> int:
+    def _shared_end(self, group: Sequence[int], begin: int) -> int:
         first = self.documents[group[0]]
         end = len(first)
         for member in group[1:]:
-            other = self.documents[member]
-            end = min(end, len(other))
-            differ = np.flatnonzero((first[begin:end] != other[begin:end]).any(1))
-            end = begin + int(differ[0]) if len(differ) else end
+            document = self.documents[member]
+            end = min(end, len(document))
+            differences = np.flatnonzero((first[begin:end] != document[begin:end]).any(1))
+            end = begin + int(differences[0]) if len(differences) else end
         return end
 
-    def _add(self, group: Sequence[int], begin: int, end: int, above: tuple[int, ...]) -> None:
+    def _add(self, group: Sequence[int], begin: int, end: int, ancestors: tuple[int, ...]) -> None:
         span = np.arange(begin, end)
-        self.kept.append(self.starts[group[0]] + span)
+        self.computed.append(self.starts[group[0]] + span)
         for member in group:
-            self.places[self.starts[member] + span] = self.size + span - begin
+            self.sources[self.starts[member] + span] = self.size + span - begin
         self.size += len(span)
         self.lengths.append(len(span))
-        self.above.append(above)
+        self.ancestors.append(ancestors)

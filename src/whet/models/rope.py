@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and the other ways to tell a model where a token stands."""
+"""Position encodings: RoPE with its scalings, sinusoidal embeddings and ALiBi."""
 
 import math
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ Frequencies = dict[tuple[torch.device, RopeSpec, int], torch.Tensor]
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Angle a position, for each pair of channels [head_dim / 2], in float32."""
+    """Return the angle per position of each channel pair [head_dim / 2], in float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
@@ -37,24 +37,24 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
-    """Divide slow frequencies by `factor`, keep fast ones, blend linearly between the two bounds."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly in between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_positions / wavelengths  # turns within the original context
+    rotations = scaling.original_max_positions / wavelengths  # rotations within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    keep = ((rotations - low) / (high - low)).clamp(0, 1)
     return frequencies * keep + frequencies / scaling.factor * (1 - keep)
 
 
 def _yarn(
     frequencies: torch.Tensor, scaling: YarnRopeScaling, *, theta: float, head_dim: int
 ) -> torch.Tensor:
-    """Keep channels that turn often within the original context, divide those that do not, ramp between."""
+    """Keep channels that rotate often within the original context, divide the rest, with a linear ramp."""
 
-    def channel(turns: float) -> float:
-        """The channel pair that makes so many turns within the original context."""
+    def channel(rotations: float) -> float:
+        """Return the (fractional) channel pair with this many rotations within the original context."""
         return (
             head_dim
-            * math.log(scaling.original_max_positions / (turns * 2 * math.pi))
+            * math.log(scaling.original_max_positions / (rotations * 2 * math.pi))
             / (2 * math.log(theta))
         )
 
@@ -63,45 +63,45 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2).float() - low) / (max(high - low, 0.001))
-    divide = ramp.clamp(0, 1)
-    return frequencies / scaling.factor * divide + frequencies * (1 - divide)
+    weight = ramp.clamp(0, 1)
+    return frequencies / scaling.factor * weight + frequencies * (1 - weight)
 
 
-def rotations(
+def rope_tables(
     attentions: Iterable[AttentionSpec | LatentAttentionSpec],
     positions: torch.Tensor,
     *,
     dtype: torch.dtype,
-    known: Frequencies,
+    cache: Frequencies,
 ) -> dict[tuple[RopeSpec | None, int], Rotation]:
-    """One for each kind of rope; new frequencies are added to `known`.
+    """Return the cosine and sine for each kind of RoPE. Missing frequencies are added to `cache`.
 
-    They are no buffers: frequencies are derived, float32, and in no checkpoint.
+    Frequencies are not buffers, because they are derived, stay in float32 and are in no checkpoint.
     """
-    found: dict[tuple[RopeSpec | None, int], Rotation] = {}
+    tables: dict[tuple[RopeSpec | None, int], Rotation] = {}
     for attention in attentions:
-        rope, size = attention.rope, attention.rotated
-        if rope is None or (rope, size) in found:
+        rope, size = attention.rope, attention.rotary_dim
+        if rope is None or (rope, size) in tables:
             continue
         key = (positions.device, rope, size)
-        if key not in known:
-            known[key] = inverse_frequencies(rope, size).to(positions.device)
-        cos, sin = rotation(positions, known[key])
+        if key not in cache:
+            cache[key] = inverse_frequencies(rope, size).to(positions.device)
+        cos, sin = rotation(positions, cache[key])
         if isinstance(rope.scaling, YarnRopeScaling):
             cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
-        found[rope, size] = (cos.to(dtype), sin.to(dtype))
-    return found
+        tables[rope, size] = (cos.to(dtype), sin.to(dtype))
+    return tables
 
 
 def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
-    """Cosine and sine [B, 1, T, head_dim] of every position's angles, in float32."""
+    """Return the cosine and sine [B, 1, T, head_dim] of each position's angles, in float32."""
     angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paths: Paths = FAST) -> torch.Tensor:
-    """Turn channel i with channel i + head_dim/2 (the layout of Hugging Face checkpoints)."""
+    """Rotate channel i of x with channel i + head_dim/2, the layout of Hugging Face checkpoints."""
     if paths.explicit_backward and cpu_autograd.suits(x, cos, sin):
         return cpu_autograd.rotate(x, cos, sin)
     if paths.decoding and fused_decode.suits(x, cos, sin):
@@ -111,35 +111,35 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paths: Paths =
 
 
 def sinusoids(positions: torch.Tensor, size: int) -> torch.Tensor:
-    """The fixed sines and cosines [B, T, size] of 'Attention is all you need', interleaved."""
-    rates = torch.exp(
+    """Return the sinusoidal embeddings [B, T, size] of 'Attention is all you need', interleaved."""
+    frequencies = torch.exp(
         torch.arange(0, size, 2, device=positions.device).float() * (-math.log(10_000.0) / size)
     )
-    angles = positions[..., None].float() * rates
+    angles = positions[..., None].float() * frequencies
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :size]
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """ALiBi's slope for each head (arXiv 2108.12409): a geometric series, interleaved past a power of two."""
+    """Return the ALiBi slopes [heads] (arXiv 2108.12409): geometric, interleaved past a power of two."""
 
     def series(count: int) -> list[float]:
         return [2 ** (-8 * (index + 1) / count) for index in range(count)]
 
-    whole = 2 ** math.floor(math.log2(heads))
-    return torch.tensor(series(whole) + series(2 * whole)[0::2][: heads - whole])
+    power = 2 ** math.floor(math.log2(heads))
+    return torch.tensor(series(power) + series(2 * power)[0::2][: heads - power])
 
 
-def slopes_of(
-    spec: ModelSpec, x: torch.Tensor, *, known: dict[tuple[torch.device, torch.dtype, int], torch.Tensor]
+def alibi_slopes_by_heads(
+    spec: ModelSpec, x: torch.Tensor, *, cache: dict[tuple[torch.device, torch.dtype, int], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """ALiBi's slopes for each number of heads, where a model has them, for hidden states x.
+    """Return the ALiBi slopes by number of heads, in the device and dtype of x; empty without ALiBi.
 
-    They are `known` from the first time on: a CUDA graph cannot copy them from the host.
+    Slopes are stored in `cache`, because a CUDA graph cannot copy them from the host.
     """
     if spec.positions != "alibi":
         return {}
     counts = {attention.heads for attention in spec.attentions}
     for heads in counts:
-        if (x.device, x.dtype, heads) not in known:
-            known[x.device, x.dtype, heads] = alibi_slopes(heads).to(x.device, x.dtype)
-    return {heads: known[x.device, x.dtype, heads] for heads in counts}
+        if (x.device, x.dtype, heads) not in cache:
+            cache[x.device, x.dtype, heads] = alibi_slopes(heads).to(x.device, x.dtype)
+    return {heads: cache[x.device, x.dtype, heads] for heads in counts}

@@ -1,4 +1,4 @@
-"""ModelSpec: one frozen description of a decoder, from which the model is built and its config written."""
+"""ModelSpec: the immutable description of a decoder, used to build the model and to write its config."""
 
 import dataclasses
 import hashlib
@@ -17,27 +17,27 @@ QK_NORMS = ("none", "head", "all")
 SCORINGS = ("softmax", "sigmoid")
 
 
-def _known(what: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ModelError(f"unknown {what} {value!r}", hint=f"known: {', '.join(known)}")
+def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ModelError(f"unknown {name} {value!r}", hint=f"known: {', '.join(choices)}")
 
 
-def _positive(**sizes: float) -> None:
+def _check_positive(**sizes: float) -> None:
     for name, size in sizes.items():
         if not 0 < size < math.inf:
-            raise ModelError(f"{name}={size}: it must be positive")
+            raise ModelError(f"{name}={size} must be positive and finite")
 
 
 @dataclass(frozen=True)
 class LinearRopeScaling:
-    """Every frequency divided by a factor."""
+    """Linear RoPE scaling: every frequency is divided by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Llama 3's stretching of rotary frequencies: long wavelengths are slowed down, short ones kept."""
+    """Llama 3's RoPE scaling: low frequencies are divided by a factor, high frequencies are kept."""
 
     factor: float
     low_freq_factor: float
@@ -47,7 +47,7 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class YarnRopeScaling:
-    """YaRN (arXiv 2309.00071): a ramp between kept and divided frequencies, and a factor on the attention."""
+    """YaRN (arXiv 2309.00071): a ramp from kept to divided frequencies, and a factor on attention scores."""
 
     factor: float
     original_max_positions: int
@@ -62,28 +62,28 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions."""
+    """Rotary position embeddings: the base frequency and an optional scaling."""
 
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         factor = 1.0 if self.scaling is None else self.scaling.factor
-        _positive(rope_theta=self.theta, rope_scaling_factor=factor)
+        _check_positive(rope_theta=self.theta, rope_scaling_factor=factor)
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A normalisation: rms (with weights stored as they are, or less one: `offset`), layer, or none."""
+    """A normalization: rms, layer or none. With `offset`, the factor of rms is 1 + weight."""
 
     kind: str = "rms"
     eps: float = 1e-6
     offset: bool = False
 
     def __post_init__(self) -> None:
-        _known("norm", self.kind, NORMS)
+        _check_choice("norm", self.kind, NORMS)
         if not 0 <= self.eps < math.inf:
-            raise ModelError(f"the epsilon of a norm is {self.eps}: it must be a number from 0")
+            raise ModelError(f"norm eps={self.eps} must be a finite number of at least 0")
 
 
 @dataclass(frozen=True)
@@ -96,33 +96,33 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     bias: bool = False  # on queries, keys and values
     out_bias: bool = False
-    window: int | None = None  # how many positions back, itself included, a position sees
-    scale: float | None = None  # of the scores; head_dim ** -0.5 when empty
+    window: int | None = None  # sliding window: how many positions a query sees, itself included
+    scale: float | None = None  # factor on the scores; None means head_dim ** -0.5
     softcap: float | None = None  # scores become c * tanh(scores / c)
-    qk_norm: str = "none"  # head: each head on its own; all: the whole projection
+    qk_norm: str = "none"  # head: per head; all: over the full projection
     fused: bool = False  # one projection for queries, keys and values
 
     def __post_init__(self) -> None:
         window = 1 if self.window is None else self.window
-        _positive(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, window=window)
-        _known("qk_norm", self.qk_norm, QK_NORMS)
+        _check_positive(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, window=window)
+        _check_choice("qk_norm", self.qk_norm, QK_NORMS)
         if self.heads % self.kv_heads:
             raise ModelError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.rope is not None and self.head_dim % 2:
-            raise ModelError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of channels")
+            raise ModelError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of channels")
 
     @property
-    def rotated(self) -> int:
-        """Channels of a head that carry the rotary position."""
+    def rotary_dim(self) -> int:
+        """Number of channels per head that RoPE rotates."""
         return self.head_dim
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (arXiv 2405.04434): keys and values are read out of one small latent.
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are projected from one small latent.
 
-    A head's query and key are `plain_dim` channels from the latent and `rope_dim` that carry the position;
-    the rotated key is shared by all heads. The cache holds kv_rank + rope_dim numbers a token.
+    Each head's query and key have `plain_dim` channels from the latent and `rope_dim` channels with RoPE. All
+    heads share the rotated key. The cache stores kv_rank + rope_dim values per token.
     """
 
     heads: int
@@ -130,12 +130,12 @@ class LatentAttentionSpec:
     plain_dim: int
     rope_dim: int
     value_dim: int
-    q_rank: int | None = None  # queries through a latent of their own
+    q_rank: int | None = None  # rank of the query latent; None: no query latent
     rope: RopeSpec = RopeSpec()
     window: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(
+        _check_positive(
             heads=self.heads,
             kv_rank=self.kv_rank,
             plain_dim=self.plain_dim,
@@ -145,17 +145,17 @@ class LatentAttentionSpec:
             window=1 if self.window is None else self.window,
         )
         if self.rope_dim % 2:
-            raise ModelError(f"rope_dim={self.rope_dim} is odd: rotary positions turn pairs of channels")
+            raise ModelError(f"rope_dim={self.rope_dim} is odd, but RoPE rotates pairs of channels")
 
     @property
-    def rotated(self) -> int:
-        """Channels of a head that carry the rotary position."""
+    def rotary_dim(self) -> int:
+        """Number of channels per head that RoPE rotates."""
         return self.rope_dim
 
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """down(activation(up(x))), or with a gate: down(activation(gate(x)) * up(x))."""
+    """A feed-forward layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if gated."""
 
     width: int
     activation: str = "silu"
@@ -164,44 +164,45 @@ class FeedForwardSpec:
     fused: bool = False  # one projection for gate and up
 
     def __post_init__(self) -> None:
-        _positive(width=self.width)
-        _known("activation", self.activation, ACTIVATIONS)
+        _check_positive(width=self.width)
+        _check_choice("activation", self.activation, ACTIVATIONS)
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A mixture of experts: each token goes to the `top_k` gated feed-forward layers that its router prefers.
+    """A mixture of experts: each token is routed to the `top_k` experts with the highest scores.
 
-    Its output is the sum of theirs, each times its score (renormalised: its share of the chosen ones'
-    scores), plus that of `shared` experts, which every token goes to. With `balance_bias` a bias is added to
-    the scores for the choice, and only for it: no gradient reaches it (arXiv 2408.15664).
+    Experts are gated feed-forward layers. The output is the sum of their outputs weighted by their scores,
+    plus the output of the `shared` experts, which process every token. With `renormalise`, the scores of the
+    chosen experts are divided by their sum. With `balance_bias`, a bias is added to the scores for the
+    selection only. It gets no gradient (arXiv 2408.15664).
     """
 
     experts: int
     top_k: int
     width: int  # of one expert
     activation: str = "silu"
-    scoring: str = "softmax"  # over all experts; sigmoid: each on its own, as DeepSeek-V3's
+    scoring: str = "softmax"  # softmax over all experts, or sigmoid per expert as in DeepSeek-V3
     renormalise: bool = True
-    scale: float = 1.0  # of the routed output
-    shared: int = 0  # experts of the same width, computed as one
+    scale: float = 1.0  # factor on the routed output
+    shared: int = 0  # number of shared experts of the same width, computed as one layer
     balance_bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive(experts=self.experts, top_k=self.top_k, width=self.width, scale=self.scale)
-        _known("activation", self.activation, ACTIVATIONS)
-        _known("scoring of experts", self.scoring, SCORINGS)
+        _check_positive(experts=self.experts, top_k=self.top_k, width=self.width, scale=self.scale)
+        _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("expert scoring", self.scoring, SCORINGS)
         if self.top_k > self.experts:
-            raise ModelError(f"top_k={self.top_k} is more than there are experts ({self.experts})")
+            raise ModelError(f"top_k={self.top_k} is larger than the number of experts ({self.experts})")
         if self.shared < 0:
-            raise ModelError(f"shared={self.shared}: it must not be negative")
+            raise ModelError(f"shared={self.shared} must not be negative")
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer: norms before attention and feed-forward (pre), after them (post), or both (sandwich).
+    """One layer, with norms before attention and feed-forward (pre), after them (post), or both (sandwich).
 
-    A part that is None is not there, and neither are its norms: the stream passes it unchanged.
+    A part that is None is skipped together with its norms.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | None
@@ -209,33 +210,33 @@ class BlockSpec:
     placement: str = "pre"
 
     def __post_init__(self) -> None:
-        _known("norm placement", self.placement, PLACEMENTS)
+        _check_choice("norm placement", self.placement, PLACEMENTS)
 
     @property
     def grouped(self) -> AttentionSpec:
-        """Its attention, where it must be the grouped kind."""
+        """The attention, which must be grouped-query attention; otherwise raises ModelError."""
         if not isinstance(self.attention, AttentionSpec):
-            raise ModelError("this family has grouped attention in every layer")
+            raise ModelError("this family requires grouped-query attention in every layer")
         return self.attention
 
     @property
     def dense(self) -> FeedForwardSpec:
-        """Its feed-forward layer, where there must be one."""
+        """The feed-forward layer, which must be dense; otherwise raises ModelError."""
         if not isinstance(self.feedforward, FeedForwardSpec):
-            raise ModelError("this family has a feed-forward layer in every layer")
+            raise ModelError("this family requires a dense feed-forward layer in every layer")
         return self.feedforward
 
     @property
     def routed(self) -> ExpertsSpec:
-        """Its experts, where there must be some."""
+        """The experts, which the layer must have; otherwise raises ModelError."""
         if not isinstance(self.feedforward, ExpertsSpec):
-            raise ModelError("this family has experts in every layer")
+            raise ModelError("this family requires experts in every layer")
         return self.feedforward
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that decides what a decoder computes, apart from its weights."""
+    """The complete architecture of a decoder, without its weights."""
 
     family: str
     vocab_size: int
@@ -244,38 +245,40 @@ class ModelSpec:
     norm: NormSpec
     tied_head: bool
     max_positions: int
-    positions: str = "none"  # besides the rope of each layer
+    positions: str = "none"  # in addition to the RoPE of each layer
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(vocab_size=self.vocab_size, d_model=self.d_model, max_positions=self.max_positions)
-        _positive(logit_scale=self.logit_scale)
-        _known("positions", self.positions, POSITIONS)
+        _check_positive(vocab_size=self.vocab_size, d_model=self.d_model, max_positions=self.max_positions)
+        _check_positive(logit_scale=self.logit_scale)
+        _check_choice("positions", self.positions, POSITIONS)
         if not self.blocks:
             raise ModelError("a model needs at least one layer")
-        if len({(each.experts, each.top_k) for each in self.mixtures}) > 1:
-            raise ModelError("every layer with experts must have as many of them, and choose as many")
+        if len({(mixture.experts, mixture.top_k) for mixture in self.mixtures}) > 1:
+            raise ModelError(
+                "all layers with experts must have the same number of experts and the same top_k"
+            )
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
-        """The attention of each layer that has some."""
+        """The attention specs of all layers with attention."""
         return [block.attention for block in self.blocks if block.attention is not None]
 
     @property
     def mixtures(self) -> list[ExpertsSpec]:
-        """The experts of each layer that has some."""
+        """The expert specs of all layers with experts."""
         return [block.feedforward for block in self.blocks if isinstance(block.feedforward, ExpertsSpec)]
 
     def describe(self) -> dict[str, object]:
-        """A plain JSON value, equal for equal architectures."""
-        found = dataclasses.asdict(self)
-        if self.logit_scale == 1.0:  # as it was before this could be said: fingerprints stay what they are
-            del found["logit_scale"]
-        return found
+        """Return the spec as a JSON value, equal for equal architectures."""
+        description = dataclasses.asdict(self)
+        if self.logit_scale == 1.0:  # omitted, so that fingerprints from before this field stay valid
+            del description["logit_scale"]
+        return description
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical description: stable across machines and key order."""
+        """Return the SHA-256 of the canonical description, stable across machines and key order."""
         canonical = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The token ids that end an answer."""
+"""The token ids that end a completion."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from whet.storage import read_json
 
 
 def end_tokens(model: LanguageModel) -> set[int]:
-    """Ids that end an answer, as the model's two configs list them."""
-    found: list[Any] = []  # Any: JSON values
+    """Return the EOS token ids of config.json and generation_config.json."""
+    ids: list[Any] = []  # Any: JSON values
     configs = [model.hf_config()]
     if model.source is not None and (path := model.source / "generation_config.json").is_file():
         configs.append(read_json(path))
     for config in configs:
-        listed = config.get("eos_token_id")
-        found += listed if isinstance(listed, list) else [listed]
-    return {token for token in found if isinstance(token, int)}
+        eos = config.get("eos_token_id")
+        ids += eos if isinstance(eos, list) else [eos]
+    return {token for token in ids if isinstance(token, int)}
 
 
 def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:
-    """Ids that end an answer: the tokenizer's EOS, and those of the model's two configs."""
-    own = tokenizer.eos_token_id
-    return end_tokens(model) | ({own} if isinstance(own, int) else set())
+    """Return the token ids that end a completion: the tokenizer's EOS and those of the model's configs."""
+    tokenizer_eos = tokenizer.eos_token_id
+    return end_tokens(model) | ({tokenizer_eos} if isinstance(tokenizer_eos, int) else set())

@@ -1,4 +1,4 @@
-"""The hot numerics: attention, cross-entropy, divergences and log-probabilities without whole logits."""
+"""Performance-critical operations: attention, and losses that never materialize the full logits."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Cross-entropy from hidden states and the head, in chunks: the full [tokens, V] logits never exist."""
+"""Cross-entropy from hidden states and the output head, in chunks.
+
+The full logits [tokens, V] are never materialized.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,34 +10,38 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.dispatch import device_type, is_plan
-from whet.ops.lm_head import Head, HeadGradients, full_logits, nothing, operands
-from whet.ops.log_softmax import row_losses
+from whet.ops.lm_head import Head, HeadGradients, full_logits, head_operands, zero_loss
+from whet.ops.log_softmax import token_losses
 
-# (rows, logits) a chunk has at most: enough to keep the matrix products efficient
-_MOST = {"cpu": (1024, 2**26), "cuda": (8192, 2**28)}
-_ROWS_OF_TRAINED = 2  # for each column of a trained head's weight
-_ALIGNED = 128  # rows of the tiles of a matrix product
+# maximum (rows, logits) of a chunk: large enough for efficient matmuls
+_MAX_CHUNK = {"cpu": (1024, 2**26), "cuda": (8192, 2**28)}
+_TRAINED_ROWS_PER_COLUMN = 2  # rows per column of the weight of a trained head
+_ALIGNMENT = 128  # rows of a matmul tile
 
 
 def chunk_rows(weight: torch.Tensor, *, trained: bool = False) -> int:
-    """How many positions are projected at once by a head's weight [V, D].
+    """Return how many positions are projected at once by a head's weight [V, D].
 
-    On a GPU the gradient of a trained head is read and written once a chunk. With more rows than D that is
-    little beside the products, and the logits are smaller than the weight with its gradient and moments.
+    On a GPU the gradient of a trained head is read and written once per chunk. With more rows than D, this
+    costs little compared with the matmuls, and the logits of a chunk are smaller than the weight together
+    with its gradient and optimizer state.
     """
     kind = device_type(weight)
-    most_rows, most_logits = _MOST.get(kind, _MOST["cpu"])
-    rows = min(most_rows, most_logits // weight.shape[0])
+    max_rows, max_logits = _MAX_CHUNK.get(kind, _MAX_CHUNK["cpu"])
+    rows = min(max_rows, max_logits // weight.shape[0])
     if trained and kind == "cuda":
-        rows = max(rows, min(most_rows, _ROWS_OF_TRAINED * weight.shape[1]))
-    return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
+        rows = max(rows, min(max_rows, _TRAINED_ROWS_PER_COLUMN * weight.shape[1]))
+    return max(1, rows - rows % _ALIGNMENT if rows > _ALIGNMENT else rows)
 
 
 def spans(count: int, rows: int) -> Iterator[slice]:
-    """Chunks of about one size, at most so many rows; in a plan two, since all take the same memory."""
+    """Split `count` rows into chunks of about equal size, at most `rows` each.
+
+    Memory planning yields only two chunks, because all of them need the same memory.
+    """
     if rows < count:
-        even = -(-count // -(-count // rows))
-        rows = min(rows, even + -even % _ALIGNED if rows > _ALIGNED else even)
+        even_rows = -(-count // -(-count // rows))
+        rows = min(rows, even_rows + -even_rows % _ALIGNMENT if rows > _ALIGNMENT else even_rows)
     end = min(count, 2 * rows) if is_plan() else count
     return (slice(start, start + rows) for start in range(0, end, rows))
 
@@ -42,18 +49,23 @@ def spans(count: int, rows: int) -> Iterator[slice]:
 def linear_cross_entropy(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The SUM over positions of weight * -log p(target), in float32 or wider.
+    """Return the sum over positions of weight * -log p(target), in float32 or wider.
 
-    `hidden` is [N, D] and `targets` [N]: the supervised positions only. The gradient is computed with the
-    loss, chunk by chunk, so logits are made once and dropped.
+    The gradient is computed together with the loss, chunk by chunk, so the logits are computed only once.
+
+    Args:
+        hidden: Hidden states [N, D] at the supervised positions.
+        head: The output head.
+        targets: Target token ids [N].
+        weights: Optional weights [N] of the positions.
     """
     if not hidden.shape[0]:
-        return nothing(hidden, head)
+        return zero_loss(hidden, head)
     if not head.paths.losses:
         losses = F.cross_entropy(full_logits(hidden, head), targets, reduction="none")
         return losses.sum() if weights is None else (losses * weights).sum()
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        *operands(hidden, head), targets, weights, head.scale, head.softcap
+        *head_operands(hidden, head), targets, weights, head.scale, head.softcap
     )
     return loss
 
@@ -70,28 +82,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        wanted = ctx.needs_input_grad[:3]
+        needs_grad = ctx.needs_input_grad[:3]
         head = Head(weight.to(hidden.dtype), bias, scale, softcap)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=wide)
-        gradients = HeadGradients(hidden, weight, bias, wanted)
+        gradients = HeadGradients(hidden, weight, bias, needs_grad)
         with torch.autocast(hidden.device.type, enabled=False):
-            for span in spans(hidden.shape[0], chunk_rows(weight, trained=wanted[1])):
+            for span in spans(hidden.shape[0], chunk_rows(weight, trained=needs_grad[1])):
                 x = hidden[span]
-                row_weight = None if weights is None else weights[span].to(wide)
-                losses, grad = row_losses(
+                token_weights = None if weights is None else weights[span].to(wide)
+                losses, grad = token_losses(
                     F.linear(x, head.weight),
                     targets[span],
                     head,
-                    row_weight=row_weight,
-                    want_gradient=any(wanted),
+                    token_weights=token_weights,
+                    with_gradient=any(needs_grad),
                 )
-                total += losses.sum() if row_weight is None else torch.dot(losses, row_weight)
+                total += losses.sum() if token_weights is None else torch.dot(losses, token_weights)
                 if grad is not None:
                     gradients.add(span, grad, x, head)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(
-            # a sum that is not divided yet may be too large for float16
+            # a sum that is not yet divided may overflow float16
             *(
                 grad if grad is None or dtype == torch.float16 else grad.to(dtype)
                 for grad, dtype in zip(gradients.tensors(), ctx.dtypes, strict=True)

@@ -1,8 +1,7 @@
-"""Which implementation of an operation runs: fast or plain, with or without Triton, for which device.
+"""Selection of implementations: fast paths or plain PyTorch, with or without Triton, by device.
 
-What has a choice (a model and its layers, adapters, an optimizer, a trainer) asks for `chosen_paths` once,
-when it is built, and keeps the answer. Whether a fast implementation fits some tensors, by their device and
-dtype, is asked where it is used.
+Models, layers, adapters, optimizers and trainers call `chosen_paths` once, when they are built, and store the
+result. Whether a fast implementation supports given tensors, by device and dtype, is checked at each call.
 """
 
 import contextlib
@@ -25,20 +24,20 @@ VARIABLE = "WHET_REFERENCE"
 
 @dataclass(frozen=True)
 class Paths:
-    """Fast implementations that may be used; without one, plain torch computes the same."""
+    """The enabled fast implementations. If one is disabled, plain PyTorch computes the same result."""
 
-    explicit_backward: bool = True  # norm, rotation and gate with a backward pass of their own
-    attention: bool = True  # packed documents one by one or by varlen kernels, not by a masked square
-    shared_prefixes: bool = True  # what documents or prompts begin with alike is computed once
-    losses: bool = True  # from hidden states, in chunks, with their gradient: never the full logits
+    explicit_backward: bool = True  # norm, RoPE and gate with an explicit backward pass
+    attention: bool = True  # packed documents one at a time or by varlen kernels, not by a full mask
+    shared_prefixes: bool = True  # a prefix that documents or prompts share is computed once
+    losses: bool = True  # losses and their gradients in chunks, without the full logits
     grouped_experts: bool = True  # one matmul for the tokens of all experts
     fused_lora: bool = True  # base and low-rank matmuls of sibling layers in one autograd function
-    quantised: bool = True  # 4-bit weights unpacked by bitsandbytes, and again in the backward pass
-    fp8: bool = True  # matmuls in 8 bits, where a config asks for them
-    decoding: bool = True  # CUDA graphs, kernels and matmuls for few rows, adapters prepared once
-    compile: bool = True  # torch.compile, where a config asks for it
-    fused_optimizer: bool = True  # Adam by one kernel
-    prefetch: bool = True  # the next step is queued before the metrics of this one are read
+    quantised: bool = True  # bitsandbytes dequantizes 4-bit weights, again in the backward pass
+    fp8: bool = True  # fp8 matmuls, if the config enables them
+    decoding: bool = True  # CUDA graphs, fused kernels, matmuls for few rows, prepared adapters
+    compile: bool = True  # torch.compile, if the config enables it
+    fused_optimizer: bool = True  # Adam in one fused kernel
+    prefetch: bool = True  # queue the next step before reading the metrics of the current one
 
 
 FAST = Paths()
@@ -48,20 +47,20 @@ _paths: ContextVar[Paths | None] = ContextVar("paths", default=None)
 
 
 def chosen_paths() -> Paths:
-    """The implementations for what is built now: those of the surrounding `with` block, or the process's."""
-    return _paths.get() or (REFERENCE if _asks_for_reference() else FAST)
+    """Return the fast paths for objects built now, from the enclosing `using` block or the environment."""
+    return _paths.get() or (REFERENCE if _reference_requested() else FAST)
 
 
-def _asks_for_reference() -> bool:
-    given = os.environ.get(VARIABLE, "").strip().lower()
-    if given not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
-        raise ConfigError(f"{VARIABLE}={given}: it is a switch", hint="set it to 1, or to 0")
-    return given in ("1", "true", "yes", "on")
+def _reference_requested() -> bool:
+    value = os.environ.get(VARIABLE, "").strip().lower()
+    if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+        raise ConfigError(f"{VARIABLE}={value} is not a boolean", hint=f"set {VARIABLE} to 1 or 0")
+    return value in ("1", "true", "yes", "on")
 
 
 @contextlib.contextmanager
 def using(paths: Paths) -> Iterator[None]:
-    """Build with these implementations, for the time of a `with` block."""
+    """Use these fast paths for every object built in the `with` block."""
     token = _paths.set(paths)
     try:
         yield
@@ -71,12 +70,12 @@ def using(paths: Paths) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reference() -> Iterator[None]:
-    """Build models and trainers that compute with plain torch alone, also after the `with` block.
+    """Build models and trainers that use only plain PyTorch, even after the `with` block.
 
-    No Triton kernels, no explicit backward passes, no shared prefixes, no fused layers, no prefetch: the
-    oracle of every fast path, and the first thing to try where a result looks wrong. It is slower and takes
-    more memory. What is built outside of the block is not affected. `WHET_REFERENCE=1` selects it for a
-    whole process.
+    The reference path has no Triton kernels, explicit backward passes, shared prefixes, fused layers or
+    prefetching. It is the test oracle of every fast path, and the first thing to try if a result looks wrong.
+    It is slower and needs more memory. Objects built outside the block are not affected.
+    `WHET_REFERENCE=1` selects the reference path for the whole process.
     """
     with using(REFERENCE):
         yield
@@ -84,21 +83,23 @@ def reference() -> Iterator[None]:
 
 @functools.cache
 def kernels_work() -> bool:
-    """Whether Triton can build kernels here; else plain torch is used, more slowly, and a line says so."""
+    """Whether Triton can build kernels on this machine. If it cannot, log one warning."""
     problem = kernels_problem()
     if problem is not None:
-        log.warning("slower than it could be: Triton cannot build kernels on this machine (%s)", problem)
+        log.warning(
+            "Triton cannot build kernels on this machine (%s): using slower plain PyTorch instead", problem
+        )
     return problem is None
 
 
 def kernels_problem() -> str | None:
-    """Why Triton, which comes with torch for CUDA, cannot build kernels; often a C compiler is missing."""
+    """Return why Triton cannot build kernels, or None. The usual cause is a missing C compiler."""
     try:
         from whet.ops.kernels.fused_decode_triton import silu_gate_on_gpu
 
-        one = torch.ones(1, 1, device="cuda")
-        silu_gate_on_gpu(one, one)
-    except Exception as error:  # whatever a machine may lack
+        x = torch.ones(1, 1, device="cuda")
+        silu_gate_on_gpu(x, x)
+    except Exception as error:  # Triton, its compiler and the driver fail in many ways
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
 
@@ -108,7 +109,7 @@ _planned: ContextVar[str | None] = ContextVar("planned device", default=None)
 
 @contextlib.contextmanager
 def planned_for(device: str) -> Iterator[None]:
-    """Fake tensors are taken to be on such a device, whatever they say."""
+    """Treat fake tensors as if they were on this kind of device, in the `with` block."""
     token = _planned.set(device)
     try:
         yield
@@ -117,10 +118,10 @@ def planned_for(device: str) -> Iterator[None]:
 
 
 def device_type(tensor: torch.Tensor) -> str:
-    """The kind of device that a tensor is on, or is planned to be on."""
+    """Return the type of the device that a tensor is on, or is planned for."""
     return _planned.get() or tensor.device.type
 
 
 def is_plan() -> bool:
-    """Whether tensors have no numbers, so that kernels of another device cannot be called."""
+    """Whether tensors are fake, as in memory planning, so device kernels cannot be called."""
     return _planned.get() is not None

@@ -1,8 +1,8 @@
-"""Linear layers that multiply in 8 bits, forward and backward, with one scale a tensor.
+"""Linear layers with fp8 matmuls, forward and backward, and one scale per tensor.
 
-Inputs and weights are rounded to e4m3, gradients to e5m2, which has the wider range. A scale is a power of
-two (so it rounds nothing itself) that brings the largest magnitude just under the format's largest number.
-Sums are taken in 32 bits, results are bf16. What the backward pass needs of the input is kept in 8 bits.
+Inputs and weights are quantized to e4m3, gradients to e5m2, which has the wider range. Each scale is a power
+of two, so scaling is exact. It brings the largest magnitude just below the maximum of the format. Matmuls
+accumulate in 32 bits and return bf16. The input is saved for the backward pass in fp8.
 """
 
 from typing import Any
@@ -13,96 +13,96 @@ import torch.nn.functional as F
 from whet.ops.dispatch import kernels_work
 from whet.ops.kernels.custom_op import operation
 
-MULTIPLE = 16  # of every side of a product: what the kernels take
+MULTIPLE = 16  # the kernels require every matmul dimension to be a multiple of this
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias; `in` and `out` are multiples of 16.
+    """Return x [..., in] @ weight [out, in].T + bias, computed in fp8.
 
-    The result has the dtype that torch's own linear layer gives it.
+    `in` and `out` must be multiples of 16. The result has the dtype that `F.linear` would return.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     with torch.autocast(kind, enabled=False):
-        found: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
-        y = found.view(*x.shape[:-1], -1).to(dtype)
+        product: torch.Tensor = _FP8MatMul.apply(x.reshape(-1, x.shape[-1]), weight)
+        y = product.view(*x.shape[:-1], -1).to(dtype)
         return y if bias is None else y + bias.to(dtype)
 
 
-class _Product(torch.autograd.Function):
-    """x W', and its two gradients."""
+class _FP8MatMul(torch.autograd.Function):
+    """x W' and its gradients, by fp8 matmuls."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # Any: autograd's context
-        scale, own_scale = _scale(x, _FORWARD), _scale(weight, _FORWARD)
-        rounded, turned = both_ways(x, scale, _FORWARD)
-        ctx.save_for_backward(turned, scale, weight)
+        scale, weight_scale = _scale(x, _FORWARD), _scale(weight, _FORWARD)
+        fp8_x, transposed = quantize_both_layouts(x, scale, _FORWARD)
+        ctx.save_for_backward(transposed, scale, weight)
         ctx.dtype = x.dtype
-        own = (weight / own_scale.to(weight.dtype)).to(_FORWARD)
-        return _multiply(rounded, own.T, scale, own_scale, fast=True)[: x.shape[0]]
+        fp8_weight = (weight / weight_scale.to(weight.dtype)).to(_FORWARD)
+        return _scaled_matmul(fp8_x, fp8_weight.T, scale, weight_scale, fast=True)[: x.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
-        turned, scale, weight = ctx.saved_tensors
-        grad_scale, own_scale = _scale(grad, _BACKWARD), _scale(weight, _FORWARD)
-        upstream, upstream_turned = both_ways(grad, grad_scale, _BACKWARD)
-        own_turned = turned_only(weight, own_scale, _FORWARD)
-        grad_x = _multiply(upstream, own_turned.T, grad_scale, own_scale)[: grad.shape[0]]
-        grad_weight = _multiply(upstream_turned, turned.T, grad_scale, scale)
+        transposed, scale, weight = ctx.saved_tensors
+        grad_scale, weight_scale = _scale(grad, _BACKWARD), _scale(weight, _FORWARD)
+        fp8_grad, grad_transposed = quantize_both_layouts(grad, grad_scale, _BACKWARD)
+        weight_transposed = quantize_transposed(weight, weight_scale, _FORWARD)
+        grad_x = _scaled_matmul(fp8_grad, weight_transposed.T, grad_scale, weight_scale)[: grad.shape[0]]
+        grad_weight = _scaled_matmul(grad_transposed, transposed.T, grad_scale, scale)
         return grad_x.to(ctx.dtype), grad_weight.to(weight.dtype)
 
 
 def _scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The power of two over which the tensor fills the range of an 8-bit format."""
+    """Return the power of two by which to divide the tensor so that it fills the range of an fp8 dtype."""
     largest = tensor.detach().abs().amax().float()
     return torch.exp2(torch.ceil(torch.log2(largest.clamp(min=2.0**-100) / torch.finfo(dtype).max)))
 
 
-def _padded(rows: int) -> int:
+def _padded_rows(rows: int) -> int:
     return rows + -rows % MULTIPLE
 
 
-# The kernels want rows next to one another on their left side and columns on their right: each matrix is
-# needed both ways. A compiler writes the second copy badly, so it is not asked to.
+# The kernels require a row-major left operand and a column-major right operand, so each matrix is needed in
+# both layouts. Compiled code writes the transposed copy inefficiently, so this is a custom operation.
 @operation(
     lambda matrix, _, dtype: (
-        matrix.new_empty(_padded(matrix.shape[0]), matrix.shape[1], dtype=dtype),
-        matrix.new_empty(matrix.shape[1], _padded(matrix.shape[0]), dtype=dtype),
+        matrix.new_empty(_padded_rows(matrix.shape[0]), matrix.shape[1], dtype=dtype),
+        matrix.new_empty(matrix.shape[1], _padded_rows(matrix.shape[0]), dtype=dtype),
     )
 )
-def both_ways(
+def quantize_both_layouts(
     matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrix over a power of two in 8 bits, and the same turned; rows are a multiple of 16, by zeros.
+    """Return matrix / scale in fp8, and its transpose. Zero rows pad the row count to a multiple of 16.
 
-    NaN and infinity stay what they are, or become NaN.
+    NaN stays NaN. Infinity stays infinity or becomes NaN.
     """
     rows, width = matrix.shape
     if matrix.is_cuda and kernels_work():
-        from whet.ops.kernels.fp8_triton import turned_on_gpu
+        from whet.ops.kernels.fp8_triton import quantize_on_gpu
 
-        same = matrix.new_empty(_padded(rows), width, dtype=dtype)
-        turned = matrix.new_empty(width, _padded(rows), dtype=dtype)
-        turned_on_gpu(matrix.contiguous(), scale, turned, same)
-        return same, turned
-    same = F.pad(matrix / scale.to(matrix.dtype), (0, 0, 0, -rows % MULTIPLE)).to(dtype)
-    return same, same.T.contiguous()
+        quantized = matrix.new_empty(_padded_rows(rows), width, dtype=dtype)
+        transposed = matrix.new_empty(width, _padded_rows(rows), dtype=dtype)
+        quantize_on_gpu(matrix.contiguous(), scale, transposed, quantized)
+        return quantized, transposed
+    quantized = F.pad(matrix / scale.to(matrix.dtype), (0, 0, 0, -rows % MULTIPLE)).to(dtype)
+    return quantized, quantized.T.contiguous()
 
 
 @operation(lambda matrix, _, dtype: matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype))
-def turned_only(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The second of those, for a matrix that needs no more rows."""
+def quantize_transposed(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the transpose of matrix / scale in fp8, for a matrix that needs no padding."""
     if matrix.is_cuda and kernels_work():
-        from whet.ops.kernels.fp8_triton import turned_on_gpu
+        from whet.ops.kernels.fp8_triton import quantize_on_gpu
 
-        turned = matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype)
-        turned_on_gpu(matrix.contiguous(), scale, turned, None)
-        return turned
+        transposed = matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype)
+        quantize_on_gpu(matrix.contiguous(), scale, transposed, None)
+        return transposed
     return (matrix / scale.to(matrix.dtype)).to(dtype).T.contiguous()
 
 
-def _multiply(
+def _scaled_matmul(
     left: torch.Tensor,
     right: torch.Tensor,
     left_scale: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, and their products with their experts' weights: one call for all experts."""
+"""Sorting of tokens by expert, and grouped matmuls with the weights of all experts in one call."""
 
 import functools
 import itertools
@@ -9,41 +9,41 @@ import torch.nn.functional as F
 
 from whet.ops.dispatch import FAST, Paths
 
-_ALIGNMENT = 16  # bytes that a row of each operand must be a multiple of
+_ALIGNMENT = 16  # the kernel requires rows of a multiple of this many bytes
 
 
 class Groups(NamedTuple):
-    """Where the tokens of a layer go: its slots, one for each token and choice, sorted by expert."""
+    """The assignment of tokens to experts: one slot per token and choice, sorted by expert."""
 
-    order: torch.Tensor  # [slots]: which (token, choice) each sorted slot is
-    places: torch.Tensor  # [slots]: the sorted slot of each (token, choice)
-    ends: torch.Tensor  # [experts], int32: where the slots of each expert end
-    copies: int  # choices a token has
+    order: torch.Tensor  # [slots]: the (token, choice) index of each sorted slot
+    sorted_slots: torch.Tensor  # [slots]: the sorted slot of each (token, choice) index
+    ends: torch.Tensor  # [experts], int32: the end of each expert's slots
+    copies: int  # choices per token (top_k)
 
 
 def sort_by_expert(chosen: torch.Tensor, experts: int) -> Groups:
-    """The slots of choices [tokens, top_k]; nothing here waits for the device."""
+    """Sort the chosen experts [tokens, top_k] into slots, without a device synchronization."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     slots = torch.arange(len(flat), device=flat.device)
-    every = torch.arange(experts, device=flat.device)
-    ends = torch.searchsorted(flat.index_select(0, order), every, right=True).int()
+    expert_ids = torch.arange(experts, device=flat.device)
+    ends = torch.searchsorted(flat.index_select(0, order), expert_ids, right=True).int()
     return Groups(order, torch.empty_like(order).scatter_(0, order, slots), ends, chosen.shape[1])
 
 
 def dispatch(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The rows of x [tokens, D], once for each choice, sorted by expert: [slots, D]."""
+    """Return the rows of x [tokens, D], repeated per choice and sorted by expert: [slots, D]."""
     return _Dispatch.apply(x, groups)
 
 
 def combine(y: torch.Tensor, weights: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """For each token the sum of its slots of y [slots, D], each times its weight [tokens, top_k]."""
-    each = _Unsort.apply(y, groups)
-    return (each.unflatten(0, weights.shape) * weights[..., None]).sum(1)
+    """Return the sum [tokens, D] of each token's slots in y [slots, D], weighted by [tokens, top_k]."""
+    by_token = _Unsort.apply(y, groups)
+    return (by_token.unflatten(0, weights.shape) * weights[..., None]).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):
-    """A gather both ways: the gradients of a token's copies are gathered and added, in a fixed order."""
+    """Gather by token. The backward pass gathers and sums the copies' gradients in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, groups: Groups) -> torch.Tensor:  # Any: torch's context
@@ -53,17 +53,17 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # Any: as above
         groups: Groups = ctx.groups
-        gathered = gradients[0].index_select(0, groups.places)
+        gathered = gradients[0].index_select(0, groups.sorted_slots)
         return gathered.unflatten(0, (-1, groups.copies)).sum(1), None
 
 
 class _Unsort(torch.autograd.Function):
-    """The slots in the order of the tokens; back, in that of the experts."""
+    """Reorder slots by token. The backward pass reorders gradients by expert."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, groups: Groups) -> torch.Tensor:  # Any: torch's context
         ctx.groups = groups
-        return y.index_select(0, groups.places)
+        return y.index_select(0, groups.sorted_slots)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # Any: as above
@@ -71,29 +71,29 @@ class _Unsort(torch.autograd.Function):
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each row of x [rows, in], sorted by expert, through the weight [experts, out, in] of its expert."""
-    # torch's kernel is not one that autocast knows
+    """Multiply rows x [rows, in], sorted by expert, by the weights [experts, out, in] of their experts."""
+    # autocast does not cover torch's kernel
     mixed = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if mixed else x.dtype
     x, weight = x.to(dtype).contiguous(), weight.to(dtype).contiguous()
     if grouped_problem(x.device.type, dtype, weight.shape[1:]) is not None:
         return loop_linear(x, weight, ends)
     product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return _PlainGradient.apply(product)
+    return _ContiguousGradient.apply(product)
 
 
 def loop_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """What grouped_linear computes, expert by expert: where the kernel does not run, and to compare with.
+    """Compute `grouped_linear` expert by expert: the fallback of the kernel, and its test oracle.
 
-    It waits for the device, to learn how many rows each expert has.
+    It synchronizes with the device to read the number of rows per expert.
     """
     bounds = [0, *ends.tolist()]
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
     return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight, strict=True)])
 
 
-class _PlainGradient(torch.autograd.Function):
-    """The identity. The kernel's backward refuses gradients that are expanded, such as those of a sum."""
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity with a contiguous gradient: the kernel's backward rejects expanded ones, as from a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - Any: torch's context
@@ -105,34 +105,38 @@ class _PlainGradient(torch.autograd.Function):
 
 
 def grouped_problem(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
-    """Why experts of these sizes are computed one by one on such a device, or None: in one call."""
-    odd = [size for size in sizes if size * dtype.itemsize % _ALIGNMENT]
-    if odd:
-        return f"torch's grouped_mm takes rows of a multiple of {_ALIGNMENT} bytes, not {odd[0]} x {dtype}"
+    """Return why `grouped_mm` cannot be used for experts of these sizes, or None if it can."""
+    unaligned = [size for size in sizes if size * dtype.itemsize % _ALIGNMENT]
+    if unaligned:
+        return (
+            f"torch's grouped_mm needs rows of a multiple of {_ALIGNMENT} bytes, not {unaligned[0]} x {dtype}"
+        )
     return _kernel_problem(device, dtype)
 
 
 @functools.cache
 def _kernel_problem(device: str, dtype: torch.dtype) -> str | None:
-    """Why torch's kernel does not run, forward and backward: tried once, on one small product."""
+    """Return why torch's kernel does not run, or None. It is tried once, on a small matmul."""
     if not hasattr(F, "grouped_mm"):
         return "this version of torch has no grouped_mm"
     try:
-        # a recomputed layer may call this first: its hooks must not count what the trial saves
-        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with own_hooks, torch.enable_grad(), torch.autocast(device, enabled=False):
+        # the first call may be inside a checkpointed layer, whose hooks must not see the tensors saved here
+        identity_hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor, lambda tensor: tensor
+        )
+        with identity_hooks, torch.enable_grad(), torch.autocast(device, enabled=False):
             x = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
             weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
             ends = torch.tensor([5, 16], device=device, dtype=torch.int32)
             F.grouped_mm(x, weight.transpose(1, 2), offs=ends).backward(torch.ones_like(x))
     except (RuntimeError, NotImplementedError) as error:
-        return f"torch's grouped_mm does not run here: {str(error).strip().splitlines()[0]}"
+        return f"torch's grouped_mm does not run on this machine: {str(error).strip().splitlines()[0]}"
     return None
 
 
 def describe_grouped(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], paths: Paths = FAST
 ) -> str:
-    """One phrase for the log: how the products of experts are computed, and why."""
+    """Return a phrase for the log that describes how the experts' matmuls are computed, and why."""
     problem = grouped_problem(device.type, dtype, sizes) if paths.grouped_experts else "the reference path"
-    return "one grouped product for all" if problem is None else f"one by one ({problem})"
+    return "by one grouped matmul" if problem is None else f"expert by expert ({problem})"

@@ -1,4 +1,4 @@
-"""How far a student's predictions are from a teacher's, in chunks: neither side's full logits ever exist."""
+"""Divergence between student and teacher predictions, in chunks, without the full logits of either."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.cross_entropy import chunk_rows, spans
-from whet.ops.lm_head import Head, HeadGradients, full_logits, nothing, operands
-from whet.ops.log_softmax import widened
+from whet.ops.lm_head import Head, HeadGradients, full_logits, head_operands, zero_loss
+from whet.ops.log_softmax import to_wide_logits
 
 Divergence = Literal["forward", "reverse", "jsd"]
-# the loss of each row of logits in a span of positions, and its gradient at those logits where it is wanted
+# (logits, span of positions, with_gradient) -> loss of each row, and its gradient at the logits or None
 Compare = Callable[[torch.Tensor, slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -25,16 +25,25 @@ def linear_kl(
     temperature: float = 1.0,
     divergence: Divergence = "forward",
 ) -> torch.Tensor:
-    """The SUM over positions of the divergence of softmax(logits / temperature), in float32 or wider.
+    """Return the sum over positions of the divergence of softmax(logits / temperature), in float32 or wider.
 
-    forward: KL(teacher || student); reverse: KL(student || teacher); jsd: the mean of both to their middle.
-    The gradient, to the student only, is computed with the loss: logits are made once and dropped.
+    The gradient reaches only the student. It is computed together with the loss, so the logits are computed
+    only once.
+
+    Args:
+        hidden: The student's hidden states [N, D].
+        head: The student's output head.
+        teacher_hidden: The teacher's hidden states [N, D of the teacher].
+        teacher_head: The teacher's output head.
+        temperature: Divides the logits of both.
+        divergence: `forward` is KL(teacher || student), `reverse` is KL(student || teacher), and `jsd` is the
+            Jensen-Shannon divergence.
     """
     if not head.paths.losses:
         with torch.no_grad():
-            wanted = full_logits(teacher_hidden, teacher_head)
+            teacher_logits = full_logits(teacher_hidden, teacher_head)
         logits = full_logits(hidden, head)
-        return _plain_divergence(logits, wanted.to(logits.dtype), temperature, divergence)
+        return _plain_divergence(logits, teacher_logits.to(logits.dtype), temperature, divergence)
     states = teacher_hidden.detach()
     teacher = Head(
         teacher_head.weight.detach().to(states.dtype),
@@ -44,15 +53,15 @@ def linear_kl(
     )
 
     def compare(
-        logits: torch.Tensor, span: slice, want_grad: bool
+        logits: torch.Tensor, span: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        wanted = widened(F.linear(states[span], teacher.weight), teacher).to(logits.dtype)
-        loss, grad = divergence_of(
-            logits / temperature, wanted / temperature, divergence, want_grad=want_grad
+        teacher_logits = to_wide_logits(F.linear(states[span], teacher.weight), teacher).to(logits.dtype)
+        loss, grad = row_divergence(
+            logits / temperature, teacher_logits / temperature, divergence, with_gradient=with_gradient
         )
         return loss, None if grad is None else grad.div_(temperature)
 
-    return _compared(hidden, head, compare)
+    return _chunked_divergence(hidden, head, compare)
 
 
 def linear_topk_kl(
@@ -64,68 +73,80 @@ def linear_topk_kl(
     temperature: float = 1.0,
     divergence: Divergence = "forward",
 ) -> torch.Tensor:
-    """The same from a teacher's k likeliest tokens `ids` [N, k] and `logprobs` [N, k + 1] at temperature 1.
+    """Return the divergence of `linear_kl` computed from the teacher's k most likely tokens.
 
-    All other tokens are one class, the last of `logprobs`, on both sides: the student's is what it gives to
-    all of them together. A temperature softens the k + 1 classes of both sides, log p / temperature. So the
-    loss is 0 where the sides agree, and without a temperature it is never more than that of all tokens.
+    All other tokens form one class for both student and teacher. The loss is 0 if they agree on the k + 1
+    classes. At temperature 1 it never exceeds the divergence over all tokens.
+
+    Args:
+        hidden: The student's hidden states [N, D].
+        head: The student's output head.
+        ids: The teacher's k most likely tokens [N, k].
+        logprobs: The teacher's log-probabilities [N, k + 1] at temperature 1. The last is that of all other
+            tokens.
+        temperature: Divides the log-probabilities of the k + 1 classes of both.
+        divergence: As in `linear_kl`.
     """
-    whole = ids.shape[1] == head.weight.shape[0]  # no token is left over
+    covers_vocab = ids.shape[1] == head.weight.shape[0]  # no other tokens
     if not head.paths.losses:
         logits = full_logits(hidden, head)
         rest = logits.scatter(1, ids.long(), -torch.inf).logsumexp(1, keepdim=True)
         classes = torch.cat((logits.gather(1, ids.long()), rest), 1)
-        kept = ids.shape[1] if whole else None
+        classes_used = ids.shape[1] if covers_vocab else None
         return _plain_divergence(
-            classes[:, :kept], logprobs[:, :kept].to(classes.dtype), temperature, divergence
+            classes[:, :classes_used], logprobs[:, :classes_used].to(classes.dtype), temperature, divergence
         )
 
     def compare(
-        logits: torch.Tensor, span: slice, want_grad: bool
+        logits: torch.Tensor, span: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        chosen, said = ids[span].long(), logprobs[span].to(logits.dtype)
-        classes = logits.gather(1, chosen)
-        if whole:
-            said = said[:, :-1]
+        token_ids, teacher_logprobs = ids[span].long(), logprobs[span].to(logits.dtype)
+        classes = logits.gather(1, token_ids)
+        if covers_vocab:
+            teacher_logprobs = teacher_logprobs[:, :-1]
         else:
-            rest = logits.scatter(1, chosen, -torch.inf)
+            rest = logits.scatter(1, token_ids, -torch.inf)
             log_rest = rest.logsumexp(1, keepdim=True)
             classes = torch.cat((classes, log_rest), 1)
-        loss, grad = divergence_of(classes / temperature, said / temperature, divergence, want_grad=want_grad)
+        loss, grad = row_divergence(
+            classes / temperature, teacher_logprobs / temperature, divergence, with_gradient=with_gradient
+        )
         if grad is None:
             return loss, None
         grad /= temperature
-        if whole:
-            return loss, torch.zeros_like(logits).scatter_(1, chosen, grad)
-        # d log(sum of exp) at each of the rest is its share of them
-        spread = rest.sub_(log_rest).exp_().mul_(grad[:, -1:])
-        return loss, spread.scatter_(1, chosen, grad[:, :-1])
+        if covers_vocab:
+            return loss, torch.zeros_like(logits).scatter_(1, token_ids, grad)
+        # the gradient of logsumexp at each other token is its share of their probability
+        full_grad = rest.sub_(log_rest).exp_().mul_(grad[:, -1:])
+        return loss, full_grad.scatter_(1, token_ids, grad[:, :-1])
 
-    return _compared(hidden, head, compare)
+    return _chunked_divergence(hidden, head, compare)
 
 
 def _plain_divergence(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float, kind: Divergence
 ) -> torch.Tensor:
-    """The sum over rows of logits, by torch's own operations."""
+    """Return the sum over rows of logits of their divergence, by plain PyTorch."""
     log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
     if kind == "forward":
         return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
     if kind == "reverse":
         return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
-    middle = torch.logaddexp(log_p, log_q) - math.log(2)
-    to_middle = [F.kl_div(middle, side, reduction="sum", log_target=True) for side in (log_p, log_q)]
-    return 0.5 * (to_middle[0] + to_middle[1])
+    mixture = torch.logaddexp(log_p, log_q) - math.log(2)
+    to_mixture = [
+        F.kl_div(mixture, log_probs, reduction="sum", log_target=True) for log_probs in (log_p, log_q)
+    ]
+    return 0.5 * (to_mixture[0] + to_mixture[1])
 
 
-def _compared(hidden: torch.Tensor, head: Head, compare: Compare) -> torch.Tensor:
+def _chunked_divergence(hidden: torch.Tensor, head: Head, compare: Compare) -> torch.Tensor:
     if not hidden.shape[0]:
-        return nothing(hidden, head)
-    loss: torch.Tensor = _Compared.apply(*operands(hidden, head), head, compare)
+        return zero_loss(hidden, head)
+    loss: torch.Tensor = _ChunkedDivergence.apply(*head_operands(hidden, head), head, compare)
     return loss
 
 
-class _Compared(torch.autograd.Function):
+class _ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # Any: autograd's context
@@ -138,10 +159,10 @@ class _Compared(torch.autograd.Function):
         student = Head(weight.to(hidden.dtype), bias, head.scale, head.softcap)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        rows = max(1, chunk_rows(weight) // 2)  # two sides at once
+        rows = max(1, chunk_rows(weight) // 2)  # logits of student and teacher
         with torch.autocast(hidden.device.type, enabled=False):
             for span in spans(hidden.shape[0], rows):
-                logits = widened(F.linear(hidden[span], student.weight), student)
+                logits = to_wide_logits(F.linear(hidden[span], student.weight), student)
                 loss, grad = compare(logits, span, any(ctx.needs_input_grad))
                 total += loss.sum()
                 if grad is None:
@@ -165,32 +186,34 @@ class _Compared(torch.autograd.Function):
 
 @torch.no_grad()
 def top_logprobs(hidden: torch.Tensor, head: Head, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens at each position [N, k], and log p [N, k + 1] of them and of all others."""
-    own = Head(head.weight.to(hidden.dtype), head.bias, head.scale, head.softcap)
-    found = []
+    """Return the k most likely tokens per position [N, k], and log p [N, k + 1] of them and of all others."""
+    teacher = Head(head.weight.to(hidden.dtype), head.bias, head.scale, head.softcap)
+    chunks = []
     with torch.autocast(hidden.device.type, enabled=False):
         for part in hidden.split(max(1, chunk_rows(head.weight) // 2)):
-            logs = widened(F.linear(part, own.weight), own).log_softmax(-1)
+            logs = to_wide_logits(F.linear(part, teacher.weight), teacher).log_softmax(-1)
             best, ids = logs.topk(top_k, dim=-1)
             rest = logs.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-            found.append((ids, torch.cat((best, rest), 1)))
-    chosen, logprobs = zip(*found, strict=True)
-    return torch.cat(chosen), torch.cat(logprobs)
+            chunks.append((ids, torch.cat((best, rest), 1)))
+    token_ids, logprobs = zip(*chunks, strict=True)
+    return torch.cat(token_ids), torch.cat(logprobs)
 
 
-def divergence_of(
-    student: torch.Tensor, teacher: torch.Tensor, kind: Divergence, *, want_grad: bool = True
+def row_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, kind: Divergence, *, with_gradient: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The divergence of each row of logits [rows, V], and its gradient at the student's."""
+    """Return the divergence of each row of logits [rows, V], and its gradient at the student's logits."""
     log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
     q = log_q.exp()
     if kind == "forward":
         p = log_p.exp()
-        return (p * (log_p - log_q)).sum(-1), q - p if want_grad else None
-    other = log_p if kind == "reverse" else torch.logaddexp(log_p, log_q) - torch.log(log_q.new_tensor(2.0))
-    gap = log_q - other
-    towards = (q * gap).sum(-1)
+        return (p * (log_p - log_q)).sum(-1), q - p if with_gradient else None
+    reference = (
+        log_p if kind == "reverse" else torch.logaddexp(log_p, log_q) - torch.log(log_q.new_tensor(2.0))
+    )
+    gap = log_q - reference
+    reverse_kl = (q * gap).sum(-1)
     if kind == "reverse":
-        return towards, q * (gap - towards[:, None]) if want_grad else None
-    loss = 0.5 * towards + 0.5 * (log_p.exp() * (log_p - other)).sum(-1)
-    return loss, 0.5 * q * (gap - towards[:, None]) if want_grad else None
+        return reverse_kl, q * (gap - reverse_kl[:, None]) if with_gradient else None
+    loss = 0.5 * reverse_kl + 0.5 * (log_p.exp() * (log_p - reference)).sum(-1)
+    return loss, 0.5 * q * (gap - reverse_kl[:, None]) if with_gradient else None

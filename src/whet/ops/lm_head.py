@@ -1,4 +1,4 @@
-"""The output head as data: what turns hidden states into logits, and where its gradients are summed."""
+"""The output head, which turns hidden states into logits, and the accumulation of its gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,31 +11,32 @@ from whet.ops.dispatch import FAST, Paths, device_type, is_plan
 
 @dataclass(frozen=True)
 class Head:
-    """logits = softcap(scale * (hidden @ weight.T + bias)), with softcap(x) = c * tanh(x / c)."""
+    """An output head: logits = softcap(scale * (hidden @ weight.T + bias)), softcap(x) = c * tanh(x / c)."""
 
     weight: torch.Tensor  # [V, D]
     bias: torch.Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    paths: Paths = FAST  # of its model: how losses are computed from it
+    paths: Paths = FAST  # the fast paths of its model, used by the losses
 
     def transform(self, projected: torch.Tensor) -> torch.Tensor:
-        """Scale and cap already projected hidden states."""
+        """Apply the scale and the softcap to projected hidden states."""
         logits = projected if self.scale == 1.0 else projected * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def tempered(self, temperature: float) -> "Head":
-        """The head whose logits are those of this one, divided by a temperature."""
+        """Return the head whose logits are those of this head divided by a temperature."""
         if temperature == 1.0:
             return self
         softcap = None if self.softcap is None else self.softcap / temperature
         return replace(self, scale=self.scale / temperature, softcap=softcap)
 
 
-def operands(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Hidden states in the dtype they are projected in, the weight and the bias.
+def head_operands(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return hidden states in the dtype of the projection, the weight and the bias.
 
-    Without gradients the head is detached: autograd would still ask for the gradient of a trained one.
+    Without gradients the head is detached, because a custom autograd function would otherwise be asked for
+    the gradient of a trained head.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -45,37 +46,41 @@ def operands(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tens
 
 
 def full_logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
-    """All logits [N, V] of hidden states [N, D] at once, in float32 or wider: plain torch."""
-    hidden, weight, bias = operands(hidden, head)
+    """Compute the full logits [N, V] of hidden states [N, D] by plain PyTorch, in float32 or wider."""
+    hidden, weight, bias = head_operands(hidden, head)
     with torch.autocast(hidden.device.type, enabled=False):
         projected = F.linear(hidden, weight.to(hidden.dtype))
         logits = projected.to(torch.promote_types(projected.dtype, torch.float32))
         return head.transform(logits if bias is None else logits + bias)
 
 
-def nothing(hidden: torch.Tensor, head: Head) -> torch.Tensor:
-    """The loss of no positions: zero, and attached to all that a loss is attached to.
+def zero_loss(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    """Return a loss of 0 for a batch without positions, connected to the hidden states and the head.
 
-    Where ranks hold the head in parts, all of them must bring a gradient of it, or none.
+    With a sharded head, either every rank or no rank must compute its gradient.
     """
     return hidden.float().sum() + head.weight[:0].float().sum()
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, each only where it is wanted."""
+    """Accumulates the gradients of hidden states, weight and bias, as far as they are needed."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs_grad: Sequence[bool],
     ) -> None:
-        want_hidden, want_weight, want_bias = wanted
+        needs_hidden, needs_weight, needs_bias = needs_grad
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.hidden = torch.empty_like(hidden) if want_hidden else None
-        # wide: a bf16 sum over many chunks loses small contributions
-        self.weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else None
+        self.hidden = torch.empty_like(hidden) if needs_hidden else None
+        # float32, because a bf16 sum over many chunks loses small contributions
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
 
     def add(self, span: slice, grad: torch.Tensor, x: torch.Tensor, head: Head) -> None:
-        """Take in the gradient [rows, V] at x @ weight.T + bias, where x are the hidden states of `span`."""
+        """Accumulate the gradient [rows, V] at x @ weight.T + bias, with x the hidden states of `span`."""
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
         grad = grad.to(x.dtype)
@@ -88,11 +93,11 @@ class HeadGradients:
         assert self.weight is not None
         if is_plan() and device_type(x) == "cuda":
             return
-        if x.is_cuda and x.dtype != self.weight.dtype:  # 16-bit factors, 32-bit sums, in one product
+        if x.is_cuda and x.dtype != self.weight.dtype:  # 16-bit inputs, 32-bit accumulation, in one matmul
             torch.addmm(self.weight, grad, x, out_dtype=self.weight.dtype, out=self.weight)
         else:
             self.weight.addmm_(grad.to(self.weight.dtype), x.to(self.weight.dtype))
 
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """In the order in which they go into an operation."""
+        """Return the gradients of hidden states, weight and bias, or None for those that are not needed."""
         return self.hidden, self.weight, self.bias

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from hidden states and the head, in chunks."""
+"""Log-probabilities of given tokens, computed in chunks from hidden states and the output head."""
 
 from typing import Any
 
@@ -6,20 +6,27 @@ import torch
 import torch.nn.functional as F
 
 from whet.ops.cross_entropy import chunk_rows, spans
-from whet.ops.lm_head import Head, HeadGradients, full_logits, operands
-from whet.ops.log_softmax import row_losses
+from whet.ops.lm_head import Head, HeadGradients, full_logits, head_operands
+from whet.ops.log_softmax import token_losses
 
 
 def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> torch.Tensor:
-    """log p(target) at each position [N], in float32 or wider, with a gradient for any use of them.
+    """Return log p(target) at each position [N], in float32 or wider.
 
-    `hidden` is [N, D], `targets` [N]. What is done with the numbers is not known yet, so logits are made
-    again, chunk by chunk, in the backward pass: the full [N, V] never exists.
+    The result is differentiable. The backward pass recomputes the logits chunk by chunk, because the upstream
+    gradient is unknown in the forward pass. The full logits [N, V] are never materialized.
+
+    Args:
+        hidden: Hidden states [N, D].
+        head: The output head.
+        targets: Target token ids [N].
     """
     if not head.paths.losses:
         return full_logits(hidden, head).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    found: torch.Tensor = _TokenLogprobs.apply(*operands(hidden, head), targets, head.scale, head.softcap)
-    return found
+    logprobs: torch.Tensor = _TokenLogprobs.apply(
+        *head_operands(hidden, head), targets, head.scale, head.softcap
+    )
+    return logprobs
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -35,16 +42,16 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> torch.Tensor:
         head = Head(weight.to(hidden.dtype), bias, scale, softcap)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        found = hidden.new_empty(hidden.shape[0], dtype=wide)
+        logprobs = hidden.new_empty(hidden.shape[0], dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
             for span in spans(hidden.shape[0], chunk_rows(weight)):
-                losses, _ = row_losses(
-                    F.linear(hidden[span], head.weight), targets[span], head, want_gradient=False
+                losses, _ = token_losses(
+                    F.linear(hidden[span], head.weight), targets[span], head, with_gradient=False
                 )
-                found[span] = -losses
+                logprobs[span] = -losses
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.scale, ctx.softcap = scale, softcap
-        return found
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
@@ -53,8 +60,8 @@ class _TokenLogprobs(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             for span in spans(hidden.shape[0], chunk_rows(weight)):
-                _, grad = row_losses(
-                    F.linear(hidden[span], head.weight), targets[span], head, row_weight=-upstream[span]
+                _, grad = token_losses(
+                    F.linear(hidden[span], head.weight), targets[span], head, token_weights=-upstream[span]
                 )
                 assert grad is not None
                 gradients.add(span, grad, hidden[span], head)

@@ -1,4 +1,4 @@
-"""One small file a family: config.json to and from ModelSpec, and the tensor names where they differ."""
+"""Native model families, one module each: conversion of config.json and of tensor names."""
 
 import importlib
 import re
@@ -11,71 +11,73 @@ from whet.error_boundary import wrong_input
 from whet.models.families.moe import Parts
 from whet.models.spec import ModelSpec
 
-_TYPES = (
+_MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "smollm3", "phi3", "gpt2"),
     *("granite", "mixtral", "qwen3_moe", "olmoe", "whet"),
 )
 
 
 class _Families(Mapping[str, ModuleType]):
-    """The module of each family by `model_type`, imported when it is asked for."""
+    """Maps `model_type` to the module of the family, which is imported on first use."""
 
     def __getitem__(self, model_type: str) -> ModuleType:
-        if model_type not in _TYPES:
+        if model_type not in _MODEL_TYPES:
             raise KeyError(model_type)
         return importlib.import_module(f"whet.models.families.{model_type.removesuffix('_text')}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_TYPES)
+        return iter(_MODEL_TYPES)
 
     def __len__(self) -> int:
-        return len(_TYPES)
+        return len(_MODEL_TYPES)
 
 
 FAMILIES = _Families()
-_NOTHING = re.compile(r"(?!)")
+_NEVER_MATCHES = re.compile(r"(?!)")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a config.json is built: natively when `family` is set, else through transformers, and why."""
+class FamilyChoice:
+    """How to build a model: natively if `family` is set, otherwise through transformers; and the reason."""
 
     family: ModuleType | None
     reason: str
 
 
-def choose(config: Mapping[str, Any]) -> Choice:  # Any: the values of a config.json
-    """Pick the native family for a config, or say why it goes through transformers."""
+def choose(config: Mapping[str, Any]) -> FamilyChoice:  # Any: the values of a config.json
+    """Choose the native family of a config, or state why the model must use transformers."""
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        return Choice(None, f"{model_type} is not one of whet's own families ({', '.join(FAMILIES)})")
+        return FamilyChoice(None, f"{model_type} is not a native family of whet ({', '.join(FAMILIES)})")
     if config.get("quantization_config"):
-        return Choice(None, "its weights are quantised")
-    with wrong_input("config.json cannot be understood"):
-        why = family.unsupported(config)
-    if why is not None:
-        return Choice(None, f"whet's own {model_type} does not know {why}")
-    return Choice(family, f"whet's own {model_type}")
+        return FamilyChoice(None, "its weights are quantized")
+    with wrong_input("config.json is invalid"):
+        feature = family.unsupported_feature(config)
+    if feature is not None:
+        return FamilyChoice(None, f"whet's native {model_type} does not support {feature}")
+    return FamilyChoice(family, f"whet's native {model_type}")
 
 
-def config_of(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec."""
+def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the Hugging Face config of a spec."""
     config: dict[str, Any] = FAMILIES[spec.family].to_config(spec)
     return config
 
 
 def stored_parts(spec: ModelSpec, name: str) -> Parts | None:
-    """The tensors that the family's files hold instead of this parameter, where they do."""
+    """Return the names of the tensors that files store instead of this parameter, or None."""
     parts = getattr(FAMILIES[spec.family], "stored_parts", None)
     return None if parts is None else parts(spec, name)
 
 
 def is_transposed(family: ModuleType, name: str) -> bool:
-    """Whether the family's files hold this parameter as [in, out] instead of [out, in]."""
-    return bool(getattr(family, "TRANSPOSED", _NOTHING).search(name))
+    """Whether the family's files store this parameter as [in, out] instead of [out, in]."""
+    return bool(getattr(family, "TRANSPOSED", _NEVER_MATCHES).search(name))
 
 
 def is_buffer(family: ModuleType, name: str) -> bool:
-    """Whether a tensor in the family's files is derived, and never read."""
-    return name.endswith("rotary_emb.inv_freq") or bool(getattr(family, "BUFFERS", _NOTHING).search(name))
+    """Whether a tensor in the family's files is a derived buffer, which is not read."""
+    return name.endswith("rotary_emb.inv_freq") or bool(
+        getattr(family, "BUFFERS", _NEVER_MATCHES).search(name)
+    )

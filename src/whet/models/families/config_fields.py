@@ -1,4 +1,4 @@
-"""What the config.json of most families has in common: sizes, rope, layer kinds, and writing them back."""
+"""Reading and writing of the config.json fields that most families share: sizes, RoPE and layer types."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from whet.models.spec import (
 Config = Mapping[str, Any]  # Any: the values of a config.json, checked as they are read
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# transformers' names of activations, as whet's
+# activation names of transformers to those of whet
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -29,17 +29,17 @@ ACTIVATIONS = {
 
 
 def integer(config: Config, key: str) -> int:
-    """A size that must be there."""
+    """Return a required integer field."""
     if key not in config:
         raise ModelError(f"config.json has no {key!r}")
     try:
         return int(config[key])
     except (TypeError, ValueError) as error:
-        raise ModelError(f"config.json: {key}={config[key]!r} is not a whole number") from error
+        raise ModelError(f"config.json: {key}={config[key]!r} is not an integer") from error
 
 
 def head_dim(config: Config) -> int:
-    """The size of a head: given, or an equal share of the hidden size."""
+    """Return the head size: `head_dim`, or hidden_size / num_attention_heads."""
     if config.get("head_dim"):
         return integer(config, "head_dim")
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
@@ -51,13 +51,13 @@ def head_dim(config: Config) -> int:
 
 
 def windows(config: Config, *, used: bool = True) -> list[int | None]:
-    """The sliding window of each layer, from `layer_types` where there are some."""
+    """Return the sliding window of each layer, according to `layer_types` if present."""
     layers, window = integer(config, "num_hidden_layers"), config.get("sliding_window")
     if not used or window is None:
         return [None] * layers
     kinds = config.get("layer_types") or ["sliding_attention"] * layers
     if len(kinds) != layers:
-        raise ModelError(f"config.json: layer_types lists {len(kinds)} layers of num_hidden_layers={layers}")
+        raise ModelError(f"config.json: layer_types has {len(kinds)} entries, but num_hidden_layers={layers}")
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
         raise ModelError(f"config.json: unknown layer_types {sorted(unknown)}")
@@ -65,24 +65,24 @@ def windows(config: Config, *, used: bool = True) -> list[int | None]:
 
 
 def rope_fields(config: Config, kind: str | None = None) -> dict[str, Any]:
-    """Rope settings from either spelling: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
-    given = rope_object(config, "rope_scaling") or rope_object(config, "rope_parameters")
+    """Return the RoPE settings, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    settings = rope_section(config, "rope_scaling") or rope_section(config, "rope_parameters")
     fields = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    fields |= rope_object(given, kind) if kind is not None else given
+    fields |= rope_section(settings, kind) if kind is not None else settings
     fields["rope_type"] = fields.get("rope_type", fields.get("type", "default"))
     return fields
 
 
-def rope_object(config: Config, key: str) -> dict[str, Any]:
-    """One of the objects in which rope settings are written, empty where it is missing."""
-    found = config.get(key) or {}
-    if not isinstance(found, dict):
+def rope_section(config: Config, key: str) -> dict[str, Any]:
+    """Return an object with RoPE settings, or an empty one if the key is missing."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
         raise ModelError(f"config.json: {key} must be an object")
-    return found
+    return value
 
 
-def rope_problem(config: Config, kind: str | None = None) -> str | None:
-    """Why these rope settings cannot be built natively, or None."""
+def unsupported_rope(config: Config, kind: str | None = None) -> str | None:
+    """Return the RoPE feature that is not supported natively, or None."""
     fields = rope_fields(config, kind)
     if fields["rope_type"] not in ROPE_TYPES:
         return f"rope type {fields['rope_type']!r}"
@@ -92,7 +92,7 @@ def rope_problem(config: Config, kind: str | None = None) -> str | None:
 
 
 def rope(config: Config, kind: str | None = None) -> RopeSpec:
-    """The rope of a config, or of one of its kinds of layer."""
+    """Return the RoPE of a config, or of one of its layer types."""
     fields = rope_fields(config, kind)
     return RopeSpec(theta=float(fields["rope_theta"]), scaling=_scaling(fields, config))
 
@@ -126,7 +126,7 @@ def _scaling(fields: Config, config: Config) -> RopeScaling | None:
 
 
 def _original_positions(fields: Config, config: Config) -> int:
-    """The length before the scaling: in transformers that of the config itself comes first."""
+    """Return the context length before scaling. As in transformers, the top-level field has priority."""
     key = "original_max_position_embeddings"
     return int(config.get(key) or fields.get(key) or config["max_position_embeddings"])
 
@@ -145,7 +145,7 @@ def _yarn_attention_factor(fields: Config) -> float:
 
 
 def rope_config(spec: RopeSpec) -> dict[str, Any]:
-    """The `rope_parameters` of a rope: the inverse of `rope`."""
+    """Return the `rope_parameters` of a RoPE, the inverse of `rope`."""
     fields: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.theta}
     match spec.scaling:
         case LinearRopeScaling(factor=factor):
@@ -171,14 +171,14 @@ def rope_config(spec: RopeSpec) -> dict[str, Any]:
     return fields
 
 
-def both_rope_spellings(spec: RopeSpec) -> dict[str, Any]:
-    """`rope_parameters`, which transformers 5 reads, and the keys that transformers 4 reads."""
+def rope_keys(spec: RopeSpec) -> dict[str, Any]:
+    """Return both `rope_parameters`, for transformers 5, and the older keys, for transformers 4."""
     fields = rope_config(spec)
     return {"rope_parameters": fields, **older_rope_keys(fields)}
 
 
 def older_rope_keys(fields: Config) -> dict[str, Any]:
-    """The keys of transformers 4 for `rope_parameters`; it ignores those, and silently uses its defaults."""
+    """Return the transformers 4 keys for `rope_parameters`, which version 4 silently ignores."""
     kind = fields.get("rope_type", "default")
     older = {
         "rope_theta": fields.get("rope_theta"),
@@ -190,23 +190,23 @@ def older_rope_keys(fields: Config) -> dict[str, Any]:
 
 
 def activation(config: Config) -> str:
-    """The feed-forward activation under whet's name."""
+    """Return whet's name of the feed-forward activation."""
     return ACTIVATIONS[config.get("hidden_act") or "silu"]
 
 
 def activation_name(activation: str) -> str:
-    """transformers' name of one of whet's activations."""
+    """Return the transformers name of an activation."""
     return "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation
 
 
-def activation_problem(config: Config, key: str = "hidden_act") -> str | None:
-    """Why the activation cannot be built natively, or None."""
+def unsupported_activation(config: Config, key: str = "hidden_act") -> str | None:
+    """Return a description of the activation if it is not supported natively, or None."""
     name = config.get(key) or "silu"
     return None if name in ACTIVATIONS else f"activation {name!r}"
 
 
 def common_config(spec: ModelSpec, *, architecture: str) -> dict[str, Any]:
-    """The keys that every llama-like family writes."""
+    """Return the config fields shared by all llama-like families."""
     attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
     return {
         "model_type": spec.family,
@@ -224,9 +224,9 @@ def common_config(spec: ModelSpec, *, architecture: str) -> dict[str, Any]:
 
 
 def window_config(spec: ModelSpec) -> dict[str, Any]:
-    """`sliding_window` and `layer_types` of a model whose layers may differ."""
-    found = [block.grouped.window for block in spec.blocks]
+    """Return `sliding_window` and `layer_types` of a model whose layers may differ."""
+    windows = [block.grouped.window for block in spec.blocks]
     return {
-        "sliding_window": next((window for window in found if window is not None), None),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in found],
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
     }

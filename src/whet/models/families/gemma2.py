@@ -1,4 +1,4 @@
-"""Gemma 2: offset norms on both sides, scaled embeddings, capped scores and logits, local layers."""
+"""Gemma 2: sandwich norms with offset, scaled embeddings, softcapped scores and logits, local layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,15 +13,17 @@ ARCHITECTURE = "Gemma2ForCausalLM"
 hf_name = llama.hf_name
 
 
-def unsupported(config: Config) -> str | None:
-    """Why this config cannot be built natively, or None."""
+def unsupported_feature(config: Config) -> str | None:
+    """Return the feature of this config that is not supported natively, or None."""
     if config.get("use_bidirectional_attention"):
         return "bidirectional attention"
-    return config_fields.rope_problem(config) or config_fields.activation_problem(config, "hidden_activation")
+    return config_fields.unsupported_rope(config) or config_fields.unsupported_activation(
+        config, "hidden_activation"
+    )
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     layers = integer(config, "num_hidden_layers")
     alternating = ["sliding_attention", "full_attention"] * layers
     defaults = {
@@ -29,11 +31,11 @@ def from_config(config: Config) -> ModelSpec:
         "final_logit_softcapping": 30.0,
     }
     kinds = config.get("layer_types") or alternating[:layers]
-    return read({**defaults, **config, "layer_types": kinds}, family=MODEL_TYPE)
+    return read_config({**defaults, **config, "layer_types": kinds}, family=MODEL_TYPE)
 
 
-def read(config: Config, *, family: str) -> ModelSpec:
-    """What Gemma 2 and Gemma 3 share."""
+def read_config(config: Config, *, family: str) -> ModelSpec:
+    """Return the spec of a config, as far as Gemma 2 and Gemma 3 share it."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     defaults = {"tie_word_embeddings": True, "head_dim": 256}
     spec = llama.from_config({**defaults, **config, "hidden_act": activation, "mlp_bias": False})
@@ -60,19 +62,19 @@ def read(config: Config, *, family: str) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     attention = spec.blocks[0].grouped
-    return {**write(spec, ARCHITECTURE), **config_fields.both_rope_spellings(attention.rope or RopeSpec())}
+    return {**write_config(spec, ARCHITECTURE), **config_fields.rope_keys(attention.rope or RopeSpec())}
 
 
-def write(spec: ModelSpec, architecture: str) -> dict[str, Any]:
-    """What Gemma 2 and Gemma 3 share."""
+def write_config(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """Return the config fields that Gemma 2 and Gemma 3 share."""
     attention = spec.blocks[0].grouped
     windows = config_fields.window_config(spec)
     return {
         **config_fields.common_config(spec, architecture=architecture),
         **windows,
-        "sliding_window": windows["sliding_window"] or 4096,  # the class wants one, where no layer has one
+        "sliding_window": windows["sliding_window"] or 4096,  # the config class requires a value
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
         "hidden_activation": config_fields.activation_name(spec.blocks[0].dense.activation),

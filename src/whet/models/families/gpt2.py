@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, a plain GELU feed-forward, weights stored transposed."""
+"""GPT-2: learned positions, LayerNorm, a GELU feed-forward layer, and weights stored transposed."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpe
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
-BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # masks that old checkpoints carry
+BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # attention masks in old checkpoints
 TRANSPOSED = re.compile(r"(qkv_proj|o_proj|up_proj|down_proj)\.weight$")
 
 _NAMES = {
@@ -26,10 +26,10 @@ _NAMES = {
 }
 
 
-def unsupported(config: Config) -> str | None:
-    """Why this config cannot be built natively, or None."""
+def unsupported_feature(config: Config) -> str | None:
+    """Return the feature of this config that is not supported natively, or None."""
     if config.get("scale_attn_by_inverse_layer_idx") or not config.get("scale_attn_weights", True):
-        return "its scaling of attention"
+        return "its attention scaling"
     if config.get("add_cross_attention"):
         return "cross-attention"
     name = config.get("activation_function", "gelu_new")
@@ -37,7 +37,7 @@ def unsupported(config: Config) -> str | None:
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     d_model, heads = integer(config, "n_embd"), integer(config, "n_head")
     block = BlockSpec(
         attention=AttentionSpec(
@@ -63,7 +63,7 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     block = spec.blocks[0]
     return {
         "model_type": MODEL_TYPE,
@@ -81,14 +81,14 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name for one of the decoder's parameters or modules."""
+    """Return the Hugging Face name of one of the decoder's parameters or modules."""
     if match := re.fullmatch(r"layers\.(\d+)(?:\.(.*))?", name):
         layer, inner = match.groups()
-        return f"transformer.h.{layer}" + (f".{_renamed(inner)}" if inner else "")
-    return _renamed(name)
+        return f"transformer.h.{layer}" + (f".{_translate(inner)}" if inner else "")
+    return _translate(name)
 
 
-def _renamed(name: str) -> str:
+def _translate(name: str) -> str:
     for ours, theirs in _NAMES.items():
         if name == ours or name.startswith(f"{ours}."):
             return theirs + name[len(ours) :]

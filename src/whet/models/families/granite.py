@@ -1,4 +1,4 @@
-"""Granite: llama with factors on embeddings, scores and logits, which is what muP asks for."""
+"""Granite: llama with multipliers on embeddings, scores and logits, as in muP."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,15 +12,15 @@ ARCHITECTURE = "GraniteForCausalLM"
 hf_name = llama.hf_name
 
 
-def unsupported(config: Config) -> str | None:
-    """Why this config cannot be built natively, or None."""
+def unsupported_feature(config: Config) -> str | None:
+    """Return the feature of this config that is not supported natively, or None."""
     if config.get("residual_multiplier", 1.0) != 1.0:
-        return "a factor on what is added to the residual stream"
-    return llama.unsupported(config)
+        return "a residual_multiplier other than 1"
+    return llama.unsupported_feature(config)
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     spec = llama.from_config(config)
     attention = spec.blocks[0].grouped
     scale: float | None = float(config.get("attention_multiplier", 1.0))
@@ -37,7 +37,7 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     attention = spec.blocks[0].grouped
     return {
         **llama.to_config(spec),

@@ -1,4 +1,4 @@
-"""The llama family: Llama 1-3, SmolLM2, TinyLlama and every other checkpoint that calls itself llama."""
+"""The llama family: Llama 1-3, SmolLM2, TinyLlama and all other checkpoints of model type llama."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpe
 
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
-NO_BIASES = {"attention_bias": False, "mlp_bias": False}  # for families that do not read these keys
+NO_BIASES = {"attention_bias": False, "mlp_bias": False}  # for families whose configs have no such keys
 
 
-def unsupported(config: Config) -> str | None:
-    """Why this config cannot be built natively, or None."""
-    return config_fields.rope_problem(config) or config_fields.activation_problem(config)
+def unsupported_feature(config: Config) -> str | None:
+    """Return the feature of this config that is not supported natively, or None."""
+    return config_fields.unsupported_rope(config) or config_fields.unsupported_activation(config)
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     bias = bool(config.get("attention_bias", False))
     block = BlockSpec(
         attention=AttentionSpec(
@@ -46,11 +46,11 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
     return {
         **config_fields.common_config(spec, architecture=ARCHITECTURE),
-        **config_fields.both_rope_spellings(attention.rope or RopeSpec()),
+        **config_fields.rope_keys(attention.rope or RopeSpec()),
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
         "hidden_act": config_fields.activation_name(feedforward.activation),
@@ -59,5 +59,5 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name for one of the decoder's parameters or modules."""
+    """Return the Hugging Face name of one of the decoder's parameters or modules."""
     return name if name.startswith("lm_head") else f"model.{name}"

@@ -1,4 +1,4 @@
-"""Mistral: llama with a sliding window, in every layer or in some."""
+"""Mistral: llama with sliding windows in all or some layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,18 +9,18 @@ from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"
-unsupported = llama.unsupported
+unsupported_feature = llama.unsupported_feature
 hf_name = llama.hf_name
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     windows = config_fields.windows({"sliding_window": 4096, **config})
     return with_windows(llama.from_config({**config, **llama.NO_BIASES}), windows, family=MODEL_TYPE)
 
 
 def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> ModelSpec:
-    """The same model under another family's name, its layers narrowed to their windows."""
+    """Return the spec with another family name and a sliding window per layer."""
     blocks = tuple(
         replace(block, attention=replace(block.grouped, window=window))
         for block, window in zip(spec.blocks, windows, strict=True)
@@ -29,7 +29,7 @@ def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> 
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
     windows = {block.grouped.window for block in spec.blocks}
     if len(windows) > 1:

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, whose chosen scores add up to one."""
+"""Mixtral: Mistral with experts in every layer and renormalized scores."""
 
 from typing import Any
 
@@ -9,29 +9,29 @@ from whet.models.spec import ModelSpec
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "MixtralForCausalLM"
 hf_name = llama.hf_name
-stored_parts = moe.parts_by("w1", "w3", "w2", inside="block_sparse_moe")
+stored_parts = moe.expert_parts("w1", "w3", "w2", module="block_sparse_moe")
 
 
-def unsupported(config: Config) -> str | None:
-    """Why this config cannot be built natively, or None."""
-    return "noise on its routers" if config.get("router_jitter_noise") else llama.unsupported(config)
+def unsupported_feature(config: Config) -> str | None:
+    """Return the feature of this config that is not supported natively, or None."""
+    return "router_jitter_noise" if config.get("router_jitter_noise") else llama.unsupported_feature(config)
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, **config, **llama.NO_BIASES}
     windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
     spec = mistral.with_windows(llama.from_config(config), windows, family=MODEL_TYPE)
-    read = moe.read_experts(
+    experts = moe.read_experts(
         {"num_local_experts": 8, "num_experts_per_tok": 2, **config},
         width="intermediate_size",
         renormalise=True,
     )
-    return moe.with_experts(spec, read)
+    return moe.with_experts(spec, experts)
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     mixture = spec.blocks[0].routed
     config = {**mistral.to_config(moe.without_experts(spec)), "architectures": [ARCHITECTURE]}
     for key in ("attention_bias", "mlp_bias"):

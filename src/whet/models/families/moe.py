@@ -1,4 +1,4 @@
-"""What families with experts share: config fields, and the tensors of each expert in files."""
+"""Shared code of families with experts: config fields, and the tensors of each expert in files."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from whet.models.families import config_fields
 from whet.models.families.config_fields import Config, integer
 from whet.models.spec import ExpertsSpec, FeedForwardSpec, ModelSpec
 
-Parts = Sequence[Sequence[str]]  # for each expert, the tensors that one after the other are its weight
+Parts = Sequence[Sequence[str]]  # per expert, the names of the tensors that are concatenated to its weight
 
 
 def read_experts(config: Config, *, width: str, renormalise: bool) -> ExpertsSpec:
-    """The experts of a config; transformers 5 writes one key for their number, and the hub has another."""
+    """Return the experts of a config. transformers 5 and the hub use different keys for their number."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return ExpertsSpec(
         experts=integer(config, key),
@@ -26,7 +26,7 @@ def read_experts(config: Config, *, width: str, renormalise: bool) -> ExpertsSpe
 
 
 def with_experts(spec: ModelSpec, experts: ExpertsSpec, *, dense: Sequence[int] = ()) -> ModelSpec:
-    """The model with experts instead of every feed-forward layer, but for those in `dense`."""
+    """Return the spec with experts in every layer except those listed in `dense`."""
     blocks = (
         block if layer in dense else replace(block, feedforward=experts)
         for layer, block in enumerate(spec.blocks)
@@ -35,44 +35,47 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec, *, dense: Sequence[int] 
 
 
 def without_experts(spec: ModelSpec) -> ModelSpec:
-    """The model with a feed-forward layer of an expert's width in place of the experts."""
+    """Return the spec with the experts replaced by one feed-forward layer of the width of an expert."""
     blocks = (
-        replace(block, feedforward=FeedForwardSpec(each.width, each.activation))
-        if isinstance(each := block.feedforward, ExpertsSpec)
+        replace(block, feedforward=FeedForwardSpec(mixture.width, mixture.activation))
+        if isinstance(mixture := block.feedforward, ExpertsSpec)
         else block
         for block in spec.blocks
     )
     return replace(spec, blocks=tuple(blocks))
 
 
-def parts_by(*kinds: str, inside: str = "mlp") -> Callable[[ModelSpec, str], Parts | None]:
-    """The `stored_parts` of a family that calls gate, up and down projections of an expert by these names."""
-    gate, up, down = kinds
+def expert_parts(*names: str, module: str = "mlp") -> Callable[[ModelSpec, str], Parts | None]:
+    """Return the `stored_parts` function of a family with these names of gate, up and down projections."""
+    gate, up, down = names
 
     def stored_parts(spec: ModelSpec, name: str) -> Parts | None:
-        found = re.fullmatch(r"(layers\.\d+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|gate\.weight)", name)
-        if found is None:
+        match = re.fullmatch(r"(layers\.\d+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|gate\.weight)", name)
+        if match is None:
             return None
-        layer = f"model.{found[1]}.{inside}"
-        if found[2] is None:
+        layer = f"model.{match[1]}.{module}"
+        if match[2] is None:
             return [[f"{layer}.gate.weight"]]
-        names = [gate, up] if found[2] == "gate_up_proj" else [down]
+        projections = [gate, up] if match[2] == "gate_up_proj" else [down]
         experts = spec.mixtures[0].experts
-        return [[f"{layer}.experts.{expert}.{each}.weight" for each in names] for expert in range(experts)]
+        return [
+            [f"{layer}.experts.{expert}.{projection}.weight" for projection in projections]
+            for expert in range(experts)
+        ]
 
     return stored_parts
 
 
 def split_parts(tensor: torch.Tensor, parts: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-    """Views of a tensor [experts, rows, columns], by name: of each expert one, or several of as many rows.
+    """Return views of a tensor [experts, rows, columns] by name, one or more equal chunks per expert.
 
-    A tensor of fewer dimensions is one part.
+    A tensor with fewer dimensions has a single part.
     """
     if tensor.dim() < 3:
         [[name]] = parts
         return {name: tensor}
     return {
         name: view
-        for names, one in zip(parts, tensor, strict=True)
-        for name, view in zip(names, one.chunk(len(names)), strict=True)
+        for names, weight in zip(parts, tensor, strict=True)
+        for name, view in zip(names, weight.chunk(len(names)), strict=True)
     }

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and feed-forward, and on the whole query and key projections."""
+"""OLMo 2: norms after attention and feed-forward, and QK norms over the full projections."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,12 @@ from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2ForCausalLM"
-unsupported = llama.unsupported
+unsupported_feature = llama.unsupported_feature
 hf_name = llama.hf_name
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     spec = llama.from_config({"rms_norm_eps": 1e-5, **config, "mlp_bias": False})
     blocks = tuple(
         replace(block, placement="post", attention=replace(block.grouped, qk_norm="all"))
@@ -24,7 +24,7 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
     del config["mlp_bias"]
     return config

@@ -1,4 +1,4 @@
-"""Phi-3: llama with fused projections (queries, keys and values; gate and up)."""
+"""Phi-3: llama with fused QKV and gate-up projections."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,15 +13,15 @@ ARCHITECTURE = "Phi3ForCausalLM"
 hf_name = llama.hf_name
 
 
-def unsupported(config: Config) -> str | None:
-    """Why this config cannot be built natively, or None."""
+def unsupported_feature(config: Config) -> str | None:
+    """Return the feature of this config that is not supported natively, or None."""
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         return "a partial rotary embedding"
-    return llama.unsupported(config)
+    return llama.unsupported_feature(config)
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     spec = llama.from_config({"rms_norm_eps": 1e-5, **config, **llama.NO_BIASES})
     windows = [config.get("sliding_window")] * integer(config, "num_hidden_layers")
     spec = with_windows(spec, windows, family=MODEL_TYPE)
@@ -37,7 +37,7 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
     for key in ("attention_bias", "mlp_bias"):
         del config[key]

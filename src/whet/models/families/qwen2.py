@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: llama with biases on queries, keys and values, and windows in some layers."""
+"""Qwen2 and Qwen2.5: llama with QKV biases, and sliding windows in some layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,24 +10,24 @@ from whet.models.spec import ModelSpec
 
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2ForCausalLM"
-unsupported = llama.unsupported
+unsupported_feature = llama.unsupported_feature
 hf_name = llama.hf_name
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     spec = with_windows(
         llama.from_config({**config, "attention_bias": True, "mlp_bias": False}),
         windows(config),
         family=MODEL_TYPE,
     )
-    # the biases are on the three inputs of the attention, not on its output
+    # queries, keys and values have biases, the output projection has none
     blocks = tuple(replace(b, attention=replace(b.grouped, out_bias=False)) for b in spec.blocks)
     return replace(spec, blocks=blocks)
 
 
 def windows(config: Config) -> list[int | None]:
-    """Windows in the layers after `max_window_layers`, where `layer_types` does not say."""
+    """Return each layer's sliding window. Without `layer_types`, layers from `max_window_layers` have one."""
     used = bool(config.get("use_sliding_window", False))
     if used and not config.get("layer_types"):
         layers, full = (
@@ -40,7 +40,7 @@ def windows(config: Config) -> list[int | None]:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **config_fields.window_config(spec)}
     for key in ("attention_bias", "mlp_bias"):
         del config[key]

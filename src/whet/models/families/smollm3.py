@@ -1,4 +1,4 @@
-"""SmolLM3: llama with layers that have no rotary positions."""
+"""SmolLM3: llama with some layers without RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,21 +11,23 @@ from whet.models.spec import ModelSpec, RopeSpec
 
 MODEL_TYPE = "smollm3"
 ARCHITECTURE = "SmolLM3ForCausalLM"
-unsupported = llama.unsupported
+unsupported_feature = llama.unsupported_feature
 hf_name = llama.hf_name
 
 
 def from_config(config: Config) -> ModelSpec:
-    """Read a Hugging Face config."""
+    """Return the spec of a Hugging Face config."""
     layers = integer(config, "num_hidden_layers")
-    every = int(config.get("no_rope_layer_interval", 4))
-    has_rope = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    interval = int(config.get("no_rope_layer_interval", 4))
+    has_rope = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
     if len(has_rope) != layers:
-        raise ModelError(f"config.json: no_rope_layers lists {len(has_rope)} of num_hidden_layers={layers}")
+        raise ModelError(
+            f"config.json: no_rope_layers has {len(has_rope)} entries, but num_hidden_layers={layers}"
+        )
     defaults = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
     spec = llama.from_config({**defaults, **config})
-    narrow = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
-    kinds = config.get("layer_types") or ["full_attention" if has else narrow for has in has_rope]
+    no_rope_kind = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
+    kinds = config.get("layer_types") or ["full_attention" if has else no_rope_kind for has in has_rope]
     spec = with_windows(spec, config_fields.windows({**config, "layer_types": kinds}), family=MODEL_TYPE)
     blocks = tuple(
         block if has else replace(block, attention=replace(block.grouped, rope=None))
@@ -35,12 +37,12 @@ def from_config(config: Config) -> ModelSpec:
 
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a spec: the inverse of `from_config`."""
+    """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     ropes = [block.grouped.rope for block in spec.blocks]
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **config_fields.window_config(spec)}
     return {
         **config,
-        **config_fields.both_rope_spellings(next((rope for rope in ropes if rope is not None), RopeSpec())),
+        **config_fields.rope_keys(next((rope for rope in ropes if rope is not None), RopeSpec())),
         "no_rope_layers": [int(rope is not None) for rope in ropes],
         "use_sliding_window": config["sliding_window"] is not None,
     }

@@ -1,1 +1,1 @@
-"""Models trained from scratch."""
+"""Presets, initialization, muP and tokenizers of models trained from scratch."""

@@ -1,4 +1,4 @@
-"""The first weights of a decoder that is trained from scratch."""
+"""Weight initialization of decoders trained from scratch."""
 
 import math
 
@@ -21,30 +21,30 @@ def from_scratch(
     source_config: dict[str, object] | None = None,
     width_ratio: float = 1.0,
 ) -> Decoder:
-    """A decoder with fresh float32 weights on the CPU: equal for equal seeds, whatever the device."""
-    # said even when there are none: transformers' defaults name tokens of the family's own vocabulary
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    """Return a decoder with newly initialized float32 weights on the CPU, equal for equal seeds."""
+    # explicit None values: the defaults of transformers refer to tokens of the original vocabulary
+    special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     with torch.device("meta"):
-        model = Decoder(spec, source_config={**special, **(source_config or {})})
+        model = Decoder(spec, source_config={**special_tokens, **(source_config or {})})
     model.to_empty(device="cpu")
-    initialise(model, torch.Generator().manual_seed(seed), width_ratio=width_ratio)
+    initialize_weights(model, torch.Generator().manual_seed(seed), width_ratio=width_ratio)
     return model
 
 
 @torch.no_grad()
-def initialise(model: Decoder, generator: torch.Generator, *, width_ratio: float = 1.0) -> None:
-    """GPT-2's rule, which the papers of most families here share or do not contradict.
+def initialize_weights(model: Decoder, generator: torch.Generator, *, width_ratio: float = 1.0) -> None:
+    """Initialize by GPT-2's rule, which the papers of most families share or do not contradict.
 
-    Weights are drawn from N(0, 0.02), learned positions from N(0, 0.01). What is added to the residual stream
-    is divided by the square root of how many such layers there are, so that the stream's variance does not
-    grow with depth. Biases are 0, norms are the identity. Experts are drawn as the layers they stand for.
-    Under muP this is what the base is drawn from, and a model `width_ratio` times as wide by muP's table.
+    Weights are drawn from N(0, 0.02), learned positions from N(0, 0.01). The standard deviation of residual
+    projections is divided by the square root of their number, so the variance of the residual stream does not
+    grow with depth. Biases are 0, and norms are the identity. Experts are drawn like dense layers. With muP,
+    this initializes a model of the base width, and muP's table scales it for one `width_ratio` times as wide.
     """
     residual_layers = sum(
         (block.attention is not None) + (block.feedforward is not None) for block in model.spec.blocks
     )
     for buffer in model.buffers():
-        buffer.zero_()  # those of the balance of experts
+        buffer.zero_()  # the balance biases of experts
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
         if leaf == "bias":

@@ -1,4 +1,4 @@
-"""A model with fresh weights, from a preset."""
+"""Creation of a newly initialized model from a preset."""
 
 import logging
 from typing import Any
@@ -17,12 +17,12 @@ log = logging.getLogger("whet")
 
 
 def new_spec(preset: Preset, *, tokens: int, mup: MuP | None = None) -> ModelSpec:
-    """What a preset describes, for a tokenizer with so many tokens."""
+    """Return the spec of a preset for a tokenizer with `tokens` tokens."""
     changes = {"vocab_size": tokens, **preset.changes()}
     if changes["vocab_size"] < tokens:
         raise ConfigError(
-            f"model.vocab_size={changes['vocab_size']} is smaller than the {tokens} of the tokenizer",
-            hint="leave model.vocab_size out to take as many as there are",
+            f"model.vocab_size={changes['vocab_size']} is smaller than the tokenizer's vocabulary ({tokens})",
+            hint="remove model.vocab_size to use the size of the tokenizer",
         )
     try:
         return preset_spec(preset.preset, mup=mup, **changes)
@@ -37,13 +37,15 @@ def new_model(
     seed: int,
     mup: MuP | None = None,
 ) -> LanguageModel:
-    """The model of a preset, with fresh weights."""
+    """Return a newly initialized model of a preset."""
     spec = new_spec(preset, tokens=len(tokenizer), mup=mup)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    special_tokens = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     ratio = 1.0 if mup is None else width_ratio(spec, mup)
-    model = from_scratch(spec, seed=seed, source_config=special, width_ratio=ratio)
+    model = from_scratch(spec, seed=seed, source_config=special_tokens, width_ratio=ratio)
     model.name = f"{preset.preset} from scratch"
     counts = ", ".join(f"{part} {count:,}" for part, count in parameter_counts(spec).items() if count)
     log.info("model: %s, stored as %s: %s", model.name, spec.family, counts)
-    log.info("cost: %.3g FLOPs a token forward, in a window of 512", flops_per_token(spec, 512))
+    log.info("cost: %.3g forward FLOPs per token, in a window of 512", flops_per_token(spec, 512))
     return model

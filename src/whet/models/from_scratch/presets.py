@@ -1,4 +1,4 @@
-"""Decoders to train from scratch: named shapes, and the pieces that can be exchanged in them."""
+"""Presets of decoders to train from scratch, and the architecture choices that a config can change."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from whet.config.optim import MuP
 from whet.errors import ModelError
 from whet.models.families import FAMILIES
 from whet.models.families import whet as whet_family
-from whet.models.from_scratch.mup import with_multipliers
+from whet.models.from_scratch.mup import with_mup_multipliers
 from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
@@ -24,19 +24,19 @@ from whet.models.spec import (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a preset says, and what a config may change in it."""
+    """The architecture of a preset. A config can change each field."""
 
     d_model: int
     layers: int
     heads: int
-    width: int  # of the feed-forward layers; of one expert, where there are some
+    width: int  # of the feed-forward layers, or of each expert
     vocab_size: int
     max_positions: int
-    kv_heads: int | None = None  # as many as heads
-    head_dim: int | None = None  # d_model / heads
+    kv_heads: int | None = None  # None: heads
+    head_dim: int | None = None  # None: d_model / heads
     attention: str = "grouped"
     feedforward: str = "swiglu"
-    experts: int | None = None  # instead of one feed-forward layer
+    experts: int | None = None  # None: one dense feed-forward layer
     top_k: int = 2
     shared_experts: int = 0
     router: str = "softmax"
@@ -47,7 +47,7 @@ class Shape:
     positions: str = "rope"
     rope_theta: float = 10_000.0
     window: int | None = None
-    kv_rank: int | None = None  # of latent attention: d_model / 4
+    kv_rank: int | None = None  # of latent attention; None: d_model / 4
     bias: bool = False
     fused: bool = False
     tied_head: bool = True
@@ -57,7 +57,7 @@ class Shape:
 PRESETS: dict[str, Shape] = {
     "nano": Shape(d_model=128, layers=4, heads=4, width=352, vocab_size=1024, max_positions=512),
     "micro": Shape(d_model=320, layers=6, heads=5, width=864, vocab_size=8192, max_positions=1024),
-    # what a token meets is as large as in nano: two experts of half its width
+    # as many active parameters as nano: two experts of half the width
     "nano-moe": Shape(
         d_model=128, layers=4, heads=4, width=176, vocab_size=1024, max_positions=512, experts=8
     ),
@@ -124,12 +124,12 @@ def _grouped(shape: Shape) -> AttentionSpec:
 
 def _windowed(shape: Shape) -> AttentionSpec:
     if shape.window is None:
-        raise ModelError("attention over a window needs a window", hint="set model.window")
+        raise ModelError("windowed attention needs a window size", hint="set model.window")
     return dataclasses.replace(_grouped(shape), window=shape.window)
 
 
 def _latent(shape: Shape) -> LatentAttentionSpec:
-    """Half of a head's channels carry the position, as in DeepSeek-V2 at a head of 128 + 64."""
+    """RoPE channels are half as many as plain channels, as in DeepSeek-V2 (128 + 64)."""
     size = _grouped(shape).head_dim
     return LatentAttentionSpec(
         heads=shape.heads,
@@ -150,7 +150,7 @@ ATTENTIONS: dict[str, Callable[[Shape], AttentionSpec | LatentAttentionSpec | No
     "none": lambda _: None,
 }
 
-# activation, and whether it gates
+# activation, and whether the layer is gated
 FEEDFORWARDS: dict[str, tuple[str, bool] | None] = {
     "swiglu": ("silu", True),
     "geglu": ("gelu_tanh", True),
@@ -162,7 +162,7 @@ FEEDFORWARDS: dict[str, tuple[str, bool] | None] = {
 
 POSITIONS = ("rope", "learned", "sinusoidal", "alibi", "none")
 
-# a pattern's letters: the attention of the layer (None: the shape's own), and whether a feed-forward follows
+# pattern letters: the attention of the layer (None: that of the shape), and whether it has a feed-forward
 LETTERS: dict[str, tuple[str | None, bool]] = {
     "*": (None, True),
     "g": ("grouped", True),
@@ -173,42 +173,42 @@ LETTERS: dict[str, tuple[str | None, bool]] = {
     "f": ("none", True),
 }
 
-_Piece = TypeVar("_Piece")
+_Value = TypeVar("_Value")
 
 
-def _known(what: str, key: str, registry: Mapping[str, _Piece]) -> _Piece:
+def _lookup(kind: str, key: str, registry: Mapping[str, _Value]) -> _Value:
     if key not in registry:
-        raise ModelError(f"unknown {what} {key!r}", hint=f"known: {', '.join(registry)}")
+        raise ModelError(f"unknown {kind} {key!r}", hint=f"known: {', '.join(registry)}")
     return registry[key]
 
 
 def preset_spec(name: str, *, mup: MuP | None = None, **changes: object) -> ModelSpec:
-    """The decoder of a preset, with some of its shape changed; it is in the first family that can hold it."""
-    shape = _known("preset", name, PRESETS)
-    known = {field.name: field for field in dataclasses.fields(Shape)}
+    """Return the spec of a preset with changes, in the first family that can represent it."""
+    shape = _lookup("preset", name, PRESETS)
+    fields = {field.name: field for field in dataclasses.fields(Shape)}
     for key in changes:
-        _known("part of a model's shape", key, known)
-    spec = build_spec(dataclasses.replace(shape, **changes))  # type: ignore[arg-type]  # checked by name here, by value in the spec
-    return _in_a_family(spec if mup is None else with_multipliers(spec, mup))
+        _lookup("model key", key, fields)
+    spec = build_spec(dataclasses.replace(shape, **changes))  # type: ignore[arg-type]  # names are checked here, values in the spec
+    return _assign_family(spec if mup is None else with_mup_multipliers(spec, mup))
 
 
 def build_spec(shape: Shape) -> ModelSpec:
-    """A shape's layers, one by one."""
+    """Return the spec of a shape, in whet's native family."""
     if shape.layers < 1:
-        raise ModelError(f"layers={shape.layers}: it must be positive")
+        raise ModelError(f"layers={shape.layers} must be positive")
     for key in ("top_k", "shared_experts", "router", "balance_bias"):
         if shape.experts is None and getattr(shape, key) != getattr(Shape, key):
-            raise ModelError(f"{key} is about experts, and there are none", hint="set model.experts")
-    _known("positions", shape.positions, dict.fromkeys(POSITIONS))
+            raise ModelError(f"{key} requires a model with experts", hint="set model.experts")
+    _lookup("positions", shape.positions, dict.fromkeys(POSITIONS))
     pattern = shape.pattern or "*"
     letters = [pattern[layer % len(pattern)] for layer in range(shape.layers)]
     blocks = tuple(_block(shape, letter) for letter in letters)
-    used = {LETTERS[letter][0] or shape.attention for letter in letters}
+    attentions = {LETTERS[letter][0] or shape.attention for letter in letters}
     for key, attention, letter in (("window", "window", "w"), ("kv_rank", "latent", "l")):
-        if getattr(shape, key) is not None and attention not in used:
+        if getattr(shape, key) is not None and attention not in attentions:
             raise ModelError(
-                f"{key} is about layers with attention: {attention}, and there are none",
-                hint=f"set attention, or write {letter} into the pattern",
+                f"{key} requires layers with attention: {attention}",
+                hint=f"set attention to {attention}, or use {letter} in the pattern",
             )
     return ModelSpec(
         family=whet_family.MODEL_TYPE,
@@ -223,23 +223,26 @@ def build_spec(shape: Shape) -> ModelSpec:
 
 
 def _block(shape: Shape, letter: str) -> BlockSpec:
-    attention, transforms = _known("letter of a pattern", letter, LETTERS)
+    attention, has_feedforward = _lookup("pattern letter", letter, LETTERS)
     return BlockSpec(
-        attention=_known("attention", attention or shape.attention, ATTENTIONS)(shape),
-        feedforward=_feedforward(shape) if transforms else None,
+        attention=_lookup("attention", attention or shape.attention, ATTENTIONS)(shape),
+        feedforward=_feedforward(shape) if has_feedforward else None,
         placement=shape.placement,
     )
 
 
 def _feedforward(shape: Shape) -> FeedForwardSpec | ExpertsSpec | None:
-    piece = _known("feedforward", shape.feedforward, FEEDFORWARDS)
-    if piece is None:
+    choice = _lookup("feedforward", shape.feedforward, FEEDFORWARDS)
+    if choice is None:
         return None
-    activation, gated = piece
+    activation, gated = choice
     if shape.experts is None:
         return FeedForwardSpec(width=shape.width, activation=activation, gated=gated, bias=shape.bias)
     if not gated or shape.bias:
-        raise ModelError("experts have a gate and no bias", hint="choose swiglu or geglu, and bias: false")
+        raise ModelError(
+            "experts must be gated and have no bias",
+            hint="choose feedforward swiglu or geglu, and bias: false",
+        )
     return ExpertsSpec(
         experts=shape.experts,
         top_k=shape.top_k,
@@ -251,13 +254,13 @@ def _feedforward(shape: Shape) -> FeedForwardSpec | ExpertsSpec | None:
     )
 
 
-def _in_a_family(spec: ModelSpec) -> ModelSpec:
-    """The spec under the name of a family that writes and reads it unchanged, so that others can open it."""
+def _assign_family(spec: ModelSpec) -> ModelSpec:
+    """Return the spec under a family that can store it without loss, so that other tools can open it."""
     for name, family in FAMILIES.items():
-        named = dataclasses.replace(spec, family=name)
+        candidate = dataclasses.replace(spec, family=name)
         try:
-            if family.from_config(family.to_config(named)) == named:
-                return named
+            if family.from_config(family.to_config(candidate)) == candidate:
+                return candidate
         except (ModelError, KeyError):
             continue
     return spec

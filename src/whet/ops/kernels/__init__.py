@@ -1,1 +1,1 @@
-"""Triton kernels and explicit backward passes."""
+"""Triton kernels, and autograd functions with explicit backward passes."""

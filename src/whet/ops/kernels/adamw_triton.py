@@ -1,11 +1,11 @@
-"""AdamW's update of one large tensor on a GPU; importing this needs Triton, which is in torch for CUDA."""
+"""A Triton kernel of the AdamW update of one large tensor. CUDA builds of PyTorch include Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
 _BLOCK = 2048
-_WARPS = 8  # eight numbers a thread: 16 bytes at a time of bf16
+_WARPS = 8  # eight elements per thread: 16-byte loads of bf16
 
 
 def adamw_on_gpu(
@@ -22,9 +22,10 @@ def adamw_on_gpu(
     skip: torch.Tensor | None,
     divisor: torch.Tensor | None,
 ) -> None:
-    """As torch's fused kernel, in place; all tensors are contiguous.
+    """Apply the AdamW update in place, like torch's fused kernel. All tensors must be contiguous.
 
-    `corrections` are 1 - beta1 ** step and the root of 1 - beta2 ** step. With `skip` at 1 nothing changes.
+    `corrections` holds 1 - beta1 ** step and sqrt(1 - beta2 ** step). If `skip` is 1, nothing changes. The
+    gradient is divided by `divisor`.
     """
     beta1, beta2 = betas
     size = p.numel()
@@ -44,50 +45,50 @@ def adamw_on_gpu(
         beta2,
         1 - beta2,
         eps,
-        MASKED=skip is not None,
+        SKIPPABLE=skip is not None,
         DIVIDED=divisor is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
-        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
+        enable_fp_fusion=True,  # explicit, because the default depends on the Triton version
     )
 
 
-@triton.jit(do_not_specialize=["lr", "keep"])  # type: ignore[untyped-decorator]
-def _adamw(  # type: ignore[no-untyped-def]  # triton reads no annotations but these
-    p_at,
-    grad_at,
-    first_at,
-    second_at,
-    corrections_at,
-    skip_at,
-    divisor_at,
+@triton.jit(do_not_specialize=["lr", "decay"])  # type: ignore[untyped-decorator]
+def _adamw(  # type: ignore[no-untyped-def]  # Triton reads only constexpr annotations
+    p_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    corrections_ptr,
+    skip_ptr,
+    divisor_ptr,
     size,
     lr,
-    keep,
+    decay,
     beta1,
-    rest1,
+    one_minus_beta1,
     beta2,
-    rest2,
+    one_minus_beta2,
     eps,
-    MASKED: tl.constexpr,  # noqa: N803
+    SKIPPABLE: tl.constexpr,  # noqa: N803
     DIVIDED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    if MASKED:  # noqa: SIM102  # this one is known while compiling
-        if tl.load(skip_at) != 0.0:
+    if SKIPPABLE:  # noqa: SIM102  # known at compile time
+        if tl.load(skip_ptr) != 0.0:
             return
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    p = tl.load(p_at + at, mask=inside).to(tl.float32)
-    grad = tl.load(grad_at + at, mask=inside).to(tl.float32)
-    first = tl.load(first_at + at, mask=inside).to(tl.float32)
-    second = tl.load(second_at + at, mask=inside).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
+    grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
+    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask).to(tl.float32)
     if DIVIDED:
-        grad = grad / tl.load(divisor_at)
-    first = beta1 * first + rest1 * grad
-    second = beta2 * second + rest2 * grad * grad
-    size_of_step = lr / tl.load(corrections_at)
-    p = p * keep - size_of_step * first / (tl.sqrt(second) / tl.load(corrections_at + 1) + eps)
-    tl.store(p_at + at, p.to(p_at.dtype.element_ty), mask=inside)
-    tl.store(first_at + at, first.to(first_at.dtype.element_ty), mask=inside)
-    tl.store(second_at + at, second.to(second_at.dtype.element_ty), mask=inside)
+        grad = grad / tl.load(divisor_ptr)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad
+    step_size = lr / tl.load(corrections_ptr)
+    p = p * decay - step_size * exp_avg / (tl.sqrt(exp_avg_sq) / tl.load(corrections_ptr + 1) + eps)
+    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_ptr + offsets, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)

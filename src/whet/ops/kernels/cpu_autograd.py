@@ -1,7 +1,7 @@
-"""Norm, rotation and gate with their gradients written out, for float32 on a CPU.
+"""RMSNorm, RoPE and SwiGLU gate with explicit backward passes, for float32 and float64 on a CPU.
 
-Autograd's own take about twice the passes over memory, and keep what can be made again. Compiled code needs
-none of this: there the plain forms are fused.
+Plain autograd needs about twice the passes over memory and saves tensors that can be recomputed. Compiled
+code does not use these functions, because the compiler fuses the plain implementations.
 """
 
 from typing import Any
@@ -12,33 +12,33 @@ from torch.autograd.function import once_differentiable
 
 from whet.ops.dispatch import device_type
 
-_WIDE = {torch.float32, torch.float64}
+_DTYPES = {torch.float32, torch.float64}
 
 
 def suits(*tensors: torch.Tensor) -> bool:
-    """Whether these tensors are for the functions of this file."""
-    if torch.compiler.is_compiling():  # first: what follows is nothing to trace
+    """Whether the functions of this module support these tensors."""
+    if torch.compiler.is_compiling():  # checked first, because the rest should not be traced
         return False
     dtypes = {tensor.dtype for tensor in tensors}
-    return len(dtypes) == 1 and dtypes <= _WIDE and device_type(tensors[0]) == "cpu"
+    return len(dtypes) == 1 and dtypes <= _DTYPES and device_type(tensors[0]) == "cpu"
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    normalised: torch.Tensor = _RMSNorm.apply(x, weight, eps)
-    return normalised
+    """Return x / rms(x) * weight over the last dimension."""
+    normalized: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    return normalized
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn channel i with channel i + head_dim/2; cosines and sines have no gradient."""
-    turned: torch.Tensor = _Rotate.apply(x, cos, sin)
-    return turned
+    """Rotate channel i with channel i + head_dim/2. Cosines and sines get no gradient."""
+    rotated: torch.Tensor = _Rotate.apply(x, cos, sin)
+    return rotated
 
 
 def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up."""
-    gated: torch.Tensor = _SiluGate.apply(gate, up)
-    return gated
+    """Return silu(gate) * up."""
+    activated: torch.Tensor = _SiluGate.apply(gate, up)
+    return activated
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -59,8 +59,8 @@ class _RMSNorm(torch.autograd.Function):
             grad_weight = (upstream * x).mul_(scale).sum(tuple(range(x.dim() - 1)))
         if ctx.needs_input_grad[0]:
             grad_x = upstream * weight
-            along = (grad_x * x).mean(-1, keepdim=True).mul_(scale**3)
-            grad_x.mul_(scale).addcmul_(x, along, value=-1)
+            projection = (grad_x * x).mean(-1, keepdim=True).mul_(scale**3)
+            grad_x.mul_(scale).addcmul_(x, projection, value=-1)
         return grad_x, grad_weight, None
 
 
@@ -70,23 +70,23 @@ class _Rotate(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:  # Any: autograd's
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return _apply_rotation(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         cos, sin = ctx.saved_tensors
-        return _turned(upstream, cos, sin, -1), None, None
+        return _apply_rotation(upstream, cos, sin, -1), None, None
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+def _apply_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     sin_first, sin_second = sin.chunk(2, dim=-1)
-    turned = x * cos
-    turned_first, turned_second = turned.chunk(2, dim=-1)
-    turned_first.addcmul_(second, sin_first, value=-direction)
-    turned_second.addcmul_(first, sin_second, value=direction)
-    return turned
+    rotated = x * cos
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    rotated_first.addcmul_(second, sin_first, value=-direction)
+    rotated_second.addcmul_(first, sin_second, value=direction)
+    return rotated
 
 
 class _SiluGate(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Functions that a compiler sees as one operation."""
+"""Registration of functions as operations that torch.compile does not trace into."""
 
 import functools
 from collections.abc import Callable
@@ -6,20 +6,22 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-_Given = ParamSpec("_Given")
-_Found = TypeVar("_Found")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 _LIBRARY = torch.library.Library("whet", "FRAGMENT")
 
 
 def operation(
-    fake: Callable[..., Any],  # Any: tensors with the shapes of what the function returns
-) -> Callable[[Callable[_Given, _Found]], Callable[_Given, _Found]]:
-    """A function that compiled code calls instead of looking into it; `fake` gives the shapes of its results.
+    fake: Callable[..., Any],  # Any: tensors with the shapes of the results
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """Decorate a function so that compiled code calls it as one opaque operation.
 
-    (By a library, since a call of a `custom_op` takes three times as long, and a layer has eleven of them.)
+    `fake` takes the same arguments and returns empty tensors with the shapes of the results. The function is
+    registered through a `torch.library.Library`, because a `custom_op` call takes three times as long and a
+    layer has eleven of them.
     """
 
-    def decorate(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         name = function.__name__
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -27,10 +29,10 @@ def operation(
         compiled = getattr(torch.ops.whet, name).default
 
         @functools.wraps(function)
-        def run(*given: _Given.args, **named: _Given.kwargs) -> _Found:
-            found: _Found = (compiled if torch.compiler.is_compiling() else function)(*given, **named)
-            return found
+        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+            result: _Result = (compiled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+            return result
 
-        return run
+        return call
 
     return decorate

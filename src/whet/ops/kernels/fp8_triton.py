@@ -1,62 +1,67 @@
-"""Matrices in 8 bits, as they are and turned, read once; importing this needs Triton (torch for CUDA)."""
+"""The Triton kernel that quantizes to fp8 and transposes. CUDA builds of PyTorch include Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
-_TALL, _WIDE, _WARPS = 128, 64, 8
+_BLOCK_ROWS, _BLOCK_COLUMNS, _WARPS = 128, 64, 8
 
 
-def turned_on_gpu(
-    matrix: torch.Tensor, scale: torch.Tensor, turned: torch.Tensor, same: torch.Tensor | None
+def quantize_on_gpu(
+    matrix: torch.Tensor, scale: torch.Tensor, transposed: torch.Tensor, quantized: torch.Tensor | None
 ) -> None:
-    """Write matrix / scale [rows, width] into `turned` [width, more], and into `same` [more, width].
+    """Write matrix / scale [rows, width] to `transposed` [width, padded], and to `quantized` [padded, width].
 
-    All are contiguous; rows that the matrix does not have are zeros.
+    All tensors are contiguous. Padding rows are filled with zeros.
     """
     rows, width = matrix.shape
-    more = turned.shape[1]
-    grid = (triton.cdiv(more, _TALL), triton.cdiv(width, _WIDE))
-    _turned[grid](
+    padded_rows = transposed.shape[1]
+    grid = (triton.cdiv(padded_rows, _BLOCK_ROWS), triton.cdiv(width, _BLOCK_COLUMNS))
+    _quantize[grid](
         matrix,
         scale,
-        turned,
-        turned if same is None else same,
+        transposed,
+        transposed if quantized is None else quantized,
         rows,
         width,
-        more,
-        BOTH=same is not None,
-        TALL=_TALL,
-        WIDE=_WIDE,
+        padded_rows,
+        BOTH=quantized is not None,
+        BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_COLUMNS=_BLOCK_COLUMNS,
         num_warps=_WARPS,
-        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
+        enable_fp_fusion=True,  # explicit, because the default depends on the Triton version
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]  # triton reads no annotations but these
-    matrix_at,
-    scale_at,
-    turned_at,
-    same_at,
+def _quantize(  # type: ignore[no-untyped-def]  # Triton reads only constexpr annotations
+    matrix_ptr,
+    scale_ptr,
+    transposed_ptr,
+    quantized_ptr,
     rows,
     width,
-    more,
+    padded_rows,
     BOTH: tl.constexpr,  # noqa: N803
-    TALL: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK_ROWS: tl.constexpr,  # noqa: N803
+    BLOCK_COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    across = row[:, None] * width + column[None, :]
-    known = (row[:, None] < rows) & (column[None, :] < width)
-    scale = tl.load(scale_at)
-    exact = tl.load(matrix_at + across, mask=known, other=0.0).to(tl.float32)
-    # Each copy is rounded by itself, since ptxas 12.8 loses numbers that are rounded once and then stored
-    # and turned. Division by a power of two and the product with its inverse are exact, so both are the same.
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    offsets = row[:, None] * width + column[None, :]
+    in_matrix = (row[:, None] < rows) & (column[None, :] < width)
+    scale = tl.load(scale_ptr)
+    values = tl.load(matrix_ptr + offsets, mask=in_matrix, other=0.0).to(tl.float32)
+    # Each copy is rounded separately, because ptxas 12.8 loses values that are rounded once and then both
+    # stored and transposed. Dividing by a power of two and multiplying by its inverse are both exact, so the
+    # copies are equal.
     if BOTH:
-        inside = (row[:, None] < more) & (column[None, :] < width)
-        tl.store(same_at + across, (exact / scale).to(same_at.dtype.element_ty), mask=inside)
-    down = column[:, None] * more + row[None, :]
-    turned = tl.trans((exact * (1.0 / scale)).to(turned_at.dtype.element_ty))
-    tl.store(turned_at + down, turned, mask=(column[:, None] < width) & (row[None, :] < more))
+        in_output = (row[:, None] < padded_rows) & (column[None, :] < width)
+        tl.store(quantized_ptr + offsets, (values / scale).to(quantized_ptr.dtype.element_ty), mask=in_output)
+    transposed_offsets = column[:, None] * padded_rows + row[None, :]
+    transposed = tl.trans((values * (1.0 / scale)).to(transposed_ptr.dtype.element_ty))
+    tl.store(
+        transposed_ptr + transposed_offsets,
+        transposed,
+        mask=(column[:, None] < width) & (row[None, :] < padded_rows),
+    )

@@ -1,4 +1,4 @@
-"""The kernel behind `row_losses` on a GPU; importing this needs Triton, which comes with torch for CUDA."""
+"""The Triton kernel of `token_losses`. Importing it requires Triton, which CUDA builds of PyTorch include."""
 
 import torch
 import triton
@@ -7,49 +7,49 @@ from triton.language.extra import libdevice
 
 from whet.ops.lm_head import Head
 
-_BLOCK = 4096  # columns at a time: wide enough for 16-byte loads of every thread, few enough for registers
+_BLOCK = 4096  # columns per iteration: 16-byte loads in every thread, without spilling registers
 _WARPS = 8
 
 
-def row_losses_on_gpu(
+def token_losses_on_gpu(
     projected: torch.Tensor,
     targets: torch.Tensor,
     head: Head,
     *,
-    row_weight: torch.Tensor | None,
-    want_gradient: bool,
+    token_weights: torch.Tensor | None,
+    with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `row_losses`; the gradient is in the dtype of `projected`."""
+    """Compute `token_losses` by a Triton kernel. The gradient has the dtype of `projected`."""
     rows, columns = projected.shape
     losses = torch.empty(rows, device=projected.device, dtype=torch.float32)
-    _row_losses[(rows,)](
+    _token_losses[(rows,)](
         projected,
         targets,
         losses,
-        projected if row_weight is None else row_weight,
+        projected if token_weights is None else token_weights,
         projected if head.bias is None else head.bias,
         columns,
         projected.stride(0),
         head.scale,
         0.0 if head.softcap is None else head.softcap,
-        GRADIENT=want_gradient,
-        WEIGHTED=row_weight is not None,
+        GRADIENT=with_gradient,
+        WEIGHTED=token_weights is not None,
         BIASED=head.bias is not None,
         CAPPED=head.softcap is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
-        enable_fp_fusion=True,  # versions of Triton differ in what they take it for
+        enable_fp_fusion=True,  # explicit, because the default depends on the Triton version
     )
-    return losses, projected if want_gradient else None
+    return losses, projected if with_gradient else None
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_losses(  # type: ignore[no-untyped-def]  # triton reads no annotations but these
-    logits_at,
-    targets_at,
-    losses_at,
-    weights_at,
-    bias_at,
+def _token_losses(  # type: ignore[no-untyped-def]  # Triton reads only constexpr annotations
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    weights_ptr,
+    bias_ptr,
     columns,
     stride,
     scale,
@@ -60,41 +60,52 @@ def _row_losses(  # type: ignore[no-untyped-def]  # triton reads no annotations 
     CAPPED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One program a row: a running maximum and sum over the columns, then the gradient over them again."""
+    """One program per row: an online softmax over the columns, then a second pass for the gradient."""
     row = tl.program_id(0).to(tl.int64)
-    logits_at += row * stride
-    target = tl.load(targets_at + row)
-    top = -float("inf")
+    logits_ptr += row * stride
+    target = tl.load(targets_ptr + row)
+    maximum = -float("inf")
     total = 0.0
     for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        z = _transformed(logits_at, bias_at, at, columns, scale, cap, BIASED, CAPPED)
-        higher = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
-        top = higher
-    log_total = top + tl.log(total)
-    own = _transformed(logits_at, bias_at, target + tl.arange(0, 1), columns, scale, cap, BIASED, CAPPED)
-    tl.store(losses_at + row, log_total - tl.sum(own, 0))
+        offsets = start + tl.arange(0, BLOCK)
+        z = _load_logits(logits_ptr, bias_ptr, offsets, columns, scale, cap, BIASED, CAPPED)
+        new_maximum = tl.maximum(maximum, tl.max(z, 0))
+        total = total * tl.exp(maximum - new_maximum) + tl.sum(tl.exp(z - new_maximum), 0)
+        maximum = new_maximum
+    log_total = maximum + tl.log(total)
+    target_logit = _load_logits(
+        logits_ptr, bias_ptr, target + tl.arange(0, 1), columns, scale, cap, BIASED, CAPPED
+    )
+    tl.store(losses_ptr + row, log_total - tl.sum(target_logit, 0))
     if GRADIENT:
         factor = scale
         if WEIGHTED:
-            factor = scale * tl.load(weights_at + row).to(tl.float32)
+            factor = scale * tl.load(weights_ptr + row).to(tl.float32)
         for start in range(0, columns, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            z = _transformed(logits_at, bias_at, at, columns, scale, cap, BIASED, CAPPED)
-            grad = (tl.exp(z - log_total) - tl.where(at == target, 1.0, 0.0)) * factor
+            offsets = start + tl.arange(0, BLOCK)
+            z = _load_logits(logits_ptr, bias_ptr, offsets, columns, scale, cap, BIASED, CAPPED)
+            grad = (tl.exp(z - log_total) - tl.where(offsets == target, 1.0, 0.0)) * factor
             if CAPPED:
                 grad = grad * (1.0 - (z / cap) * (z / cap))
-            tl.store(logits_at + at, grad.to(logits_at.dtype.element_ty), mask=at < columns)
+            tl.store(logits_ptr + offsets, grad.to(logits_ptr.dtype.element_ty), mask=offsets < columns)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _transformed(logits_at, bias_at, at, columns, scale, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Logits of some columns in float32: with the bias, scaled and capped; -inf past the end."""
-    z = tl.load(logits_at + at, mask=at < columns, other=0.0).to(tl.float32)
+def _load_logits(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    bias_ptr,
+    offsets,
+    columns,
+    scale,
+    cap,
+    BIASED: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,  # noqa: N803
+):
+    """Load logits of some columns in float32, with bias, scale and softcap; -inf past the last column."""
+    z = tl.load(logits_ptr + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
     if BIASED:
-        z += tl.load(bias_at + at, mask=at < columns, other=0.0).to(tl.float32)
+        z += tl.load(bias_ptr + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
     z = z * scale
     if CAPPED:
         z = cap * libdevice.tanh(z / cap)
-    return tl.where(at < columns, z, -float("inf"))
+    return tl.where(offsets < columns, z, -float("inf"))

@@ -1,18 +1,18 @@
-"""A gated feed-forward layer with adapters, and its gradients, in one pass each over its widest tensors."""
+"""SwiGLU with LoRA adapters, and its gradients, in one pass each over the widest tensors of the layer."""
 
 import torch
 
 from whet.ops.dispatch import device_type, is_plan, kernels_work
 from whet.ops.kernels.custom_op import operation
 
-_MOST = 32  # ranks: with more, kernels wait for their own arithmetic longer than small products take
-_PROGRAMS = 4224  # about as many for the gradients, where there are enough rows
+_MAX_RANK = 32  # with higher ranks the kernels become compute-bound and slower than separate small matmuls
+_TARGET_PROGRAMS = 4224  # target number of programs of the gradient kernel, if there are enough rows
 GRADIENT_TILE = 32, 64  # rows and columns
 
 
 def suits(x: torch.Tensor, dtype: torch.dtype, ranks: tuple[int, ...]) -> bool:
-    """Whether a layer that reads x and computes in this dtype is for the functions of this file."""
-    if dtype.itemsize != 2 or max(ranks) > _MOST:
+    """Whether the kernels of this module support a layer with input x that computes in this dtype."""
+    if dtype.itemsize != 2 or max(ranks) > _MAX_RANK:
         return False
     if torch.compiler.is_compiling():
         return x.is_cuda and _kernels_work()
@@ -28,9 +28,10 @@ def _kernels_work() -> bool:
 def gated_output(
     gate: torch.Tensor, up: torch.Tensor, low: torch.Tensor, b_gate: torch.Tensor, b_up: torch.Tensor
 ) -> torch.Tensor:
-    """silu(gate + low B') * (up + low B') [N, D]; of `low` [N, ranks] the first columns are gate's.
+    """Return silu(gate + low_gate B_gate') * (up + low_up B_up') [N, D].
 
-    Gate and up are without their updates, which are added in float32: nothing of them is rounded away.
+    `gate` and `up` are outputs of the base layers. `low` [N, ranks] is x A', with the columns of the gate
+    adapter first. The updates are added in float32, so none of their precision is lost.
     """
     if is_plan():
         return torch.empty_like(gate)
@@ -39,7 +40,7 @@ def gated_output(
     return gated_output_on_gpu(gate, up, low, b_gate, b_up)
 
 
-def _unfilled(
+def _empty_gradients(
     gate: torch.Tensor,
     up: torch.Tensor,
     _grad: torch.Tensor,
@@ -53,16 +54,16 @@ def _unfilled(
 
 
 def partial_sums(gate: torch.Tensor, low: torch.Tensor, grad_low: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """How many rows a program of the gradients has, and room for what each of them adds up."""
+    """Return the number of rows per program of the gradient kernel, and a buffer for its partial sums."""
     rows, columns = GRADIENT_TILE
     count, size = gate.shape
-    shares = -(-_PROGRAMS // -(-size // columns))
-    share = max(1, -(-count // (shares * rows))) * rows
+    row_blocks = -(-_TARGET_PROGRAMS // -(-size // columns))
+    rows_per_program = max(1, -(-count // (row_blocks * rows))) * rows
     ranks = low.shape[1] + grad_low.shape[1]
-    return share, gate.new_empty(-(-count // share), size, ranks, dtype=torch.float32)
+    return rows_per_program, gate.new_empty(-(-count // rows_per_program), size, ranks, dtype=torch.float32)
 
 
-@operation(_unfilled)
+@operation(_empty_gradients)
 def gated_gradients(
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -72,14 +73,14 @@ def gated_gradients(
     b_up: torch.Tensor,
     grad_low: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up [N, D], from that of y = gated_output(...), and what adapters need.
+    """Return the gradients of gate and up [N, D], and the sums that the adapters' gradients need [D, ranks].
 
-    That is [D, ranks]: gate's gradient' times its columns of `low`, up's times its own, and y' `grad_low`.
-    Neither y nor the gradients are read again for it.
+    `grad` is the gradient of y = gated_output(...). The sums are grad_gate' low_gate, grad_up' low_up and
+    y' grad_low, side by side. They are computed without reading y or the gradients again.
     """
     if is_plan():
-        _, partial = partial_sums(gate, low, grad_low)
-        return torch.empty_like(gate), torch.empty_like(up), partial.sum(0)
+        _, sums = partial_sums(gate, low, grad_low)
+        return torch.empty_like(gate), torch.empty_like(up), sums.sum(0)
     from whet.ops.kernels.lora_swiglu_triton import gated_gradients_on_gpu
 
     return gated_gradients_on_gpu(gate, up, grad, low, b_gate, b_up, grad_low)
