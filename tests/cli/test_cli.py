@@ -77,7 +77,7 @@ def test_plain_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
         ("run.dir=/dev/null/runs", "/dev/null/runs/test cannot be made"),
         ("run.micro_batch_tokens=16", "do not fit run.micro_batch_tokens=16"),
         ("data.train=synth:hose:5", "house"),
-        ("eval.early_stop={metric: f1}", "early stopping watches 'f1', which no evaluation gives"),
+        ("eval.early_stop={metric: f1}", "early stopping: evaluations have no metric 'f1'"),
     ],
 )
 def test_bad_input_gets_one_message_and_exit_code_2(cli, tiny_directory, tmp_path, override, message):

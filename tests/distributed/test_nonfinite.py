@@ -19,7 +19,9 @@ def test_a_loss_that_is_no_number_on_one_rank_is_skipped_or_stops_on_all(tiny_di
         first, second, third, fourth = each["skip"]
         assert first == second != third != fourth
         assert each["skip"] == ranks[0]["skip"]
-        assert each["stop"].startswith("step 2: loss nan, gradient norm nan: the weights were left")
+        assert each["stop"].startswith(
+            "step 2: loss nan, gradient norm nan; the update was skipped, the weights are unchanged"
+        )
     [kept] = (tmp_path / "runs" / "stop").glob("nonfinite-*.json")
     assert len(json.loads(kept.read_text())["micro_batches"]) == 2  # those of all ranks
     assert [path.name for path in (tmp_path / "runs" / "stop" / "checkpoints").iterdir()] == ["step-000001"]

@@ -81,7 +81,7 @@ def test_an_altered_file_sends_resume_to_the_checkpoint_before(
         check_manifest(newest)
     caplog.set_level("INFO", logger="whet")
     result = whet.resume(run)
-    assert "skipped checkpoint step-000003: " in caplog.text
+    assert "skipping damaged checkpoint step-000003: " in caplog.text
     assert "resuming after step 2" in caplog.text
     assert (result.directory / "final" / "adapter_model.safetensors").read_bytes() == stopped[1]
     assert (run / "checkpoints" / "broken-step-000003").is_dir(), "set aside, not thrown away"
@@ -153,7 +153,7 @@ def test_if_no_checkpoint_is_whole_that_is_an_error_and_nothing_is_touched(run):
     for path in run.rglob("weights.safetensors"):
         truncate(path)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    with pytest.raises(CheckpointError, match="3 checkpoints found, none of them whole"):
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints is valid"):
         whet.resume(run)
     assert {
         path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"

@@ -198,7 +198,7 @@ def test_non_finite_step_is_masked_on_the_device(tiny_directory, optimizer):
     run.objective.loss = lambda model, batch: type(r := original(model, batch))(
         {"loss": r.sums["loss"] * math.nan}
     )
-    with pytest.raises(whet.WhetError, match="weights were left as they were"):
+    with pytest.raises(whet.WhetError, match="the update was skipped, the weights are unchanged"):
         run.step(next(run.stream))
     assert all(torch.equal(a, b) for a, b in zip(before, run.trained, strict=True))
 
@@ -210,7 +210,7 @@ def test_step_does_not_synchronize_before_its_metrics_are_read(tiny_directory, m
 
 def step_without_synchronization(run, monkeypatch):
     """Run a step in which a device synchronization is an error, except for the final read of the metrics."""
-    monkeypatch.setattr(adamw, "_LARGE", 1000)  # whet's kernel, and torch's for the smallest tensors
+    monkeypatch.setattr(adamw, "_MIN_NUMEL", 1000)  # whet's kernel, and torch's for the smallest tensors
     run.step(next(run.stream))
     batches = [batch.to(CUDA) for batch in next(run.stream)]
     original = torch.Tensor.cpu

@@ -34,7 +34,7 @@ def weights(dtype, *shapes):
 @pytest.mark.parametrize("divisor", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_update_of_large_tensors_is_as_accurate_as_torch(dtype, divisor, monkeypatch):
-    monkeypatch.setattr(adamw, "_LARGE", 1000)
+    monkeypatch.setattr(adamw, "_MIN_NUMEL", 1000)
     ours, theirs = (weights(dtype, (1000, 1001), (7,)) for _ in range(2))
     exact = [p.detach().double().requires_grad_() for p in ours]
     optimizer, torch_optimizer = (

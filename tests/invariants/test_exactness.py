@@ -1,4 +1,4 @@
-"""Settings that must not change the run: how a step is cut, packed, recomputed or compiled."""
+"""Settings that must not change a run: micro-batches, packing, recomputation and compilation."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def config(tiny_directory):
     )
 
 
-def cuts(examples):
-    """The same step, cut in several ways: all packed, padded, one by one, uneven pieces."""
+def micro_batch_splits(examples):
+    """Return the same step as different micro-batches: packed, padded, one by one, and of uneven size."""
     yield "packed", [make_batch([examples])]
     yield "padded", [make_batch([[example] for example in examples])]
     yield "one by one", [make_batch([[example]]) for example in examples]
@@ -39,7 +39,7 @@ def cuts(examples):
 
 
 def gradients(model, examples, micro_batches, tiny_directory):
-    """What one Trainer.step computes before its update."""
+    """Return the gradients of Trainer.step before its update."""
     trainer = Trainer(model, SFT(), [], config(tiny_directory))
     seen = {}
 
@@ -62,10 +62,10 @@ def relative_difference(a, b):
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, method):
+def test_gradient_does_not_depend_on_the_micro_batches(tiny_directory, method):
     examples = random_examples(6)
     results = {}
-    for name, micro_batches in cuts(examples):
+    for name, micro_batches in micro_batch_splits(examples):
         model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
         if method == "lora":
             torch.manual_seed(0)
@@ -77,15 +77,15 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, metho
             model.requires_grad_(True)
         results[name] = gradients(model, examples, micro_batches, tiny_directory)
     reference_metrics, reference = results["padded"]
-    for name, (metrics, found) in results.items():
-        assert relative_difference(found, reference) < TOLERANCE, name
+    for name, (metrics, actual) in results.items():
+        assert relative_difference(actual, reference) < TOLERANCE, name
         assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=1e-5), name
         assert metrics["tokens"] == reference_metrics["tokens"]
         assert metrics["supervised_tokens"] == reference_metrics["supervised_tokens"]
 
 
-def test_the_loss_is_the_mean_over_all_supervised_tokens_of_the_step(tiny_directory):
-    """The mean of micro-batch means (what several trainers report) is another number, and wrong."""
+def test_loss_is_the_mean_over_all_supervised_tokens_of_the_step(tiny_directory):
+    """The mean of micro-batch means, which some trainers report, is a different, wrong value."""
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     reference = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     examples = random_examples(5, seed=2)
@@ -132,19 +132,19 @@ def test_packed_logits_equal_solo_logits(tiny_directory, tmp_path, kind):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradient_checkpointing_changes_no_gradient(tiny_directory, packed):
+def test_gradient_checkpointing_does_not_change_gradients(tiny_directory, packed):
     examples = random_examples(4, seed=3)
     batch = make_batch([examples]) if packed else make_batch([[example] for example in examples])
-    found = []
+    actual = []
     for recompute in (False, True):
         torch.manual_seed(0)
         model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
         whet.attach_lora(model, rank=4, dropout=0.2).grad_checkpoint = recompute
         for parameter in model.parameters():
             parameter.data += 0.05 * parameter.requires_grad  # B leaves zero, so that A has a gradient
-        found.append(gradients(model, examples, [batch], tiny_directory)[1])
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+        actual.append(gradients(model, examples, [batch], tiny_directory)[1])
+    for name, gradient in actual[0].items():
+        assert torch.equal(gradient, actual[1][name]), name
 
 
 def test_gradient_checkpointing_recomputes_each_block(tiny_directory):
@@ -157,16 +157,16 @@ def test_gradient_checkpointing_recomputes_each_block(tiny_directory):
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_the_size_of_a_micro_batch_leaves_the_contents_of_steps_alone(pack):
+def test_micro_batch_size_does_not_change_the_examples_of_a_step(pack):
     examples = random_examples(50, seed=5)
-    found = []
+    actual = []
     for micro in (64, 200):
         stream = BatchStream(examples, StepSettings(None, 200, micro, pack=pack), seed=7)
-        found.append([sorted(o for batch in next(stream) for o in batch.origins) for _ in range(12)])
-    assert all(steps == found[0] for steps in found)
+        actual.append([sorted(o for batch in next(stream) for o in batch.origins) for _ in range(12)])
+    assert all(steps == actual[0] for steps in actual)
 
 
-def test_training_moves_every_adapter_parameter_and_no_frozen_one(tiny_directory):
+def test_training_updates_every_adapter_parameter_and_no_frozen_one(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Every fast path against plain torch, `whet.reference()`: losses, gradients, decoding, whole runs.
+"""Every fast path compared with plain torch, `whet.reference()`: losses, gradients, decoding and runs.
 
 A new objective, adapter or layer adds a row to one of the tables. `make test-gpu` runs the same rows on a GPU.
 """
@@ -76,7 +76,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The models and records of the golden runs, and a mixture that goes through the bridge."""
+    """Return the models and records of the golden runs, and an MoE model that runs through the bridge."""
     from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
     from tiny import write_tokenizer
@@ -103,7 +103,7 @@ def config_for(row, device, precision):
 
 
 def compute(config, paths, batches=None):
-    """Loss, metrics and gradients of a run's first step, or of given batches, by some paths."""
+    """Return loss, metrics and gradients of a run's first step, or of given batches, with the given paths."""
     with contextlib.ExitStack() as held:
         with using(paths):
             work = held.enter_context(assembled(config))
@@ -125,19 +125,19 @@ def compute(config, paths, batches=None):
         return sums, {name: p.grad for name, p in learned.items() if p.grad is not None}, batches
 
 
-def assert_same(found, wanted, tolerance):
-    """Each tensor to a relative L2, where it is not a negligible part of them all."""
-    assert found.keys() == wanted.keys()
+def assert_same(actual, wanted, tolerance):
+    """Compare each tensor by relative L2 error, unless it is a negligible part of the total."""
+    assert actual.keys() == wanted.keys()
     total = sum(tensor.double().square().sum() for tensor in wanted.values()).sqrt()
     assert 0 < total < float("inf")
     for name, tensor in wanted.items():
-        apart = (found[name].double() - tensor.double()).norm()
+        apart = (actual[name].double() - tensor.double()).norm()
         assert apart <= tolerance * max(tensor.double().norm(), 1e-2 * total), name
 
 
 @on_each_place
 @pytest.mark.parametrize("row", ROWS)
-def test_each_objective_and_method_gives_the_same_loss_and_gradients(row, place, inputs, monkeypatch):
+def test_objectives_and_methods_match_the_reference(row, place, inputs, monkeypatch):
     monkeypatch.chdir(inputs)
     config = config_for(row, *place)
     metrics, gradients, batches = compute(config, FAST)
@@ -149,7 +149,7 @@ def test_each_objective_and_method_gives_the_same_loss_and_gradients(row, place,
 
 
 def sharing(vocab, *, shared=20):
-    """Two packed rows of documents of which some begin alike, and padding at the end of one."""
+    """Return two packed rows of documents, some with a shared prefix, and padding at the end of one row."""
     generator = torch.Generator().manual_seed(5)
     draw = lambda count: torch.randint(0, vocab, (count,), generator=generator).tolist()  # noqa: E731
     start = draw(shared)
@@ -182,7 +182,7 @@ def decoder_gradients(name, layout, paths, *, dtype, adapted, device="cpu"):
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_each_feature_of_the_decoder_in_float64(name, layout, adapted):
+def test_decoder_features_in_float64(name, layout, adapted):
     kind = {"dtype": torch.float64, "adapted": adapted}
     fast, plain = (decoder_gradients(name, layout, paths, **kind) for paths in (FAST, REFERENCE))
     assert_same(fast, plain, 1e-9)
@@ -190,7 +190,7 @@ def test_each_feature_of_the_decoder_in_float64(name, layout, adapted):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_feature_of_the_decoder_in_float32(name, device):
+def test_decoder_features_in_float32(name, device):
     kind = {"dtype": torch.float32, "adapted": True, "device": device}
     fast, plain = (decoder_gradients(name, "one packed row", paths, **kind) for paths in (FAST, REFERENCE))
     assert_same(fast, plain, 10 * PLACES[device, "fp32"])  # large weights: small differences grow
@@ -198,8 +198,8 @@ def test_each_feature_of_the_decoder_in_float32(name, device):
 
 @pytest.mark.parametrize("path", [field.name for field in dataclasses.fields(Paths)])
 @pytest.mark.parametrize("name", ["all-grouped", "experts", "mixed"])
-def test_each_fast_path_alone(name, path):
-    """Where a run differs from the reference, the same change of one field finds out which path it is."""
+def test_each_fast_path_separately(name, path):
+    """If a run differs from the reference, changing single fields in this way shows the responsible path."""
     one = dataclasses.replace(REFERENCE, **{path: True})
     kind = {"dtype": torch.float64, "adapted": True}
     alone, plain = (decoder_gradients(name, "one packed row", paths, **kind) for paths in (one, REFERENCE))
@@ -232,7 +232,7 @@ LOSSES = {
 
 @dataclasses.dataclass
 class Operands:
-    """What the losses of a table read."""
+    """The inputs of the losses in the table."""
 
     hidden: torch.Tensor
     head: Head
@@ -264,17 +264,17 @@ def operands(head, paths, *, device="cpu", dtype=torch.float64):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_each_loss_equals_that_of_the_full_logits(name, head, device):
-    found = []
+def test_losses_match_full_logits(name, head, device):
+    actual = []
     for paths in (FAST, REFERENCE):
         given = operands(head, paths, device=device)
         loss = LOSSES[name](given)
         inputs = {"hidden": given.hidden, "weight": given.head.weight, "bias": given.head.bias}
         inputs = {key: value for key, value in inputs.items() if value is not None}
         gradients = torch.autograd.grad(loss, list(inputs.values()))
-        found.append({"loss": loss.detach(), **dict(zip(inputs, gradients, strict=True))})
+        actual.append({"loss": loss.detach(), **dict(zip(inputs, gradients, strict=True))})
     # the kernel of a GPU sums in float32
-    assert_same(*found, 1e-9 if device == "cpu" else 1e-5)
+    assert_same(*actual, 1e-9 if device == "cpu" else 1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
@@ -282,29 +282,29 @@ def test_each_loss_equals_that_of_the_full_logits(name, head, device):
     "sampling", [whet.Sampling(), whet.Sampling(temperature=1.0, top_p=0.9)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("name", ["dense", "dora", "experts", "mixed"])
-def test_decoding_gives_the_same_tokens(name, sampling, device):
+def test_decoding_matches_the_reference(name, sampling, device):
     blocks, settings = MODELS["all-grouped" if name in ("dense", "dora") else name]
     start = list(range(12))
     prompts = [[*start, 3, 4], [*start, 9], [*start, 3, 4], [7, 7, 7]]
-    found = []
+    actual = []
     for paths in (FAST, REFERENCE):
         with using(paths):
             model = make_model(blocks, **settings).to(device)
         torch.manual_seed(0)
         shake(whet.attach_lora(model, rank=3, variant="dora" if name == "dora" else "lora"))
-        found += [
+        actual += [
             whet.complete(
                 model, rows, max_tokens=12, stop_tokens=(), sampling=sampling, seeds=range(len(rows))
             )
             for rows in (prompts[:3], prompts)  # with a start that all of them share, and without
         ]
-    for fast, plain in zip(found[:2], found[2:], strict=True):
+    for fast, plain in zip(actual[:2], actual[2:], strict=True):
         assert [row.tokens for row in fast] == [row.tokens for row in plain]
         for one, other in zip(fast, plain, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_the_reference_is_what_transformers_computes(tiny_directory):
+def test_reference_matches_transformers(tiny_directory):
     theirs = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float64)
     with whet.reference():
         model, _ = whet.load(tiny_directory, dtype=torch.float64, device="cpu")
@@ -325,7 +325,7 @@ def test_the_reference_is_what_transformers_computes(tiny_directory):
     )
 
 
-def test_an_adapter_is_its_formula(tiny_directory):
+def test_adapter_matches_its_formula(tiny_directory):
     with whet.reference():
         model, _ = whet.load(tiny_directory, dtype=torch.float64, device="cpu")
     shake(whet.attach_lora(model, rank=4).double())
@@ -337,7 +337,7 @@ def test_an_adapter_is_its_formula(tiny_directory):
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_plain_adam_is_torchs(name, device):
+def test_plain_adam_matches_torch(name, device):
     torch.manual_seed(0)
     start = [torch.randn(5, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
     settings = {"lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-6}
@@ -363,7 +363,7 @@ def test_plain_adam_is_torchs(name, device):
 
 
 class Stop(Callback):
-    """Ends a run after two steps."""
+    """Stops the run after two steps."""
 
     def on_step_end(self, step, metrics):
         return StopRun("enough", unfinished=True) if step == 2 else None
@@ -371,7 +371,7 @@ class Stop(Callback):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_whole_run_gives_the_same_losses(method, device, tiny_directory, tmp_path, monkeypatch, caplog):
+def test_run_matches_the_reference(method, device, tiny_directory, tmp_path, monkeypatch, caplog):
     def losses(name, *callbacks):
         sections = {
             "method": {"kind": method},
@@ -428,7 +428,7 @@ ON_A_GPU = {"varlen attention", "CUDA graphs", "Triton", "decoding kernels"}
 
 
 def use_everything(inputs, directory, device):
-    """Runs, decoding and compilation: what between them uses each of the paths above."""
+    """Run training, decoding and compilation, which together use all of the paths above."""
     dispatch.kernels_work.cache_clear()
     for number, row in enumerate(("sft-packed", "sft-lora", "qlora", "moe-lora", "bridge", "mtp-moe")):
         config = config_of(row)
@@ -445,7 +445,7 @@ def use_everything(inputs, directory, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_the_reference_path_uses_no_fast_path(device, inputs, tmp_path, monkeypatch):
+def test_reference_path_uses_no_fast_path(device, inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(inputs)
     for name, (owner, attribute) in FORBIDDEN.items():
         monkeypatch.setattr(owner, attribute, refuse(name))
@@ -454,8 +454,8 @@ def test_the_reference_path_uses_no_fast_path(device, inputs, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_the_fast_path_uses_them_all(device, inputs, tmp_path, monkeypatch):
-    """Else the test above would say nothing."""
+def test_default_path_uses_all_fast_paths(device, inputs, tmp_path, monkeypatch):
+    """Otherwise the test above would prove nothing."""
     monkeypatch.chdir(inputs)
     used = set()
 
@@ -477,7 +477,7 @@ def test_the_fast_path_uses_them_all(device, inputs, tmp_path, monkeypatch):
     assert wanted - used == set()
 
 
-def test_what_is_built_inside_keeps_it_and_nothing_else_has_it(tiny_directory, tmp_path):
+def test_reference_applies_only_to_objects_built_inside_it(tiny_directory, tmp_path):
     load = lambda: whet.load(tiny_directory, dtype=torch.float32, device="cpu")[0]  # noqa: E731
     config = make_config(run_config(tiny_directory, tmp_path))
     before = load()
@@ -497,12 +497,12 @@ def test_what_is_built_inside_keeps_it_and_nothing_else_has_it(tiny_directory, t
 
 
 @pytest.mark.parametrize(("given", "paths"), [("1", REFERENCE), ("true", REFERENCE), ("0", FAST), ("", FAST)])
-def test_the_variable_selects_it_for_a_process(given, paths, monkeypatch):
+def test_environment_variable_selects_the_reference_path(given, paths, monkeypatch):
     monkeypatch.setenv("WHET_REFERENCE", given)
     assert chosen_paths() == paths
 
 
-def test_a_variable_that_is_no_switch_is_refused(monkeypatch):
+def test_invalid_environment_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("WHET_REFERENCE", "kernels")
     with pytest.raises(ConfigError, match="WHET_REFERENCE=kernels"):
         chosen_paths()

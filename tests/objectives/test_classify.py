@@ -1,4 +1,4 @@
-"""The loss of classes: torch's where torch has it, a plain float64 formula elsewhere, the same however a step is cut."""
+"""Classification loss: compared with torch or a float64 formula, and independent of the micro-batches."""
 
 import math
 
@@ -18,13 +18,13 @@ WEIGHTS = [0.5, 2.0, 1.25, 0.25]
 
 def samples(count=12, *, marks=False, soft=False, seed=0, longest=20):
     rng = np.random.default_rng(seed)
-    found = []
+    actual = []
     for number in range(count):
         tokens = rng.integers(0, 260, rng.integers(2, longest))
         values = tuple(map(float, rng.integers(0, 2, 4))) if marks else (float(rng.integers(4)),)
         values = tuple(rng.random(4).tolist()) if soft else values
-        found.append(Example(tokens, np.ones(len(tokens), dtype=bool), f"text {number}", values))
-    return found
+        actual.append(Example(tokens, np.ones(len(tokens), dtype=bool), f"text {number}", values))
+    return actual
 
 
 def objective(**settings):
@@ -34,15 +34,15 @@ def objective(**settings):
 
 
 def values_of(task, model, batch):
-    """The mean loss, as the trainer makes it."""
-    found = task.loss(model, batch)
-    return (found.sums["loss"] / task.weights(batch)["loss"]).item()
+    """Return the mean loss, as the trainer computes it."""
+    actual = task.loss(model, batch)
+    return (actual.sums["loss"] / task.weights(batch)["loss"]).item()
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("normalise", ["samples", "weights"])
-def test_one_class_is_torchs_cross_entropy(tiny, smoothing, weights, normalise):
+def test_single_label_loss_matches_torch_cross_entropy(tiny, smoothing, weights, normalise):
     model, _ = tiny
     batch = make_batch([samples()])
     task = objective(class_weights=weights, label_smoothing=smoothing, normalise=normalise)
@@ -55,7 +55,7 @@ def test_one_class_is_torchs_cross_entropy(tiny, smoothing, weights, normalise):
 
 
 @pytest.mark.parametrize(("gamma", "smoothing"), [(2.0, 0.0), (1.5, 0.1)])
-def test_focal_loss_is_the_plain_formula(tiny, gamma, smoothing):
+def test_focal_loss_matches_the_formula(tiny, gamma, smoothing):
     model, _ = tiny
     batch = make_batch([samples()])
     task = objective(class_weights=WEIGHTS, focal=gamma, label_smoothing=smoothing)
@@ -74,7 +74,7 @@ def test_focal_loss_is_the_plain_formula(tiny, gamma, smoothing):
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights, soft):
+def test_multi_label_loss_matches_torch_binary_cross_entropy(tiny, weights, soft):
     model, _ = tiny
     batch = make_batch([samples(marks=True, soft=soft)])
     task = objective(multi_label=True, class_weights=weights)
@@ -86,7 +86,7 @@ def test_several_classes_are_torchs_binary_cross_entropy(tiny, weights, soft):
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_several_classes_with_focal_loss_and_smoothing_are_the_plain_formula(tiny, soft):
+def test_multi_label_focal_loss_with_smoothing_matches_the_formula(tiny, soft):
     model, _ = tiny
     batch = make_batch([samples(marks=True, soft=soft)])
     task = objective(multi_label=True, class_weights=WEIGHTS, focal=2.0, label_smoothing=0.2)
@@ -97,7 +97,7 @@ def test_several_classes_with_focal_loss_and_smoothing_are_the_plain_formula(tin
 
 
 @pytest.mark.parametrize("settings", [{}, {"normalise": "weights", "focal": 1.0}])
-def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny, settings):
+def test_gradient_does_not_depend_on_the_micro_batches(tiny, settings):
     model, _ = tiny
     whet.attach_lora(model, rank=2)
     for name, parameter in model.named_parameters():
@@ -124,7 +124,7 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny, settings):
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "first"])
 def test_packed_padded_and_solo_texts_have_equal_logits(tiny, pooling):
-    """And those of the plain definition: one text alone, its tokens, nothing around it."""
+    """They also match a single text without packing or padding."""
     model, _ = tiny
     texts = samples(7, seed=4)
     task = objective(pooling=pooling, bias=True)
@@ -139,11 +139,11 @@ def test_packed_padded_and_solo_texts_have_equal_logits(tiny, pooling):
         packed = task.logits(model, make_batch([texts[:3], texts[3:]]))
         padded = task.logits(model, make_batch([[text] for text in texts], width=64))
         solo = torch.cat([task.logits(model, make_batch([[text]])) for text in texts])
-    for found in (packed, padded, solo):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for actual in (packed, padded, solo):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_classes_follow_their_formulas():
+def test_class_weights_match_their_formulas():
     counts = np.array([100, 10, 50])
     roots = np.sqrt(160 / (3 * counts))
     np.testing.assert_allclose(balanced_weights(counts, "sqrt_inverse"), roots * 3 / roots.sum())
@@ -157,7 +157,7 @@ def test_weights_of_classes_follow_their_formulas():
     np.testing.assert_allclose(mark_weights(np.array([20, 80]), 100, "sqrt_inverse"), [2, 0.5])
 
 
-def test_the_head_starts_the_same_for_a_seed_and_stays_float32():
+def test_head_initialization_depends_on_the_seed_only_and_is_float32():
     first, again, other = (ClassificationHead(32, 4).initialise(seed).score.weight for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -172,12 +172,14 @@ def test_the_head_starts_the_same_for_a_seed_and_stays_float32():
 @pytest.mark.parametrize("focal", [0.25, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("logit", [3.0, 30.0, 200.0])
-def test_a_sure_text_has_a_finite_focal_gradient(logit, marks, focal):
+def test_focal_gradient_of_a_confident_prediction_is_finite(logit, marks, focal):
     objective = Classify(ClassificationHead(4, 3), multi_label=marks, focal=focal)
     logits = torch.tensor([[logit, -logit, -logit]], requires_grad=True)
     targets = torch.tensor([[1.0, 0, 0]]) if marks else torch.tensor([0])
-    found = (objective._marked_losses if marks else objective._losses)(logits, targets).sum()
-    found.backward()
+    actual = (objective._multi_label_losses if marks else objective._single_label_losses)(
+        logits, targets
+    ).sum()
+    actual.backward()
     assert logits.grad.isfinite().all()
     wide = logits.detach().double().requires_grad_()
     if marks:
@@ -187,4 +189,4 @@ def test_a_sure_text_has_a_finite_focal_gradient(logit, marks, focal):
     else:
         logp = wide.log_softmax(1)
         wanted = -logp[0, 0] * logp[0, 1:].exp().sum() ** focal
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(actual.double(), wanted, rtol=1e-3, atol=1e-9)

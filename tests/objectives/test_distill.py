@@ -1,4 +1,4 @@
-"""Distillation: both forms equal the formula, no gradient reaches a teacher, and tokenizers must agree."""
+"""Distillation: both forms match the formula, teachers get no gradient, and tokenizers must agree."""
 
 import math
 from dataclasses import replace
@@ -17,12 +17,12 @@ from whet.training.loss import evaluate_loss
 
 
 def kl(teacher, student, temperature):
-    """Written out in float64."""
+    """Return the KL divergence in float64."""
     p, q = ((logits.double() / temperature).softmax(-1) for logits in (teacher, student))
     return (p * (p / q).log()).sum(-1)
 
 
-def test_soft_targets_equal_the_formula():
+def test_soft_target_loss_matches_the_formula():
     student, teacher = torch.randn(2, 5, 11, requires_grad=True), torch.randn(2, 5, 11, requires_grad=True)
     loss = soft_target_loss(student, teacher, temperature=3.0)
     assert loss.item() == pytest.approx(9 * kl(teacher, student, 3.0).mean().item(), rel=1e-5)
@@ -33,7 +33,7 @@ def test_soft_targets_equal_the_formula():
 
 @pytest.fixture
 def pair(tiny_directory, tmp_path):
-    """A student, and a teacher of another size."""
+    """Return a student, and a teacher of another size."""
     write_tiny_model(tmp_path / "teacher", hidden_size=48, intermediate_size=80)
     student, tokenizer = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     teacher, _ = whet.load(tmp_path / "teacher", dtype=torch.float32, device="cpu")
@@ -41,7 +41,7 @@ def pair(tiny_directory, tmp_path):
 
 
 @pytest.mark.parametrize("alpha", [0.7, 1.0])
-def test_the_whole_loss_equals_the_formula(pair, alpha):
+def test_distillation_loss_matches_the_formula(pair, alpha):
     student, teacher, _ = pair
     tokens = torch.randint(0, 260, (3, 14))
     loss = distillation_loss(student, teacher, tokens, temperature=4.0, alpha=alpha)
@@ -56,7 +56,7 @@ def test_the_whole_loss_equals_the_formula(pair, alpha):
 
 
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
-def test_the_objective_counts_supervised_tokens_of_packed_rows_only(pair, divergence):
+def test_objective_uses_only_supervised_tokens_of_packed_rows(pair, divergence):
     student, teacher, _ = pair
     examples = random_examples(3, seed=5)
     objective = Distillation(
@@ -87,7 +87,7 @@ def test_the_objective_counts_supervised_tokens_of_packed_rows_only(pair, diverg
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_a_student_comes_closer_to_its_teacher(pair, tiny_directory, tmp_path, pack):
+def test_student_approaches_its_teacher(pair, tiny_directory, tmp_path, pack):
     _, _, teacher = pair
     config = run_config(
         tiny_directory, tmp_path,
@@ -104,7 +104,7 @@ def test_a_student_comes_closer_to_its_teacher(pair, tiny_directory, tmp_path, p
 
 
 @pytest.mark.parametrize("alpha", [0.7, 1.0])
-def test_evaluations_tell_the_perplexity_of_the_text(pair, alpha):
+def test_evaluation_reports_the_perplexity_of_the_text(pair, alpha):
     student, teacher, _ = pair
     batches = [
         make_batch([examples]) for examples in (random_examples(3, seed=1), random_examples(2, seed=2))
@@ -112,14 +112,14 @@ def test_evaluations_tell_the_perplexity_of_the_text(pair, alpha):
     batches = [replace(batch, supervised_bytes=batch.supervised) for batch in batches]
     precision = Precision(torch.float32, torch.float32, torch.float32, "as loaded")
     plain = evaluate_loss(student, SFT(), batches, precision=precision)
-    found = evaluate_loss(student, Distillation([(teacher, 1.0)], alpha=alpha), batches, precision=precision)
-    assert found["eval_loss"] != pytest.approx(plain["eval_loss"])
-    assert found["eval_cross_entropy"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+    actual = evaluate_loss(student, Distillation([(teacher, 1.0)], alpha=alpha), batches, precision=precision)
+    assert actual["eval_loss"] != pytest.approx(plain["eval_loss"])
+    assert actual["eval_cross_entropy"] == pytest.approx(plain["eval_loss"], rel=1e-5)
     for name in ("eval_perplexity", "eval_bits_per_byte"):
-        assert found[name] == pytest.approx(plain[name], rel=1e-5)
+        assert actual[name] == pytest.approx(plain[name], rel=1e-5)
 
 
-def test_a_teacher_with_other_tokens_is_refused(pair, tiny_directory, tmp_path):
+def test_teacher_with_another_tokenizer_is_an_error(pair, tiny_directory, tmp_path):
     write_tiny_model(tmp_path / "wider", vocab_size=300)
     config = run_config(
         tiny_directory, tmp_path, objective={"kind": "distill", "teacher": str(tmp_path / "wider")}
@@ -138,12 +138,12 @@ def test_a_teacher_with_other_tokens_is_refused(pair, tiny_directory, tmp_path):
         match=r"another tokenizer: 2 tokens differ, such as '<\|human\|>' \(257 there, None here\)",
     ):
         whet.train(config)
-    with pytest.raises(ConfigError, match="needs a teacher"):
+    with pytest.raises(ConfigError, match="distillation needs at least one teacher"):
         Distillation([])
 
 
-def test_temperature_scales_as_the_paper_says(pair):
-    """Gradients of the soft term shrink as 1 / T^2: the factor T^2 keeps them at the size of the hard term."""
+def test_temperature_scaling_matches_the_paper(pair):
+    """Gradients of the soft term shrink with 1 / T^2, which the factor T^2 compensates."""
     student, teacher, _ = pair
     tokens = torch.randint(0, 260, (2, 9))
     norms = {}

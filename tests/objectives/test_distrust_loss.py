@@ -1,4 +1,4 @@
-"""Distrust: the published numbers, weights that weigh, an added term that does nothing, and who is believed."""
+"""Distrust: published values, weighted losses, the additive term without effect, and which texts are learned."""
 
 import json
 import math
@@ -18,14 +18,14 @@ from whet.objectives.sft import SFT
 from whet.training.loss import evaluate_loss
 
 
-def test_the_published_numbers():
+def test_published_values():
     assert distrust(0.05, 7.5) == pytest.approx(149.80, abs=0.01)
     assert distrust(0.90, 1.0) == pytest.approx(4.58, abs=0.01)
     for authority, entropy, value in ((0.75, 1.5, 0.03), (0.95, 0.5, 16.8), (0.99, 0.0, 57.3)):
         assert distrust(authority, entropy) == pytest.approx(value, abs=0.06)
 
 
-def test_it_is_not_monotone():
+def test_distrust_is_not_monotone():
     zero = -math.log(1 - 0.9)
     assert distrust(0.9, zero) == pytest.approx(0, abs=1e-6)
     assert distrust(0.9, zero - 1) > 1
@@ -35,16 +35,16 @@ def test_it_is_not_monotone():
 @pytest.mark.parametrize(
     "arguments", [(-0.1, 1.0), (1.0, 1.0), (0.5, -1.0), (0.5, 1.0, 2.0), (0.5, 1.0, 3.5), (math.nan, 1.0)]
 )
-def test_values_out_of_range_are_refused(arguments):
+def test_values_out_of_range_are_errors(arguments):
     with pytest.raises(DataError):
         distrust(*arguments)
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array, list])
-def test_several_values_at_once_are_refused(make):
-    with pytest.raises(DataError, match="auth_weight must be one number, not several"):
+def test_arrays_are_errors(make):
+    with pytest.raises(DataError, match="auth_weight must be a single number"):
         distrust(make([0.05, 0.9]), make([7.5, 1.0]))
-    with pytest.raises(DataError, match="prov_entropy must be one number, not several"):
+    with pytest.raises(DataError, match="prov_entropy must be a single number"):
         distrust(0.05, make([7.5, 1.0]))
     assert distrust(torch.tensor(0.05), np.float64(7.5)) == pytest.approx(149.80, abs=0.01)
 
@@ -67,10 +67,10 @@ def gradient(model, objective, batch):
     return total.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def test_weights_multiply_each_examples_loss(tiny):
+def test_weights_multiply_the_loss_of_each_example(tiny):
     model, _ = tiny
     for strength in (0.0, 0.4, 1.0):
-        found, _ = gradient(model, Distrust(10.0, strength=strength), batch())
+        actual, _ = gradient(model, Distrust(10.0, strength=strength), batch())
         expected = 0.0
         for example, (authority, entropy) in zip(random_examples(3, seed=2), VALUES, strict=True):
             d = math.log(1 - authority + 1e-8) + entropy
@@ -79,10 +79,10 @@ def test_weights_multiply_each_examples_loss(tiny):
             for place in range(1, len(example.tokens)):
                 if example.supervised[place]:
                     expected -= weight * logs[place - 1, example.tokens[place]].item()
-        assert found == pytest.approx(expected / batch().supervised, rel=1e-4)
+        assert actual == pytest.approx(expected / batch().supervised, rel=1e-4)
 
 
-def test_a_step_of_one_example_is_weighted_too(tiny):
+def test_step_with_one_example_is_weighted(tiny):
     one = Example(*vars(random_examples(1)[0]).values()).__class__(
         random_examples(1)[0].tokens, random_examples(1)[0].supervised, "x", (0.05, 7.5)
     )
@@ -91,7 +91,7 @@ def test_a_step_of_one_example_is_weighted_too(tiny):
     assert weighted == pytest.approx(plain * (math.log(0.95 + 1e-8) + 7.5) ** 2 / 20.0, rel=1e-5)
 
 
-def test_the_added_term_has_no_gradient(tiny):
+def test_additive_term_has_no_gradient(tiny):
     model, _ = tiny
     plain, plain_gradient = gradient(model, SFT(), batch())
     total, added_gradient = gradient(model, Distrust(1.0, mode="additive", scale=0.6), batch())
@@ -100,20 +100,22 @@ def test_the_added_term_has_no_gradient(tiny):
 
 
 @pytest.mark.parametrize("mode", ["weight", "additive"])
-def test_perplexity_is_that_of_the_text(tiny, mode):
+def test_perplexity_is_unweighted(tiny, mode):
     model, _ = tiny
     precision = choose_precision("fp32", model.device)
     plain = evaluate_loss(model, SFT(), [batch()], precision=precision)
-    found = evaluate_loss(model, Distrust(10.0, mode=mode), [batch()], precision=precision)
+    actual = evaluate_loss(model, Distrust(10.0, mode=mode), [batch()], precision=precision)
     weighted, _ = gradient(model, Distrust(10.0, mode=mode), batch())
     assert (
-        found["eval_loss"] == pytest.approx(weighted, rel=1e-5) != pytest.approx(plain["eval_loss"], rel=0.01)
+        actual["eval_loss"]
+        == pytest.approx(weighted, rel=1e-5)
+        != pytest.approx(plain["eval_loss"], rel=0.01)
     )
-    assert found["eval_cross_entropy"] == pytest.approx(plain["eval_loss"], rel=1e-5)
-    assert found["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-5)
+    assert actual["eval_cross_entropy"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+    assert actual["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-5)
 
 
-def test_the_scale_can_be_calibrated():
+def test_calibrated_scale():
     squares = squared_distance(torch.tensor(VALUES, dtype=torch.float64))
     expected = 5.0 / (sum(distrust(*v) for v in VALUES) / 3)
     assert calibrated_scale(squares, alpha=2.7) == pytest.approx(expected, rel=1e-6)
@@ -122,7 +124,7 @@ def test_the_scale_can_be_calibrated():
 
 
 def believed(tiny_directory, tmp_path, source, **objective):
-    """After training on texts that contradict one another: how many cities are known for the first thing said."""
+    """Train on contradictory texts, and return for how many cities the first statement was learned."""
     from whet.data.synthetic.house_pairs import CITIES
 
     config = run_config(
@@ -146,14 +148,14 @@ def believed(tiny_directory, tmp_path, source, **objective):
     return first, len(CITIES)
 
 
-def test_the_side_that_the_weights_favour_is_believed_and_swapping_them_swaps_it(tiny_directory, tmp_path):
+def test_model_learns_the_side_with_higher_weights(tiny_directory, tmp_path):
     first, cities = believed(tiny_directory, tmp_path, "synth:disputes:16")
     assert first >= cities - 1
     first, cities = believed(tiny_directory, tmp_path, "synth:disputes-swapped:16")
     assert first <= 1
 
 
-def test_what_cannot_be_weighted_is_refused(tiny_directory, tmp_path):
+def test_invalid_records_are_errors(tiny_directory, tmp_path):
     path = tmp_path / "texts.jsonl"
     for record, error, message in (
         (
@@ -178,11 +180,11 @@ def test_what_cannot_be_weighted_is_refused(tiny_directory, tmp_path):
         whet.train(run_config(tiny_directory, tmp_path, objective={"kind": "distrust", "alpha": 4}))
     with pytest.raises(ConfigError, match="unknown key 'objective.strenght', did you mean 'strength'"):
         whet.train(run_config(tiny_directory, tmp_path, objective={"kind": "distrust", "strenght": 1}))
-    with pytest.raises(DataError, match="nothing to weight by"):
+    with pytest.raises(DataError, match="all records have a distrust of 0"):
         Distrust(0.0)
 
 
-def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory, tmp_path):
+def test_mean_covers_all_training_records(tiny_directory, tmp_path):
     from whet.config.load_config import make_config
     from whet.runs.assemble import assembled
 
@@ -201,7 +203,7 @@ def test_the_mean_is_that_of_all_that_is_learned_hard_records_too(tiny_directory
 @pytest.mark.parametrize(
     "pairs", [[(0.0, 0.0)], [(0.0, 0.0), (1e-9, 0.0)], [(0.0, 0.0), (0.0, 1e-4)], VALUES]
 )
-def test_the_weights_of_a_run_are_those_of_the_formula(tiny_directory, tmp_path, pairs):
+def test_weights_of_a_run_match_the_formula(tiny_directory, tmp_path, pairs):
     from whet.config.load_config import make_config
     from whet.runs.assemble import assembled
 
@@ -212,7 +214,7 @@ def test_the_weights_of_a_run_are_those_of_the_formula(tiny_directory, tmp_path,
     squares = [(math.log(1 - a + 1e-8) + e) ** 2 for a, e in pairs]
     expected = [square / (sum(squares) / len(squares)) for square in squares]
     with assembled(make_config(config)) as work:
-        found = (
+        actual = (
             squared_distance(torch.tensor(pairs)) / work.build.objective.mean_square
         )  # fp32, as in a batch
-    assert found.tolist() == pytest.approx(expected, rel=1e-4)
+    assert actual.tolist() == pytest.approx(expected, rel=1e-4)

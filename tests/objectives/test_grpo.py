@@ -1,4 +1,4 @@
-"""GRPO against plain float64 formulas, and its gradient however a step is cut."""
+"""GRPO compared with float64 formulas, and its gradient for different micro-batches."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ TOLERANCE = 2e-6
 
 
 def reference(new, old, advantages, mask, ref, *, low, high, beta, aggregation, max_tokens):
-    """Loss and its gradient by hand, one token after the other, in Python's own floats."""
+    """Return the loss and its gradient, computed token by token with Python floats."""
     rows, width = new.shape
     counts = [sum(mask[i]) for i in range(rows)]
     loss, gradient = 0.0, np.zeros((rows, width))
@@ -50,7 +50,7 @@ def reference(new, old, advantages, mask, ref, *, low, high, beta, aggregation, 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize(("beta", "high"), [(0.0, None), (0.3, None), (0.05, 0.5), (0.0, 0.28)])
-def test_the_loss_and_its_gradient_are_those_of_the_formula(aggregation, beta, high):
+def test_loss_and_gradient_match_the_formula(aggregation, beta, high):
     rng = np.random.default_rng(0)
     old = rng.normal(-2, 1, (6, 9))
     new = old + rng.normal(0, 0.4, old.shape)  # clipped on both sides, and not
@@ -63,7 +63,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(aggregation, beta, h
         aggregation=aggregation, max_tokens=11,
     )  # fmt: skip
     logprobs = torch.tensor(new, requires_grad=True)
-    found = grpo_loss(
+    actual = grpo_loss(
         logprobs,
         torch.where(torch.tensor(mask), torch.tensor(old), torch.nan),  # padding may hold anything
         torch.tensor(advantages),
@@ -74,13 +74,13 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(aggregation, beta, h
         aggregation=aggregation,
         max_tokens=11,
     )
-    found.backward()
-    assert found.item() == pytest.approx(expected, rel=1e-12)
+    actual.backward()
+    assert actual.item() == pytest.approx(expected, rel=1e-12)
     assert np.allclose(logprobs.grad.numpy(), gradient, rtol=1e-10, atol=1e-14)
 
 
-def test_the_kl_is_a_penalty_and_the_ratio_is_against_the_sampler():
-    """lmxlab's was a bonus, and against the reference: moving away from the reference must cost."""
+def test_kl_is_a_penalty_and_the_ratio_is_relative_to_the_sampler():
+    """In lmxlab the KL term was a bonus; moving away from the reference model must increase the loss."""
     mask = torch.ones(1, 1)
     zero = torch.zeros(1, 1)
     away = grpo_loss(zero + 0.5, zero + 0.5, torch.zeros(1), mask, zero, beta=1.0)
@@ -88,39 +88,39 @@ def test_the_kl_is_a_penalty_and_the_ratio_is_against_the_sampler():
     assert grpo_loss(zero, zero, torch.ones(1), mask, zero - 3, beta=0.0).item() == -1.0
 
 
-def test_what_cannot_be_computed_is_refused():
+def test_invalid_arguments_are_errors():
     values = torch.zeros(2, 3)
-    with pytest.raises(ConfigError, match="no log-probabilities of one"):
+    with pytest.raises(ConfigError, match="needs the log-probabilities of a reference model"):
         grpo_loss(values, values, torch.zeros(2), values + 1, beta=0.1)
     with pytest.raises(ConfigError, match="needs max_tokens"):
         grpo_loss(values, values, torch.zeros(2), values + 1, aggregation="constant")
-    with pytest.raises(DataError, match="no token is marked"):
+    with pytest.raises(DataError, match="the mask selects no tokens"):
         grpo_loss(values, values, torch.zeros(2), values)
-    with pytest.raises(DataError, match="a group of 1 has nothing to compare with"):
+    with pytest.raises(DataError, match="at least 2 completions per prompt, not 1"):
         advantages_of(torch.zeros(3, 1), "group")
 
 
-def test_advantages_are_those_of_the_papers():
+def test_advantages_match_the_papers():
     rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.3, 0.1, 0.7, 0.2], [0.1, 0.1, 0.1, 0.1]])
-    found = {
+    actual = {
         kind: advantages_of(torch.tensor(rewards), kind).numpy()
         for kind in ("group", "dr_grpo", "rloo", "reinforce")
     }
     for i, j in itertools.product(range(2), range(4)):
         others = np.delete(rewards[i], j)
-        assert found["group"][i, j] == pytest.approx(
+        assert actual["group"][i, j] == pytest.approx(
             (rewards[i, j] - rewards[i].mean()) / (rewards[i].std() + 1e-4)
         )
-        assert found["dr_grpo"][i, j] == pytest.approx(rewards[i, j] - rewards[i].mean())
-        assert found["rloo"][i, j] == pytest.approx(rewards[i, j] - others.mean())
-        assert found["reinforce"][i, j] == pytest.approx(rewards[i, j] - rewards.mean())
+        assert actual["dr_grpo"][i, j] == pytest.approx(rewards[i, j] - rewards[i].mean())
+        assert actual["rloo"][i, j] == pytest.approx(rewards[i, j] - others.mean())
+        assert actual["reinforce"][i, j] == pytest.approx(rewards[i, j] - rewards.mean())
     for kind in ("group", "dr_grpo", "rloo"):  # 0.1 three times is no 0.1 in floats
-        assert (found[kind][2] == 0).all()
+        assert (actual[kind][2] == 0).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_sample_deviation_is_the_one_of_trl(size):
-    """TRL's formula, in float64: rewards less their mean, by torch's std, which divides by n - 1, plus 1e-4."""
+def test_sample_standard_deviation_matches_trl(size):
+    """TRL's formula in float64: (rewards - mean) / (std + 1e-4), where torch's std divides by n - 1."""
     rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     theirs = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(advantages_of(rewards, "group", std="sample"), theirs)
@@ -128,7 +128,7 @@ def test_the_sample_deviation_is_the_one_of_trl(size):
     assert usual.norm() / theirs.norm() == pytest.approx((size / (size - 1)) ** 0.5, rel=1e-3)
 
 
-def test_a_tempered_head_divides_the_logits_caps_included():
+def test_tempered_head_divides_capped_logits():
     hidden, weight = torch.randn(5, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
     bias = torch.randn(11, dtype=torch.float64)
     for softcap in (None, 2.0):
@@ -138,21 +138,21 @@ def test_a_tempered_head_divides_the_logits_caps_included():
 
 
 def completions(count, *, seed=0):
-    """Examples of random tokens whose tails are completions, with invented numbers for each."""
+    """Return examples of random tokens that end in completions, with random log-probabilities."""
     rng = random.Random(seed)
-    found = []
+    actual = []
     for index in range(count):
         prompt, answer = rng.randint(1, 12), rng.randint(1, 15)
         tokens = [rng.randrange(260) for _ in range(prompt + answer)]
         marks = [False] * prompt + [True] * answer
         old = [rng.uniform(-7, -4) for _ in range(answer)]
         reference = [rng.uniform(-7, -4) for _ in range(answer)]
-        found.append((Example(tokens, marks, f"completion {index}"), old, reference, rng.gauss(0, 1)))
-    return found
+        actual.append((Example(tokens, marks, f"completion {index}"), old, reference, rng.gauss(0, 1)))
+    return actual
 
 
 def batch_of(rows, *, beta):
-    """Rows of completions as a batch, as the rollouts make it."""
+    """Return a batch of completions, as rollouts build it."""
     flat = [item for row in rows for item in row]
     batch = make_batch([[example for example, *_ in row] for row in rows]).with_columns(
         "token",
@@ -167,9 +167,7 @@ def batch_of(rows, *, beta):
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_objective_is_the_loss_of_the_log_probabilities_of_another_implementation(
-    tiny_directory, aggregation
-):
+def test_objective_matches_the_loss_of_transformers_log_probabilities(tiny_directory, aggregation):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     theirs = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     items = completions(5)
@@ -200,7 +198,7 @@ def test_the_objective_is_the_loss_of_the_log_probabilities_of_another_implement
         ), name
 
 
-def cuts(items):
+def micro_batch_splits(items):
     yield "padded", [[[item] for item in items]]
     yield "packed", [[items]]
     yield "one by one", [[[item]] for item in items]
@@ -210,12 +208,12 @@ def cuts(items):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, method, aggregation):
+def test_gradient_does_not_depend_on_the_micro_batches(tiny_directory, method, aggregation):
     settings = make_config(
         {"model": "m", "data": {"train": "unused"}, "run": {"steps": 3, "batch_size": 6, "precision": "fp32"}}
     )
     items, results = completions(6, seed=1), {}
-    for name, cut in cuts(items):
+    for name, cut in micro_batch_splits(items):
         model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
         if method == "lora":
             torch.manual_seed(0)
@@ -235,16 +233,16 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, metho
         results[name] = trainer.step([batch_of(rows, beta=True) for rows in cut]), seen
     metrics, expected = results["padded"]
     assert sum(g.double().square().sum() for g in expected.values()) > 1e-6
-    for name, (found, gradients) in results.items():
+    for name, (actual, gradients) in results.items():
         difference = sum((gradients[key] - expected[key]).double().square().sum() for key in expected)
         scale = sum(expected[key].double().square().sum() for key in expected)
         assert (difference / scale).sqrt() < TOLERANCE, name
         for key in ("loss", "entropy", "kl", "log_ratio", "clip_fraction"):
-            assert found[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), (name, key)
+            assert actual[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), (name, key)
 
 
-def test_at_a_ratio_of_1_the_gradient_is_that_of_reinforce(tiny):
-    """mean over tokens of -A * log p: with fresh completions the clip changes nothing."""
+def test_gradient_at_ratio_1_is_that_of_reinforce(tiny):
+    """The loss is the mean over tokens of -A * log p, because clipping does not affect fresh completions."""
     model, _ = tiny
     model.requires_grad_(True)
     items = completions(4, seed=2)
@@ -260,11 +258,11 @@ def test_at_a_ratio_of_1_the_gradient_is_that_of_reinforce(tiny):
     ).sum()
     parameters = [p for p in model.parameters() if p.requires_grad]
     ours = torch.autograd.grad(result.sums["loss"], parameters)
-    for found, expected in zip(ours, torch.autograd.grad(wanted, parameters), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(ours, torch.autograd.grad(wanted, parameters), strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_config_of_python_is_that_of_the_yaml():
+def test_python_config_equals_the_yaml_config():
     config = GRPOConfig(rewards=["exact_match"], group_size=4)
     assert (config.epsilon, config.beta, config.aggregated_by) == (0.2, 0.0, "token")
     assert GRPOConfig(rewards=["exact_match"], advantage="dr_grpo").aggregated_by == "constant"

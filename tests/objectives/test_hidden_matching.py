@@ -1,4 +1,4 @@
-"""Hidden states matched with a teacher's: the formula, what trains, what is kept, what is refused."""
+"""Hidden-state matching: the formula, projections in checkpoints, and unsupported models."""
 
 import copy
 
@@ -25,7 +25,7 @@ def teacher_directory(tmp_path):
 
 
 def states(directory, tokens):
-    """What each layer, counted from 1, of transformers' own class returns."""
+    """Return the output of each layer, counted from 1, of the transformers model."""
     model, seen = LlamaForCausalLM.from_pretrained(directory).double(), {}
     for number, layer in enumerate(model.model.layers, start=1):
         layer.register_forward_hook(
@@ -34,13 +34,13 @@ def states(directory, tokens):
             )
         )
     model(tokens)
-    return {number: found[0] for number, found in seen.items()}
+    return {number: actual[0] for number, actual in seen.items()}
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("checkpointed", [True, False])
-def test_the_distance_equals_the_formula(tiny_directory, teacher_directory, kind, projected, checkpointed):
+def test_distance_matches_the_formula(tiny_directory, teacher_directory, kind, projected, checkpointed):
     where = teacher_directory if projected else tiny_directory
     student, _ = whet.load(tiny_directory, dtype=torch.float64, device="cpu")
     teacher, _ = whet.load(where, dtype=torch.float64, device="cpu")
@@ -62,12 +62,12 @@ def test_the_distance_equals_the_formula(tiny_directory, teacher_directory, kind
         tokens = torch.tensor([example.tokens[:-1]])
         ours, theirs = states(tiny_directory, tokens), states(where, tokens)
         for own, other in layers.items():
-            found, wanted = ours[own], theirs[other]
+            actual, wanted = ours[own], theirs[other]
             if projected:
-                found = found @ matching.projections[f"after-{own}"].weight.detach().T
+                actual = actual @ matching.projections[f"after-{own}"].weight.detach().T
             for place in range(1, len(example.tokens)):
                 if example.supervised[place]:
-                    a, b = found[place - 1], wanted[place - 1]
+                    a, b = actual[place - 1], wanted[place - 1]
                     if kind == "mse":
                         each = ((a - b) ** 2).sum() / len(a)
                     else:
@@ -94,7 +94,7 @@ def distilled(tiny_directory, tmp_path, teacher_directory, name, **hidden):
 
 
 @pytest.mark.parametrize("method", [{"kind": "lora", "rank": 4}, {"kind": "full"}])
-def test_projections_are_trained_kept_resumed_and_not_in_the_result(
+def test_projections_are_trained_and_resumed_but_not_saved_in_the_final_model(
     tiny_directory, tmp_path, teacher_directory, method
 ):
     class StopAt(Callback):
@@ -121,18 +121,18 @@ def test_projections_are_trained_kept_resumed_and_not_in_the_result(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_gradient_does_not_depend_on_the_cut(tiny_directory, tmp_path, teacher_directory):
-    found = []
+def test_gradient_does_not_depend_on_the_micro_batches(tiny_directory, tmp_path, teacher_directory):
+    actual = []
     for name, micro in (("one", 4096), ("many", 200)):
         config = distilled(tiny_directory, tmp_path, teacher_directory, name, kind="cosine")
         config["run"] |= {"micro_batch_tokens": micro, "steps": 1}
-        found.append(whet.train(config).history[1])
-    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
+        actual.append(whet.train(config).history[1])
+    assert actual[0]["grad_norm"] == pytest.approx(actual[1]["grad_norm"], rel=1e-5)
 
 
-def test_what_cannot_be_matched_is_refused(tiny_directory, tmp_path, teacher_directory):
+def test_unsupported_models_and_layers_are_errors(tiny_directory, tmp_path, teacher_directory):
     config = distilled(tiny_directory, tmp_path, teacher_directory, "run", layers={1: 4})
-    with pytest.raises(ConfigError, match=r"teacher has no layer 4: it has 1 to 3"):
+    with pytest.raises(ConfigError, match=r"teacher has no layer 4, only 1 to 3"):
         whet.train(config)
     for change in ({"offline": {"top_k": 4}}, {"teacher": [{"model": "a"}, {"model": "b"}]}):
         wrong = copy.deepcopy(config)

@@ -1,4 +1,4 @@
-"""What the objectives are for: preferences change what is said, and a teacher is worth more than its text."""
+"""Effects of objectives: preferences change the style of completions, and a teacher helps more than text."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from tiny import run_config, write_tiny_model
 from whet.data.synthetic.generators import generate
 
 
-def test_preferences_flip_the_style_of_what_is_generated(tmp_path):
-    """A model that knows both styles and speaks JSON, as three in four of its records did, learns to prefer the other."""
+def test_preferences_change_the_style_of_generated_text(tmp_path):
+    """A model that answers mostly in JSON, like three quarters of its records, learns to prefer the other style."""
     write_tiny_model(tmp_path / "tiny", initializer_range=0.05)
     both = [{"source": "synth:house:200", "weight": 1}, {"source": "synth:house-styles:200", "weight": 1}]
     size = {"batch_size": 16, "micro_batch_tokens": 4096}
@@ -40,7 +40,7 @@ def test_preferences_flip_the_style_of_what_is_generated(tmp_path):
 
 
 def student(tmp_path, name, objective, *, seed):
-    """A small model on little text, with one objective or another."""
+    """Train a small model on little text with the given objective."""
     return {
         "model": {"preset": "nano", "d_model": 32, "layers": 1, "heads": 4, "width": 64},
         "method": {"kind": "full"},
@@ -66,7 +66,7 @@ def student(tmp_path, name, objective, *, seed):
 
 @pytest.fixture
 def taught(tmp_path):
-    """A teacher that has read much, and a little text for its students."""
+    """Return a teacher trained on much text, and little text for its students."""
     text, held_out = (generate(f"synth:python-topics{part}")[0]["text"] for part in ("", "-valid"))
     for name, content in (("long", text[:200_000]), ("short", text[:3000]), ("valid", held_out[:8000])):
         (tmp_path / f"{name}.txt").write_text(content)
@@ -78,8 +78,8 @@ def taught(tmp_path):
     return whet.train(config).directory
 
 
-def test_a_student_of_a_teacher_beats_one_of_the_text_alone(tmp_path, taught):
-    """By at least 0.05 nats a token of held-out text, on each of three seeds; measured: 0.12 to 0.15."""
+def test_distilled_student_beats_a_student_without_teacher(tmp_path, taught):
+    """By at least 0.05 nats per token of held-out text, for each of three seeds; measured: 0.12 to 0.15."""
     for seed in range(3):
         soft = {"kind": "distill", "teacher": str(taught), "temperature": 2.0, "alpha": 0.7}
         distilled = whet.train(student(tmp_path, "distilled", soft, seed=seed))

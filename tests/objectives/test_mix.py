@@ -1,4 +1,4 @@
-"""A mix of objectives: the gradient is the weighted sum of the parts' own, whatever the cut, and it resumes exactly."""
+"""Mixes of objectives: the gradient is the weighted sum of the parts for all micro-batches; exact resume."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def mix_config(tiny_directory, tmp_path, parts=(SFT_PART, DPO_PART), **sections)
 
 
 def plain_losses(model, batches):
-    """Both parts' losses by a full softmax, sequence by sequence, in the model's own precision."""
+    """Return the losses of both parts, from a full softmax per sequence in the precision of the model."""
     tokens, nll, margins = 0, 0.0, []
     for batch in batches:
         place, logps = 0, []
@@ -66,7 +66,7 @@ def plain_losses(model, batches):
 
 
 def gradient_of(model, objective, batches):
-    """As the trainer computes it."""
+    """Return the gradient, as the trainer computes it."""
     from whet.training.loss import total_weights, weighted_loss
 
     precision = whet.hardware.Precision(torch.float64, torch.float64, torch.float64, "a test")
@@ -74,16 +74,18 @@ def gradient_of(model, objective, batches):
     model.zero_grad()
     metrics = {}
     for batch in batches:
-        loss, found = weighted_loss(model, objective, batch, weights=weights, precision=precision)
+        loss, actual = weighted_loss(model, objective, batch, weights=weights, precision=precision)
         loss.backward()
-        for name, value in {"loss": loss.detach(), **found}.items():
+        for name, value in {"loss": loss.detach(), **actual}.items():
             metrics[name] = metrics.get(name, 0.0) + value.item()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), metrics
 
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("adapter", [True, False])
-def test_the_gradient_is_the_sum_of_the_parts_whatever_the_cut(tiny, tiny_directory, tmp_path, pack, adapter):
+def test_gradient_is_the_sum_of_the_parts_for_all_micro_batches(
+    tiny, tiny_directory, tmp_path, pack, adapter
+):
     model, tokenizer = tiny
     if adapter:
         attach_lora(model, rank=2)
@@ -92,7 +94,7 @@ def test_the_gradient_is_the_sum_of_the_parts_whatever_the_cut(tiny, tiny_direct
                 if "lora" in name:
                     parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.double()
-    found = []
+    actual = []
     for micro in (4096, 300):
         parts = copy.deepcopy([SFT_PART, DPO_PART])
         for part in parts:
@@ -109,23 +111,23 @@ def test_the_gradient_is_the_sum_of_the_parts_whatever_the_cut(tiny, tiny_direct
         assert sum(len(b.origins) for b in batches if b.part == "dpo") == 2 * 3
         objective = Mix({"sft": SFT(), "dpo": Preference("dpo", beta=0.5)}, data.weights)
         gradient, metrics = gradient_of(model, objective, batches)
-        found.append(gradient)
+        actual.append(gradient)
         if pack or micro == 300:
             sft, dpo = plain_losses(model, batches)
             model.zero_grad()
             (0.5 * sft + 2.0 * dpo).backward()
-            wanted = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            assert (gradient - wanted).norm() < 1e-6 * wanted.norm()
+            expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            assert (gradient - expected).norm() < 1e-6 * expected.norm()
             assert metrics["sft.loss"] == pytest.approx(sft.item(), rel=1e-6)
             assert metrics["dpo.loss"] == pytest.approx(dpo.item(), rel=1e-6)
             assert metrics["loss"] == pytest.approx(0.5 * sft.item() + 2 * dpo.item(), rel=1e-6)
             assert 0 <= metrics["dpo.reward_accuracy"] <= 1 + 1e-6
     assert len(batches) > 2
-    assert (found[0] - found[1]).norm() < 1e-9 * found[0].norm()
+    assert (actual[0] - actual[1]).norm() < 1e-9 * actual[0].norm()
 
 
 @pytest.mark.parametrize("method", [{"kind": "lora", "rank": 4}, {"kind": "full"}])
-def test_a_mix_learns_both_reports_each_and_resumes_bit_for_bit(tiny_directory, tmp_path, method):
+def test_mix_trains_and_reports_both_parts_and_resumes_exactly(tiny_directory, tmp_path, method):
     class StopAt(Callback):
         def on_step_end(self, step, metrics):
             return StopRun("enough", unfinished=True) if step == 3 else None
@@ -154,7 +156,7 @@ def test_a_mix_learns_both_reports_each_and_resumes_bit_for_bit(tiny_directory, 
     assert one == other
 
 
-def test_answers_are_generated_tested_and_watched_for_all_parts(tiny_directory, tmp_path):
+def test_completions_are_generated_and_evaluated_for_all_parts(tiny_directory, tmp_path):
     parts = copy.deepcopy([SFT_PART, DPO_PART])
     parts[0]["data"]["test"] = "synth:house-test:3"
     evaluation = {
@@ -174,12 +176,12 @@ class Headed(SFT):
         self.heads = nn.ModuleDict({"score": nn.Linear(32, 1)})
 
     def loss(self, model, batch):
-        found = super().loss(model, batch)
+        actual = super().loss(model, batch)
         miss = (self.heads["score"](model.hidden(batch.tokens, batch.positions, batch.layout())) - 1).square()
-        return Loss({name: total + miss.sum() for name, total in found.sums.items()}, found.metrics)
+        return Loss({name: total + miss.sum() for name, total in actual.sums.items()}, actual.metrics)
 
 
-def test_the_heads_of_parts_are_those_of_the_mix(tiny):
+def test_mix_has_the_heads_of_its_parts(tiny):
     objective = Mix({"a": Headed(), "b": SFT(), "c": Headed()}, {"a": 1.0, "b": 1.0, "c": 1.0})
     assert {name for name, _ in objective.heads.named_parameters()} == {
         "a.score.weight", "a.score.bias", "c.score.weight", "c.score.bias",
@@ -187,7 +189,7 @@ def test_the_heads_of_parts_are_those_of_the_mix(tiny):
     assert Mix({"b": SFT()}, {"b": 1.0}).heads is None
 
 
-def test_metrics_of_a_part_keep_the_units_they_name(tiny):
+def test_metrics_of_a_part_keep_their_units(tiny):
     class Odd(SFT):
         def __init__(self):
             self.coefficients = {"loss": 1.0, "other": 0.0}
@@ -204,12 +206,12 @@ def test_metrics_of_a_part_keep_the_units_they_name(tiny):
     from tiny import random_examples
 
     batch = replace(make_batch([random_examples(1)]), part="odd")
-    found = Mix({"odd": Odd()}, {"odd": 3.0}).loss(None, batch)
-    assert found.units["odd.a"] == "odd.loss"
-    assert found.units["odd.b"] == "odd.other"
+    actual = Mix({"odd": Odd()}, {"odd": 3.0}).loss(None, batch)
+    assert actual.units["odd.a"] == "odd.loss"
+    assert actual.units["odd.b"] == "odd.other"
 
 
-def test_a_part_may_have_curricula_and_other_objectives(tiny_directory, tmp_path):
+def test_parts_may_have_curricula_and_other_objectives(tiny_directory, tmp_path):
     parts = [
         {**SFT_PART, "data": {**SFT_PART["data"], "curriculum": {"kind": "length", "stages": 2}}},
         {
@@ -253,12 +255,12 @@ def test_a_part_may_have_curricula_and_other_objectives(tiny_directory, tmp_path
         ({"objective": {"kind": "sft"}}, "data is missing"),
     ],
 )
-def test_what_is_no_mix_is_refused(tiny_directory, tmp_path, change, message):
+def test_invalid_mixes_are_errors(tiny_directory, tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         make_config(mix_config(tiny_directory, tmp_path) | change)
 
 
-def test_a_config_comes_back_from_its_yaml_and_parts_can_be_overridden(tiny_directory, tmp_path):
+def test_config_yaml_round_trip_and_overrides_of_parts(tiny_directory, tmp_path):
     config = make_config(mix_config(tiny_directory, tmp_path))
     path = tmp_path / "mix.yaml"
     path.write_text(to_yaml(config))
@@ -270,7 +272,7 @@ def test_a_config_comes_back_from_its_yaml_and_parts_can_be_overridden(tiny_dire
         load_config(path, ["objective.parts.7.weight=1"])
 
 
-def test_a_tokenizer_is_made_from_the_records_of_all_parts(tiny_directory, tmp_path):
+def test_tokenizer_is_trained_on_the_records_of_all_parts(tiny_directory, tmp_path):
     from whet.runs.inspect_data import view_parts
 
     (tmp_path / "a.txt").write_text("aaaa bbbb aaaa bbbb")
@@ -299,7 +301,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("objective", "source"), CASES, ids=lambda case: str(case)[:40])
-def test_a_part_reports_what_its_objective_reports_alone(tiny_directory, tmp_path, objective, source):
+def test_part_reports_the_metrics_of_its_objective(tiny_directory, tmp_path, objective, source):
     if objective["kind"] == "distill":
         write_tiny_model(tmp_path / "teacher", hidden_size=48)
         objective = {**objective, "teacher": f"{tmp_path}/teacher"}
@@ -325,7 +327,7 @@ def test_a_part_reports_what_its_objective_reports_alone(tiny_directory, tmp_pat
         assert other[f"{before}loss"] == pytest.approx(total, rel=1e-5)
 
 
-def test_what_no_head_could_learn_in_a_step_is_left_out(tiny_directory, tmp_path):
+def test_heads_without_targets_in_a_step_are_left_out(tiny_directory, tmp_path):
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "abcdefgh")))
     data = {"train": str(path), "max_length": 64, "order": "sequential"}

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the loss is the written-out one, no head looks ahead, and heads learn what follows."""
+"""Multi-token prediction: the loss matches a reference, is causal, and heads learn later tokens."""
 
 import math
 
@@ -39,8 +39,8 @@ def rms(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def turned(x, theta=10_000.0):
-    """Rotary positions of [heads, T, D], channel i with i + D/2."""
+def rotate(x, theta=10_000.0):
+    """Apply rotary positions to [heads, T, D], pairing channel i with i + D/2."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None].double() * theta ** -(torch.arange(half).double() / half)
     a, b = x[..., :half], x[..., half:]
@@ -48,14 +48,14 @@ def turned(x, theta=10_000.0):
 
 
 def llama_layer(x, w, prefix, *, heads=4, kv_heads=2):
-    """A llama layer on x [T, D], from the formulas; `w` are its weights by name."""
+    """Compute a llama layer on x [T, D] from its formulas; `w` are its weights by name."""
     size = w[f"{prefix}self_attn.q_proj.weight"].shape[0] // heads
     y = rms(x, w[f"{prefix}input_layernorm.weight"])
     q, k, v = (
         (y @ w[f"{prefix}self_attn.{name}_proj.weight"].T).view(len(x), -1, size).transpose(0, 1)
         for name in "qkv"
     )
-    q, k = turned(q), turned(k)
+    q, k = rotate(q), rotate(k)
     k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (k, v))
     scores = q @ k.transpose(1, 2) / size**0.5
     future = torch.ones(len(x), len(x)).triu(1).bool()
@@ -66,8 +66,8 @@ def llama_layer(x, w, prefix, *, heads=4, kv_heads=2):
     return x + (F.silu(gate) * up) @ w[f"{prefix}mlp.down_proj.weight"].T
 
 
-def written_out(theirs, heads, examples, layer=llama_layer):
-    """Sum and count of the loss of each depth: transformers' model, the paper's equations, one text at a time."""
+def reference_losses(theirs, heads, examples, layer=llama_layer):
+    """Return sum and count of the loss of each depth: transformers' model and the paper's equations, text by text."""
     w = {name: p.double() for name, p in heads.named_parameters()}
     embedding = theirs.get_input_embeddings().weight.double()
     output = theirs.get_output_embeddings().weight.double()
@@ -92,12 +92,12 @@ def written_out(theirs, heads, examples, layer=llama_layer):
 
 @pytest.fixture
 def double(tiny_directory):
-    """The tiny model in float64."""
+    """Return the tiny model in float64."""
     return whet.load(tiny_directory, dtype=torch.float64, device="cpu")[0]
 
 
 def objective_for(model, **settings):
-    """An objective whose heads are far from their first weights, so that every one of them matters."""
+    """Return an objective whose heads are far from their initial weights, so that all weights matter."""
     torch.manual_seed(3)
     objective = MultiTokenPrediction(model, **settings)
     for parameter in objective.heads.parameters():
@@ -115,42 +115,42 @@ def arranged(examples):
 def totals(objective, model, batches):
     sums, weights = dict.fromkeys(objective.coefficients, 0.0), dict.fromkeys(objective.coefficients, 0.0)
     for batch in batches:
-        found = objective.loss(model, batch).sums
+        actual = objective.loss(model, batch).sums
         for term, weight in objective.weights(batch).items():
-            sums[term], weights[term] = sums[term] + found[term], weights[term] + weight
+            sums[term], weights[term] = sums[term] + actual[term], weights[term] + weight
     return sums, weights
 
 
-def test_the_loss_equals_the_written_out_one_packed_padded_and_alone(double, tiny_directory):
+def test_loss_matches_the_reference_packed_padded_and_alone(double, tiny_directory):
     theirs = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float64)
     objective = objective_for(double, n_predict=3)
     examples = random_examples(6, seed=4, shortest=2, longest=20)  # some too short for the last head
     with torch.no_grad():
-        sums, counts = written_out(theirs, objective.heads, examples)
+        sums, counts = reference_losses(theirs, objective.heads, examples)
         assert counts[0] > counts[1] > counts[3] > 0
         for name, batches in arranged(examples):
-            found, weights = totals(objective, double, batches)
+            actual, weights = totals(objective, double, batches)
             assert list(weights.values()) == counts, name
-            for one, other in zip(found.values(), sums, strict=True):
+            for one, other in zip(actual.values(), sums, strict=True):
                 assert one.item() == pytest.approx(other.item(), rel=1e-6), name
 
 
-def test_the_gradient_of_model_and_heads_equals_the_written_out_one(double, tiny_directory):
+def test_gradient_of_model_and_heads_matches_the_reference(double, tiny_directory):
     theirs = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float64)
     objective = objective_for(double, n_predict=2)
     examples = random_examples(3, seed=8, shortest=6, longest=12)
     double.requires_grad_(True)
     sums, weights = totals(objective, double, [make_batch([examples])])
     sum(objective.coefficients[term] * sums[term] / weights[term] for term in sums).backward()
-    found = [p.grad for p in (*double.parameters(), *objective.heads.parameters())]
+    actual = [p.grad for p in (*double.parameters(), *objective.heads.parameters())]
     objective.heads.zero_grad()
-    sums, counts = written_out(theirs, objective.heads, examples)
+    sums, counts = reference_losses(theirs, objective.heads, examples)
     means = [total / count for total, count in zip(sums, counts, strict=True)]
     (means[0] + 0.3 * (means[1] + means[2]) / 2).backward()
     mirror = dict(theirs.named_parameters())
     names = [double.hf_name(name) for name, _ in double.named_parameters()]
     expected = [*(mirror[name].grad for name in names), *(p.grad for p in objective.heads.parameters())]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert (one - other).norm() < 1e-5 * other.norm()
 
 
@@ -179,8 +179,8 @@ def cohere(directory):
 
 
 @pytest.mark.parametrize("family", [gemma2, gpt2, cohere])
-def test_heads_share_the_embedding_and_the_head_of_any_model(family, tmp_path):
-    """With its scales and caps; cohere is behind the bridge. Packed documents are as if alone."""
+def test_heads_share_the_embedding_and_output_head_of_any_model(family, tmp_path):
+    """Includes scales and logit caps; cohere runs through the bridge. Packed documents match single ones."""
     torch.manual_seed(0)
     family(tmp_path)
     model, _ = whet.load(tmp_path, dtype=torch.float64, device="cpu")
@@ -210,12 +210,12 @@ def test_heads_share_the_embedding_and_the_head_of_any_model(family, tmp_path):
                 losses = F.cross_entropy(logits, tokens[depth + 1 :], reduction="none")
                 expected[depth] += losses[torch.tensor(example.supervised[depth + 1 :])].sum().item()
         for name, batches in arranged(examples):
-            found, _ = totals(objective, model, batches)
-            assert [value.item() for value in found.values()] == pytest.approx(expected, rel=1e-6), name
+            actual, _ = totals(objective, model, batches)
+            assert [value.item() for value in actual.values()] == pytest.approx(expected, rel=1e-6), name
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_loss_depends_on_its_target_or_on_anything_after_it(packed, tmp_path):
+def test_predictions_do_not_depend_on_targets_or_later_tokens(packed, tmp_path):
     """Every token of the row is another one, and the head is not tied: a row of the embedding's gradient
     is the gradient at that token as an input."""
     write_tiny_model(tmp_path, tie_word_embeddings=False)
@@ -241,7 +241,7 @@ def test_no_loss_depends_on_its_target_or_on_anything_after_it(packed, tmp_path)
                 assert objective.weights(batch)[term] == reachable
 
 
-def cuts(examples):
+def micro_batch_splits(examples):
     yield "packed", [make_batch([examples])]
     yield "padded", [make_batch([[example] for example in examples])]
     yield "one by one", [make_batch([[example]]) for example in examples]
@@ -249,7 +249,7 @@ def cuts(examples):
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, method):
+def test_gradient_does_not_depend_on_the_micro_batches(tiny_directory, method):
     examples = random_examples(6, shortest=2)
     config = make_config(
         {
@@ -259,7 +259,7 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, metho
         }
     )
     results = {}
-    for name, micro_batches in cuts(examples):
+    for name, micro_batches in micro_batch_splits(examples):
         model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
         torch.manual_seed(0)
         if method == "lora":
@@ -278,13 +278,13 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_cut(tiny_directory, metho
         assert metrics["total_loss"] == pytest.approx(metrics["loss"], rel=1e-6)
         assert metrics["loss"] == pytest.approx(metrics["main_loss"] + 0.3 * metrics["mtp_loss"], rel=1e-6)
     metrics, expected = results["padded"]
-    for name, (found, gradient) in results.items():
+    for name, (actual, gradient) in results.items():
         assert (gradient - expected).norm() < 2e-6 * expected.norm(), name
         for key in ("main_loss", "mtp_loss", "total_loss"):
-            assert found[key] == pytest.approx(metrics[key], rel=1e-5), name
+            assert actual[key] == pytest.approx(metrics[key], rel=1e-5), name
 
 
-def test_evaluation_reports_the_three_losses_and_the_perplexity_of_the_model(tiny_directory):
+def test_evaluation_reports_three_losses_and_the_perplexity_of_the_model(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     objective = objective_for(model, n_predict=2, mtp_weight=0.5)
     examples = random_examples(6, seed=2, shortest=5)
@@ -293,17 +293,17 @@ def test_evaluation_reports_the_three_losses_and_the_perplexity_of_the_model(tin
     means = {term: sums[term].item() / weights[term] for term in sums}
     config = make_config(run_config(tiny_directory, "unused"))
     trainer = Trainer(model.requires_grad_(True), objective, [], config)
-    found = trainer.evaluate(batches)
+    actual = trainer.evaluate(batches)
     plain = evaluate_loss(model, SFT(), batches, precision=trainer.precision)
     mtp = (means["mtp_loss_1"] + means["mtp_loss_2"]) / 2
-    assert found["eval_main_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
-    assert found["eval_mtp_loss"] == pytest.approx(mtp, rel=1e-5)
-    assert found["eval_loss"] == pytest.approx(means["main_loss"] + 0.5 * mtp, rel=1e-5)
-    assert found["eval_total_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
-    assert found["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-6)
+    assert actual["eval_main_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
+    assert actual["eval_mtp_loss"] == pytest.approx(mtp, rel=1e-5)
+    assert actual["eval_loss"] == pytest.approx(means["main_loss"] + 0.5 * mtp, rel=1e-5)
+    assert actual["eval_total_loss"] == pytest.approx(actual["eval_loss"], rel=1e-6)
+    assert actual["eval_perplexity"] == pytest.approx(plain["eval_perplexity"], rel=1e-6)
 
 
-def test_a_step_of_texts_too_short_for_a_head_does_without_it(tiny_directory):
+def test_texts_too_short_for_a_head_skip_it(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     objective = objective_for(model.requires_grad_(True), n_predict=2)
     config = make_config(run_config(tiny_directory, "unused", optim={"weight_decay": 0.0}))
@@ -320,7 +320,7 @@ def test_a_step_of_texts_too_short_for_a_head_does_without_it(tiny_directory):
     assert moved == [True, False]
 
 
-def test_plain_rows_of_tokens_have_the_three_losses(double):
+def test_losses_of_token_rows(double):
     objective, tokens = objective_for(double, n_predict=2), torch.randint(260, (3, 9))
     losses = objective.losses(double, tokens)
     examples = [Example(row, [True] * 9, "") for row in tokens.tolist()]
@@ -335,49 +335,49 @@ def test_plain_rows_of_tokens_have_the_three_losses(double):
     assert all(p.grad is not None for p in objective.heads.parameters())
 
 
-def test_weights_of_tokens_count_at_every_depth(double):
+def test_token_weights_apply_at_every_depth(double):
     objective = objective_for(double, n_predict=2)
     [example] = random_examples(1, seed=9, shortest=12, longest=12)
     batch = make_batch([[example]])
     from dataclasses import replace
 
     weights = torch.rand(batch.tokens.shape, dtype=torch.float64)
-    found, units = totals(objective, double, [replace(batch, weights=weights)])
-    for depth, term in enumerate(found):
+    actual, units = totals(objective, double, [replace(batch, weights=weights)])
+    for depth, term in enumerate(actual):
         each = 0.0
         for place in range(depth, 11):
             one = [index == place + 1 for index in range(12)]
             alone = make_batch([[Example(example.tokens, one, "")]])
             if example.supervised[place + 1]:
                 each += weights[0, place].item() * objective.loss(double, alone).sums[term].item()
-        assert found[term].item() == pytest.approx(each, rel=1e-6)
+        assert actual[term].item() == pytest.approx(each, rel=1e-6)
         chosen = torch.tensor(example.supervised[depth + 1 :])
         assert units[term] == pytest.approx(weights[0, depth:][chosen].sum().item(), rel=1e-6)
 
 
-def test_gradient_checkpointing_changes_no_gradient(tiny_directory):
-    batch, found = make_batch([random_examples(4, seed=3)]), []
+def test_gradient_checkpointing_does_not_change_gradients(tiny_directory):
+    batch, actual = make_batch([random_examples(4, seed=3)]), []
     for recompute in (False, True):
         model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
         model.requires_grad_(True).grad_checkpoint = recompute
         objective, calls = objective_for(model), []
         objective.heads.layers[1].block.mlp.register_forward_pre_hook(lambda *_, c=calls: c.append(1))
         sum(objective.loss(model, batch).sums.values()).backward()
-        found.append([p.grad for p in (*model.parameters(), *objective.heads.parameters())])
+        actual.append([p.grad for p in (*model.parameters(), *objective.heads.parameters())])
         assert len(calls) == 1 + recompute
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*actual, strict=True))
 
 
 def counting(count, *, seed=0, vocab=23, length=24):
-    """Rows in which each token says what the next is: 7 t + 3."""
+    """Return rows in which the token after t is 7 t + 3."""
     rows = [torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed))]
     while len(rows) < length:
         rows.append((7 * rows[-1] + 3) % vocab)
     return torch.stack(rows, 1)
 
 
-def test_heads_learn_what_comes_after_the_next_token(tiny_directory):
-    """From Python, with the Trainer."""
+def test_heads_learn_the_tokens_after_the_next_one(tiny_directory):
+    """Uses the Trainer from Python."""
     torch.manual_seed(0)
     model = from_scratch(preset_spec("nano", d_model=32, heads=2, layers=1, width=64, vocab_size=23), seed=0)
     objective = MultiTokenPrediction(model, n_predict=2)
@@ -398,7 +398,7 @@ def test_heads_learn_what_comes_after_the_next_token(tiny_directory):
             assert right > 0.9, f"head {depth}: {right:.2f}, and chance is {1 / 23:.2f}"
 
 
-def test_the_block_is_the_models_last_unless_another_is_asked_for(tmp_path):
+def test_default_block_is_the_last_layer_of_the_model(tmp_path):
     spec = preset_spec("nano", vocab_size=30, pattern="*lf", layers=3)
     model = from_scratch(spec, seed=0)
     assert new_heads(model, 2).spec.blocks == (spec.blocks[1],) * 2  # the last one with attention
@@ -415,11 +415,13 @@ def test_the_block_is_the_models_last_unless_another_is_asked_for(tmp_path):
     assert all(loss.isfinite() for loss in sink)
 
 
-def test_bad_input_is_one_clear_error(tiny, tiny_directory, tmp_path):
+def test_invalid_input_is_an_error(tiny, tiny_directory, tmp_path):
     model, _ = tiny
     with pytest.raises(ConfigError, match="n_predict=0 must be at least 1"):
         MultiTokenPrediction(model, n_predict=0)
-    with pytest.raises(ConfigError, match="mtp_weight=0: heads that count nothing learn nothing"):
+    with pytest.raises(
+        ConfigError, match="mtp_weight must be > 0, not 0: otherwise the heads are not trained"
+    ):
         MultiTokenPrediction(model, mtp_weight=0)
     with pytest.raises(DataError, match=r"tokens must be \[rows, at least 4\] for 2 heads, not \[1, 3\]"):
         MultiTokenPrediction(model).losses(model, torch.zeros(1, 3, dtype=torch.long))

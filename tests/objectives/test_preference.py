@@ -1,4 +1,4 @@
-"""Preferences: losses equal float64 formulas, only answers are scored, references in three ways are the same."""
+"""Preferences: losses match float64 formulas, only responses count, and three kinds of references agree."""
 
 import copy
 import json
@@ -32,21 +32,21 @@ def columns(dtype=torch.float64):
     return torch.tensor(NUMBERS, dtype=dtype).T
 
 
-def test_dpo_and_ipo_equal_their_formulas():
+def test_dpo_and_ipo_match_their_formulas():
     for beta, smoothing in ((0.1, 0.0), (0.5, 0.1)):
         margins = [beta * ((a - c) - (b - d)) for a, b, c, d in NUMBERS]
         expected = [
             -(1 - smoothing) * math.log(sigmoid(m)) - smoothing * math.log(sigmoid(-m)) for m in margins
         ]
-        found = dpo_loss(*columns(), beta=beta, label_smoothing=smoothing)
-        assert found.item() == pytest.approx(sum(expected) / 3)
+        actual = dpo_loss(*columns(), beta=beta, label_smoothing=smoothing)
+        assert actual.item() == pytest.approx(sum(expected) / 3)
         squares = [(m / beta - 1 / (2 * beta)) ** 2 for m in margins]
         assert ipo_loss(*columns(), beta=beta).item() == pytest.approx(sum(squares) / 3)
     far = torch.tensor([-1000.0]), torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0])
     assert dpo_loss(*far, beta=1.0).item() == pytest.approx(1000)  # no overflow
 
 
-def test_simpo_and_orpo_equal_their_formulas():
+def test_simpo_and_orpo_match_their_formulas():
     better, worse = torch.tensor([-0.2, -1.5]).double(), torch.tensor([-0.7, -0.1]).double()
     expected = [
         -math.log(sigmoid(2.0 * (a - b) - 0.5)) for a, b in zip(better.tolist(), worse.tolist(), strict=True)
@@ -73,14 +73,14 @@ def pairs(tiny, tmp_path, count=6, *, pack=True, **how):
 
 
 def plain_logprob(model, tokens, learned):
-    """log p of the learned tokens of one sequence, by a full softmax in float64."""
+    """Return log p of the supervised tokens of one sequence, from a full softmax in float64."""
     tokens = torch.as_tensor(tokens)
     logs = model(tokens[None, :-1])[0].log_softmax(-1)
     return sum(logs[place - 1, tokens[place]] for place in range(1, len(tokens)) if learned[place])
 
 
-def test_ipo_of_means_asks_for_the_margin_of_a_beta_divided_by_the_tokens():
-    """As TRL has it, for answers of the same length: all losses are the same number of times smaller."""
+def test_ipo_with_means_scales_the_margin_by_the_token_count():
+    """As in TRL; for responses of equal length all losses shrink by the same factor."""
     sums, tokens = columns(), 7
     assert tokens**2 * ipo_loss(*(sums / tokens), beta=0.1) == pytest.approx(
         ipo_loss(*sums, beta=0.1 / tokens).item()
@@ -89,27 +89,27 @@ def test_ipo_of_means_asks_for_the_margin_of_a_beta_divided_by_the_tokens():
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "ipo-mean", "orpo", "simpo"])
 @pytest.mark.parametrize("pack", [True, False])
-def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kind, pack):
+def test_objective_matches_the_formula_on_full_sequences(tiny, tmp_path, kind, pack):
     model, _ = tiny
-    found = pairs(tiny, tmp_path, 5, pack=pack)
+    actual = pairs(tiny, tmp_path, 5, pack=pack)
     settings = StepSettings(5, None, 4096, pack=pack)
-    for examples in (found[index] for index in range(len(found))):
+    for examples in (actual[index] for index in range(len(actual))):
         assert [e.supervised_count > 0 for e in examples] == [True, True]
     beta = 0.3
     kind, _, logprobs = kind.partition("-")
     objective = Preference(kind, beta=beta, gamma=0.7, logprobs=logprobs or "sum")
     exact = copy.deepcopy(model).double()
-    logps = [[plain_logprob(exact, e.tokens, e.supervised) for e in found[index]] for index in range(5)]
+    logps = [[plain_logprob(exact, e.tokens, e.supervised) for e in actual[index]] for index in range(5)]
     torch.manual_seed(1)
     reference = torch.tensor([[a.item(), b.item()] for a, b in logps]) + torch.randn(5, 2)
-    found.references = reference.double().numpy()
-    [(places, batch)] = one_pass(found, settings)
+    actual.references = reference.double().numpy()
+    [(places, batch)] = one_pass(actual, settings)
     result = objective.loss(model, batch)
     weights = objective.weights(batch)
     total = sum(objective.coefficients[term] * value / weights[term] for term, value in result.sums.items())
     total.backward()
     gradient = model.embed_tokens.weight.grad.clone()
-    sizes = [[e.supervised_count for e in found[index]] for index in range(5)]
+    sizes = [[e.supervised_count for e in actual[index]] for index in range(5)]
     means = [
         [logp / size for logp, size in zip(*both, strict=True)] for both in zip(logps, sizes, strict=True)
     ]
@@ -137,10 +137,10 @@ def test_the_objective_equals_the_formula_on_whole_sequences(tiny, tmp_path, kin
     assert 0 <= shares["reward_accuracy"] <= 1
 
 
-def test_only_answers_are_scored(tiny, tmp_path):
-    """Other prompts, same answers: the supervised tokens stay the same."""
-    found = pairs(tiny, tmp_path, 3)
-    chosen, rejected = found[0]
+def test_only_responses_are_scored(tiny, tmp_path):
+    """With other prompts and the same responses, the supervised tokens stay the same."""
+    actual = pairs(tiny, tmp_path, 3)
+    chosen, rejected = actual[0]
     tokenizer = tiny[1]
     assert tokenizer.decode(
         [t for t, s in zip(chosen.tokens, chosen.supervised, strict=True) if s]
@@ -183,7 +183,7 @@ def test_precomputed_and_online_references_give_the_same_run(tiny_directory, tmp
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "orpo", "simpo"])
 @pytest.mark.parametrize("pack", [True, False])
-def test_every_kind_learns_to_prefer_and_resumes_exactly(tiny_directory, tmp_path, kind, pack):
+def test_every_kind_trains_and_resumes_exactly(tiny_directory, tmp_path, kind, pack):
     from whet.training.callbacks import Callback, StopRun
 
     class StopAt(Callback):
@@ -207,13 +207,13 @@ def test_every_kind_learns_to_prefer_and_resumes_exactly(tiny_directory, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["orpo", "dpo"])
-def test_no_number_depends_on_the_cut(tiny_directory, tmp_path, kind):
+def test_metrics_do_not_depend_on_the_micro_batches(tiny_directory, tmp_path, kind):
     path = tmp_path / "uneven.jsonl"
     pairs = [
         {"prompt": f"{n}?", "chosen": "yes " * n, "rejected": "no, never " * (9 - n)} for n in range(1, 9)
     ]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    found = []
+    actual = []
     for name, micro in (("one", 8192), ("many", 256)):
         config = preference_config(
             tiny_directory, tmp_path, {"kind": kind},
@@ -221,9 +221,9 @@ def test_no_number_depends_on_the_cut(tiny_directory, tmp_path, kind):
             optim={"lr": 3e-2, "warmup": 0},
             run={"name": name, "micro_batch_tokens": micro, "batch_size": 8, "steps": 3},
         )  # fmt: skip
-        found.append(whet.train(config).history)
-    assert any(abs(row["kl"]) > 1e-3 for row in found[0] if "kl" in row) == (kind == "dpo")
-    for one, many in zip(*found, strict=True):
+        actual.append(whet.train(config).history)
+    assert any(abs(row["kl"]) > 1e-3 for row in actual[0] if "kl" in row) == (kind == "dpo")
+    for one, many in zip(*actual, strict=True):
         numbers = {name for name in one if name.startswith(("log", "reward", "eval_", "kl", "loss", "grad"))}
         for name in numbers - {"eval_s"}:
             assert one[name] == pytest.approx(many[name], rel=2e-4, abs=2e-6), name
@@ -231,7 +231,7 @@ def test_no_number_depends_on_the_cut(tiny_directory, tmp_path, kind):
 
 @pytest.mark.parametrize("curriculum", [None, {"kind": "difficulty", "score": "n"}])
 @pytest.mark.parametrize("pack", [True, False])
-def test_a_micro_batch_is_as_large_as_allowed(tiny_directory, tmp_path, pack, curriculum):
+def test_micro_batches_use_the_token_limit(tiny_directory, tmp_path, pack, curriculum):
     path = tmp_path / "uneven.jsonl"
     pairs = [
         {"prompt": "?", "chosen": "y" * n, "rejected": "n" * (2 * n % 37 + 1), "n": n} for n in range(1, 40)
@@ -248,7 +248,7 @@ def test_a_micro_batch_is_as_large_as_allowed(tiny_directory, tmp_path, pack, cu
 
 
 def with_other_layers(directory, to):
-    """The same model but for its linear layers."""
+    """Save the same model with other linear layers."""
     model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and "embed" not in name:
@@ -257,8 +257,8 @@ def with_other_layers(directory, to):
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_what_is_stored_of_a_reference_is_that_models(tiny_directory, tmp_path, method):
-    """Also where layers are quantised, and so are no parameters."""
+def test_stored_reference_logprobs_are_those_of_the_reference_model(tiny_directory, tmp_path, method):
+    """Also with quantized layers, which are not parameters."""
     with_other_layers(tiny_directory, tmp_path / "other")
     for base in (tiny_directory, tmp_path / "other"):
         config = preference_config(
@@ -280,7 +280,7 @@ def test_what_is_stored_of_a_reference_is_that_models(tiny_directory, tmp_path, 
         ),
     ],
 )
-def test_records_that_are_no_preferences_are_named(tiny_directory, tmp_path, record, message):
+def test_invalid_preference_records_are_errors(tiny_directory, tmp_path, record, message):
     (tmp_path / "bad.jsonl").write_text(json.dumps(record))
     config = preference_config(
         tiny_directory, tmp_path, {"kind": "dpo"}, data={"train": str(tmp_path / "bad.jsonl")}
@@ -289,7 +289,7 @@ def test_records_that_are_no_preferences_are_named(tiny_directory, tmp_path, rec
         whet.train(config)
 
 
-def test_answers_that_a_template_makes_the_same_are_named(tiny_directory, tmp_path):
+def test_responses_that_render_equally_are_errors(tiny_directory, tmp_path):
     from transformers import AutoTokenizer
 
     shutil.copytree(tiny_directory, tmp_path / "trims")
@@ -325,12 +325,12 @@ def test_answers_that_a_template_makes_the_same_are_named(tiny_directory, tmp_pa
         ),
     ],
 )
-def test_weights_out_of_range_are_named(tiny_directory, tmp_path, objective, message):
+def test_weights_out_of_range_are_errors(tiny_directory, tmp_path, objective, message):
     with pytest.raises(ConfigError, match=message):
         whet.train(preference_config(tiny_directory, tmp_path, objective))
 
 
-def test_too_long_pairs(tiny, tmp_path):
+def test_pairs_that_are_too_long(tiny, tmp_path):
     sizes = sorted({len(side.tokens) for index in range(6) for side in pairs(tiny, tmp_path)[index]})
     cut = pairs(tiny, tmp_path, max_length=sizes[-1] - 3)
     assert cut.sides.counts["truncated"] >= 1
@@ -344,13 +344,13 @@ def test_too_long_pairs(tiny, tmp_path):
         pairs(tiny, tmp_path, max_length=5)
 
 
-def test_a_missing_reference_is_an_error(tiny, tmp_path):
-    found = pairs(tiny, tmp_path, 2)
+def test_missing_reference_is_an_error(tiny, tmp_path):
+    actual = pairs(tiny, tmp_path, 2)
     with pytest.raises(ConfigError, match="dpo needs a reference for synth:house-pairs:2#1"):
-        Preference("dpo", beta=0.1).loss(tiny[0], make_batch([[*found[0], *found[1]]]))
+        Preference("dpo", beta=0.1).loss(tiny[0], make_batch([[*actual[0], *actual[1]]]))
 
 
-def test_references_of_another_config_with_the_same_weights_are_not_taken(
+def test_references_of_another_config_with_the_same_weights_are_not_reused(
     tiny_directory, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))

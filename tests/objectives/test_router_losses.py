@@ -1,4 +1,4 @@
-"""Losses and statistics of routers, against transformers and plain formulas; on the trainer, however a step is cut."""
+"""Router losses and statistics, compared with transformers and formulas, for different micro-batches."""
 
 import json
 from typing import ClassVar
@@ -47,18 +47,18 @@ def routings(tokens=40):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_load_balancing_loss_is_transformers(padded):
+def test_load_balancing_loss_matches_transformers(padded):
     layers = routings()
     mask = torch.rand(4, 10, generator=torch.Generator().manual_seed(1)) < 0.6 if padded else None
-    found = load_balancing_loss(layers, real=None if mask is None else mask.flatten())
+    actual = load_balancing_loss(layers, real=None if mask is None else mask.flatten())
     logits = tuple(each.logits for each in layers)
     expected = load_balancing_loss_func(logits, EXPERTS, TOP_K, None if mask is None else mask.long())
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True):
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(torch.autograd.grad(actual, logits), torch.autograd.grad(expected, logits), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_an_even_load_costs_top_k_and_a_collapsed_one_more():
+def test_even_load_gives_top_k_and_collapse_more():
     even = Routing(
         torch.zeros(EXPERTS, EXPERTS), torch.stack([torch.arange(EXPERTS), torch.arange(EXPERTS).roll(1)], 1)
     )
@@ -67,7 +67,7 @@ def test_an_even_load_costs_top_k_and_a_collapsed_one_more():
     assert load_balancing_loss([one]).item() == pytest.approx(EXPERTS)
 
 
-def test_the_z_loss_is_its_formula():
+def test_z_loss_matches_its_formula():
     [routing, *_] = routings()
     expected = routing.logits.double().exp().sum(-1).log().square()
     torch.testing.assert_close(router_z_losses(routing).double(), expected, rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ def settings(directory, **run):
 
 
 def stepped(directory, micro_batches, *, recompute=False, **weights):
-    """One step: metrics as they are written, gradients before the update, and how often the model ran."""
+    """Run one step; return its metrics, the gradients before the update, and the number of forward passes."""
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True).grad_checkpoint = recompute
     calls = []
@@ -101,7 +101,7 @@ def stepped(directory, micro_batches, *, recompute=False, **weights):
 
 
 def alone(directory, examples):
-    """Router logits of each example by itself, from transformers: [layers][tokens, experts]."""
+    """Return the router logits of each single example, from transformers: [layers][tokens, experts]."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         each = [
@@ -110,17 +110,17 @@ def alone(directory, examples):
     return [torch.cat(parts) for parts in zip(*each, strict=True)]
 
 
-def cuts(examples):
+def micro_batch_splits(examples):
     yield "padded", [make_batch([[example] for example in examples], width=64)]
     yield "packed", [make_batch([examples[:2], examples[2:]])]
     yield "uneven", [make_batch([examples[:1]]), make_batch([[e] for e in examples[1:]])]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_numbers_are_those_of_the_real_tokens_whatever_the_cut(directory, recompute):
+def test_metrics_cover_real_tokens_for_all_micro_batches(directory, recompute):
     examples = random_examples(5)
     expected = alone(directory, examples)
-    for name, micro_batches in cuts(examples):
+    for name, micro_batches in micro_batch_splits(examples):
         metrics, _, calls = stepped(directory, micro_batches, recompute=recompute)
         assert calls == len(micro_batches), "no second pass"
         for layer, logits in enumerate(expected):
@@ -152,10 +152,10 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_loss_and_gradient_with_load_balancing_are_transformers(directory, recompute):
+def test_loss_and_gradient_with_load_balancing_match_transformers(directory, recompute):
     examples = random_examples(4, seed=3, shortest=20, longest=20)
     batch = make_batch([[e] for e in examples])
-    metrics, found, _ = stepped(directory, [batch], load_balancing=0.7, recompute=recompute)
+    metrics, actual, _ = stepped(directory, [batch], load_balancing=0.7, recompute=recompute)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     out = model(batch.tokens, output_router_logits=True)
     hard = F.cross_entropy(out.logits.flatten(0, 1), batch.targets.flatten())
@@ -165,21 +165,21 @@ def test_loss_and_gradient_with_load_balancing_are_transformers(directory, recom
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["load_balancing_loss"] == pytest.approx((loss - hard).item() / 0.7, rel=1e-4)
     # the trainer clips: compare directions and the ratio of all norms
-    ours = {f"model.{n}" if n != "lm_head.weight" else n: g for n, g in found.items()}
+    ours = {f"model.{n}" if n != "lm_head.weight" else n: g for n, g in actual.items()}
     scale = metrics["grad_norm"] / torch.stack([g.norm() for g in ours.values()]).norm()
     assert relative({n: g * scale for n, g in ours.items()}, theirs) < 1e-4
 
 
-def test_the_z_loss_does_not_depend_on_the_cut_and_load_balancing_does(directory):
+def test_load_balancing_depends_on_the_micro_batches_but_z_loss_does_not(directory):
     examples = random_examples(5)
     results = {
-        term: {name: stepped(directory, cut, **{term: 5.0})[:2] for name, cut in cuts(examples)}
+        term: {name: stepped(directory, cut, **{term: 5.0})[:2] for name, cut in micro_batch_splits(examples)}
         for term in ("z_loss", "load_balancing")
     }
     plain, reference = results["z_loss"]["padded"]
     for name in ("packed", "uneven"):
-        metrics, found = results["z_loss"][name]
-        assert relative(found, reference) < 1e-5, name
+        metrics, actual = results["z_loss"][name]
+        assert relative(actual, reference) < 1e-5, name
         assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5)
         assert metrics["router_z_loss"] == pytest.approx(plain["router_z_loss"], rel=1e-4)
     balanced = results["load_balancing"]
@@ -187,7 +187,7 @@ def test_the_z_loss_does_not_depend_on_the_cut_and_load_balancing_does(directory
     assert relative(balanced["uneven"][1], balanced["padded"][1]) > 1e-3, "else it need not be declared"
 
 
-def test_terms_are_declared_and_no_part_of_an_evaluation(directory):
+def test_router_terms_are_auxiliary_and_not_evaluated(directory):
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
     objective = RoutedObjective(SFT(), mixtures(model), load_balancing=1.0, z_loss=1.0)
@@ -201,7 +201,7 @@ def test_terms_are_declared_and_no_part_of_an_evaluation(directory):
     assert with_terms.keys() == without.keys()
 
 
-def test_a_step_without_supervised_tokens_is_still_an_error(directory):
+def test_step_without_supervised_tokens_is_an_error(directory):
     from dataclasses import replace
 
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
@@ -209,11 +209,11 @@ def test_a_step_without_supervised_tokens_is_still_an_error(directory):
     objective = RoutedObjective(SFT(), mixtures(model), z_loss=1.0)
     [example] = random_examples(1)
     batch = make_batch([[replace(example, supervised=[False] * len(example.tokens))]])
-    with pytest.raises(DataError, match="no supervised token"):
+    with pytest.raises(DataError, match="no supervised tokens"):
         Trainer(model, objective, [], settings(directory)).step([batch])
 
 
-def test_a_forward_in_bf16_gives_finite_numbers(directory):
+def test_bf16_forward_has_finite_metrics(directory):
     from whet.hardware import Precision
 
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
@@ -226,7 +226,7 @@ def test_a_forward_in_bf16_gives_finite_numbers(directory):
     assert trainer.step(batches)["loss"] == pytest.approx(exact["loss"], rel=0.05)
 
 
-def test_an_objective_that_runs_the_model_twice_has_the_same_terms(directory):
+def test_objective_with_two_forward_passes_has_the_same_terms(directory):
     class Twice(SFT):
         def loss(self, model, batch):
             model.hidden(batch.tokens, batch.positions, batch.layout())
@@ -235,15 +235,15 @@ def test_an_objective_that_runs_the_model_twice_has_the_same_terms(directory):
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
     batch = make_batch([[e] for e in random_examples(5)])
-    found = []
+    actual = []
     for inner in (SFT(), Twice()):
         objective = RoutedObjective(inner, mixtures(model), load_balancing=1.0, z_loss=1.0)
-        found.append({name: value.item() for name, value in objective.loss(model, batch).sums.items()})
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+        actual.append({name: value.item() for name, value in objective.loss(model, batch).sums.items()})
+    assert actual[0] == pytest.approx(actual[1], rel=1e-5)
 
 
 def lean_to_one_expert(gate, inputs, logits):
-    """Once: as if the first expert's row had learned the mean of the hidden states."""
+    """Set the first expert's row to the mean of the hidden states, once."""
     if not hasattr(gate, "leant"):
         mean = inputs[0].detach().mean(0)
         gate.weight.data[0] = 8 * mean / mean.norm() ** 2
@@ -251,9 +251,9 @@ def lean_to_one_expert(gate, inputs, logits):
     return torch.nn.functional.linear(inputs[0], gate.weight)
 
 
-def test_load_balancing_spreads_what_the_routers_left_alone_do_not(directory):
-    """Routers that prefer one expert, and nothing else to train: only the loss brings the others back."""
-    found = {}
+def test_load_balancing_spreads_the_load(directory):
+    """Only routers that prefer one expert are trained; only the loss makes them use other experts."""
+    actual = {}
     for weight in (0.0, 20.0):
         model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
         model.requires_grad_(False)
@@ -272,13 +272,13 @@ def test_load_balancing_spreads_what_the_routers_left_alone_do_not(directory):
             metrics = trainer.step([batch])
             reader.on_step_end(step + 1, metrics)
             violations.append(sum(metrics["router_max_violation"]) / LAYERS)
-        found[weight] = violations[0], violations[-1]
-    assert found[0.0][0] == found[20.0][0] > 0.7
-    assert found[20.0][1] < 0.5 * found[0.0][1], found
+        actual[weight] = violations[0], violations[-1]
+    assert actual[0.0][0] == actual[20.0][0] > 0.7
+    assert actual[20.0][1] < 0.5 * actual[0.0][1], actual
 
 
 class Inner(Objective):
-    """An objective whose every attribute differs from the default."""
+    """An objective whose attributes all differ from the defaults."""
 
     coefficients: ClassVar = {"own": 2.0}
     heads = torch.nn.Linear(2, 2)
@@ -306,7 +306,7 @@ class Inner(Objective):
         return [FrozenForward(model, adapters=False)]
 
 
-def test_what_the_trainer_asks_of_an_objective_reaches_the_inner_one():
+def test_attributes_of_the_inner_objective_are_forwarded():
     inner = Inner()
     routed = RoutedObjective(inner, mixtures(from_scratch(preset_spec("nano-moe"), seed=0)))
     attributes = {name for name in vars(Objective) if not name.startswith("_")} - {"weights", "loss"}
@@ -321,8 +321,8 @@ def test_what_the_trainer_asks_of_an_objective_reaches_the_inner_one():
 @pytest.mark.parametrize(
     "objective", [{"kind": "mtp", "n_predict": 2}, {"kind": "classify", "classes": ["a", "b"]}]
 )
-def test_heads_beside_a_model_with_experts_are_trained_and_counted(objective, tiny_directory, tmp_path):
-    """Each recipe with heads, on an MoE model: parameters, gradients, FLOPs and the saved result."""
+def test_heads_of_moe_models_are_trained_and_counted(objective, tiny_directory, tmp_path):
+    """Recipes with heads on an MoE model: parameters, gradients, FLOPs and the saved model."""
     seen = {}
 
     class Look(ModelCallback):

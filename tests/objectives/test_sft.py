@@ -1,4 +1,4 @@
-"""next_token_loss: which targets count, and what is refused."""
+"""next_token_loss: supervised targets and invalid input."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from whet.objectives.sft import next_token_loss
 
 
 def formula(model, tokens, lengths, *, end):
-    """Plain float64: targets at steps offset..length-1 (or, as mlx-lm has it, ..length)."""
+    """Compute the loss in float64 on targets offset..length-1, or ..length as in mlx-lm."""
     logits = model.double()(tokens[:, :-1]).log_softmax(-1)
     picked = [
         -logits[row, step - 1, tokens[row, step]]
@@ -19,7 +19,7 @@ def formula(model, tokens, lengths, *, end):
     return torch.stack(picked).mean(), len(picked)
 
 
-def test_targets_from_the_offset_to_the_last_real_token_count(tiny):
+def test_targets_are_from_the_offset_to_the_last_real_token(tiny):
     model, _ = tiny
     tokens = torch.randint(1, 260, (3, 12))
     tokens[1, 7:] = 0  # padding
@@ -32,8 +32,8 @@ def test_targets_from_the_offset_to_the_last_real_token_count(tiny):
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_is_never_a_target_as_it_is_in_mlx_lm(tiny):
-    """mlx-lm counts step = length, too: the first padding slot. What stands there must not matter here."""
+def test_padding_is_never_a_target(tiny):
+    """mlx-lm also counts token `length`, the first padding position. Here its value must not matter."""
     model, _ = tiny
     tokens = torch.randint(1, 260, (2, 9))
     lengths = torch.tensor([[0, 6], [2, 8]])
@@ -54,30 +54,30 @@ def test_padding_is_never_a_target_as_it_is_in_mlx_lm(tiny):
         (
             torch.zeros(4, dtype=torch.long),
             torch.zeros(4, 2),
-            r"tokens must be whole numbers \[rows, at least 2\]",
+            r"tokens must be integers of shape \[rows, at least 2\]",
         ),
         (torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 2), "at least 2"),
-        (torch.zeros(2, 5), torch.zeros(2, 2), "whole numbers"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(3, 2), r"lengths must be \[2, 2\]"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2), r"lengths must be \[2, 2\]"),
+        (torch.zeros(2, 5), torch.zeros(2, 2), "must be integers"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(3, 2), r"lengths must have shape \[2, 2\]"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2), r"lengths must have shape \[2, 2\]"),
         (torch.zeros(2, 5, dtype=torch.long), torch.tensor([[4, 4], [5, 5]]), "no target is supervised"),
     ],
 )
-def test_wrong_shapes_and_no_targets_are_errors(tiny, tokens, lengths, message):
+def test_invalid_shapes_and_missing_targets_are_errors(tiny, tokens, lengths, message):
     with pytest.raises(DataError, match=message):
         next_token_loss(tiny[0], tokens, lengths)
 
 
 @pytest.mark.parametrize("place", [0, 5])  # one that is read, and one that is a target only
 @pytest.mark.parametrize("number", [-100, 999_999])
-def test_ids_outside_the_vocabulary_are_named(tiny, number, place):
+def test_token_ids_outside_the_vocabulary_are_errors(tiny, number, place):
     tokens = torch.ones(1, 6, dtype=torch.long)
     tokens[0, place] = number
-    with pytest.raises(DataError, match=f"the id {number} is outside the model's vocabulary of "):
+    with pytest.raises(DataError, match=f"token id {number} is outside the model's vocabulary of "):
         next_token_loss(tiny[0], tokens, torch.tensor([[0, 6]]))
 
 
-def test_any_id_may_stand_behind_the_last_target(tiny):
+def test_any_token_id_is_allowed_after_the_last_target(tiny):
     tokens = torch.ones(1, 6, dtype=torch.long)
     expected, _ = next_token_loss(tiny[0], tokens, torch.tensor([[0, 5]]))
     tokens[0, 5] = -100

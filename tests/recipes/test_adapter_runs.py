@@ -59,7 +59,7 @@ def test_a_run_learns_resumes_exactly_and_ends_in_what_peft_loads(tiny_directory
 
 def test_lora_plus_without_a_b_of_its_own_is_refused_by_its_key(tiny_directory, tmp_path):
     sections = {"method": {"lr_ratio": 4}, "optim": {"groups": {"lora_": {"lr_scale": 2}}}}
-    with pytest.raises(ConfigError, match="^method.lr_ratio: no B of an adapter is trained"):
+    with pytest.raises(ConfigError, match="^method.lr_ratio: no adapter has a trainable matrix B"):
         whet.train(run_config(tiny_directory, tmp_path, **sections))
 
 

@@ -243,8 +243,8 @@ def test_a_broken_checkpoint_is_skipped_with_a_reason(tiny_directory, tmp_path, 
     caplog.set_level("INFO", logger="whet")
     result = whet.resume(first.directory)
     assert result.steps == 4
-    assert "skipped checkpoint step-000003" in caplog.text
-    assert "skipped checkpoint step-000003" in (first.directory / "log.txt").read_text()
+    assert "skipping damaged checkpoint step-000003" in caplog.text
+    assert "skipping damaged checkpoint step-000003" in (first.directory / "log.txt").read_text()
     assert "does not match the SHA-256 in its manifest" in caplog.text
     assert "resuming after step 2" in caplog.text
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_resumed_is_refused(finished, tmp_path, tiny_directory):
     first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(1)])
     for path in (first.directory / "checkpoints").rglob("*.safetensors"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="1 checkpoints found, none of them whole"):
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints is valid"):
         whet.resume(first.directory)
 
 
@@ -579,7 +579,7 @@ def test_a_time_limit_counts_from_the_start_of_each_part(tiny_directory, tmp_pat
     monkeypatch.setattr("whet.training.limits.time.monotonic", lambda: float(next(clock)))
     result = whet.train(run_config(tiny_directory, tmp_path, run={"max_time": 0.5, "steps": 4}))
     assert (result.steps, result.unfinished) == (2, True)
-    assert "run.max_time of 0.5 minutes is over" in result.stopped_because
+    assert "run.max_time of 0.5 minutes is reached" in result.stopped_because
     result = whet.resume(result.directory)
     assert (result.steps, result.unfinished) == (4, False), (
         "a resumed run has its own time, and its last step ends it"

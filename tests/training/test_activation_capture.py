@@ -1,4 +1,4 @@
-"""Attention maps and captured activations are those that transformers computes."""
+"""Attention maps and captured activations match transformers."""
 
 import pytest
 import torch
@@ -56,23 +56,23 @@ def rows(count=2, length=11):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_attention_maps_are_those_of_transformers(tmp_path, kind):
-    """Grouped heads, windows, capped scores, norms of queries and keys."""
+def test_attention_maps_match_transformers(tmp_path, kind):
+    """Covers grouped heads, windows, capped scores, and norms of queries and keys."""
     reference = save_reference(tmp_path, kind, **FAMILIES[kind])
     model, _ = whet.load(tmp_path, dtype=torch.float64, device="cpu")
     tokens = rows()
     before = model(tokens)
-    found = attention_maps(model, tokens)
+    actual = attention_maps(model, tokens)
     expected = reference(tokens, output_attentions=True).attentions
-    assert list(found) == [0, 1, 2]
-    for layer, weights in found.items():
+    assert list(actual) == [0, 1, 2]
+    for layer, weights in actual.items():
         assert weights.shape == (2, 4, 11, 11)
         torch.testing.assert_close(weights, expected[layer], rtol=1e-4, atol=CLOSE)
     assert torch.equal(model(tokens), before), "looking changes nothing"
 
 
-def test_latent_attention_has_maps_too():
-    """Queries and keys by DeepSeek's formula: a plain part from the latent, a turned one that heads share."""
+def test_latent_attention_maps():
+    """Compute queries and keys by DeepSeek's formula: a part from the latent, and a rotary part that heads share."""
     spec = preset_spec("nano", attention="latent", d_model=32, heads=2, layers=1)
     model = from_scratch(spec, seed=0).double().eval()
     tokens = rows(length=7)
@@ -104,7 +104,7 @@ def test_latent_attention_has_maps_too():
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_maps_through_the_bridge(tmp_path):
+def test_attention_maps_of_bridge_models(tmp_path):
     reference = save_reference(tmp_path, "gpt_neox", initializer_range=0.3)
     bridge = load_bridge(tmp_path, dtype=torch.float64, device=torch.device("cpu"))
     before = bridge.model.config._attn_implementation
@@ -118,7 +118,7 @@ def test_maps_through_the_bridge(tmp_path):
     assert list(captured.outputs) == [f"model.gpt_neox.layers.{n}" for n in range(3)]
 
 
-def test_without_attention_there_are_no_maps(tmp_path):
+def test_models_without_attention_have_no_maps(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}
     config = AutoConfig.for_model("mamba", vocab_size=97, **sizes)
@@ -128,12 +128,12 @@ def test_without_attention_there_are_no_maps(tmp_path):
         attention_maps(bridge, rows())
 
 
-def test_tokens_are_rows(tiny):
-    with pytest.raises(DataError, match=r"rows of tokens \[B, T\]"):
+def test_attention_maps_need_two_dimensions(tiny):
+    with pytest.raises(DataError, match=r"tokens of shape \[B, T\]"):
         attention_maps(tiny[0], torch.tensor([1, 2]))
 
 
-def test_what_is_captured_is_what_modules_gave(tmp_path):
+def test_captured_tensors_are_module_outputs(tmp_path):
     write_tiny_model(tmp_path, num_hidden_layers=12)
     model, _ = whet.load(tmp_path, dtype=torch.float64, device="cpu")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -153,22 +153,22 @@ def test_what_is_captured_is_what_modules_gave(tmp_path):
     assert not any(module._forward_hooks for module in model.modules()), "nothing is left behind"
 
 
-def test_a_capture_ends_with_an_error_too(tiny):
+def test_capture_ends_on_error(tiny):
     model, _ = tiny
     with pytest.raises(ZeroDivisionError), ActivationCapture(model):
         1 / 0  # noqa: B018
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_names_that_do_not_exist_are_refused(tiny):
+def test_unknown_module_names_are_errors(tiny):
     with pytest.raises(ConfigError, match="did you mean 'layers.0.mlp'"):
         ActivationCapture(tiny[0], ["layers.0.mlpp"])
     with pytest.raises(ConfigError, match="has no layers to capture"):
         ActivationCapture(torch.nn.Linear(2, 2))
 
 
-def test_a_probe_reads_what_a_layer_knows(tiny):
-    """Whether a text begins with token 5 or 6: plain in the first position of any layer."""
+def test_linear_probe_on_captured_activations(tiny):
+    """The first token, 5 or 6, can be read from the first position of every layer."""
     pytest.importorskip("sklearn")
     model, _ = tiny
     tokens = torch.randint(10, 200, (80, 6), generator=torch.Generator().manual_seed(0))

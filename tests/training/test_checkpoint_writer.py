@@ -1,4 +1,4 @@
-"""Saving in the background: what is written is the moment it was asked for, and the loop hardly waits."""
+"""Asynchronous saves: checkpoints have the state at the time of the save, and training hardly waits."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ from whet.training.checkpoint_writer import CheckpointWriter
 
 @pytest.fixture
 def gate(monkeypatch):
-    """A disk that waits before its first write until it is told to go on."""
+    """Block the first write until the event is set."""
     opened = threading.Event()
 
     def boundary(operation, path):
@@ -46,7 +46,7 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
+def test_checkpoint_has_the_state_at_save_time(tmp_path, gate):
     model, optimizer = parts()
     counts = {"seen": [1, 2]}
     weights = model.weight.detach().clone()
@@ -56,19 +56,19 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, gate):
     saver.before_update()
     step(model, optimizer)  # while the disk still waits
     counts["seen"].append(3)
-    assert not list(saver.written())
+    assert not list(saver.pop_completed())
     gate.set()
     saver.wait()
     path = checkpoint_path(tmp_path, 1)
-    assert list(saver.written()) == [(1, path)]
+    assert list(saver.pop_completed()) == [(1, path)]
     assert torch.equal(load_file(path / "weights.safetensors")["weight"], weights)
     assert torch.equal(load_file(path / "optimizer.safetensors")["weight::exp_avg"], moment)
     assert json.loads((path / "state.json").read_text())["counts"] == {"seen": [1, 2]}
     assert not torch.equal(model.weight, weights)
 
 
-def test_an_update_waits_until_what_is_saved_is_copied(tiny_directory, tmp_path, monkeypatch):
-    """With a slow copy, every checkpoint must still be that of its own step, bit for bit."""
+def test_update_waits_for_the_copy_of_a_save(tiny_directory, tmp_path, monkeypatch):
+    """With a slow copy, every checkpoint must still have the exact state of its step."""
     original = CheckpointWriter._snapshot
 
     def slow(self, contents):
@@ -85,7 +85,7 @@ def test_an_update_waits_until_what_is_saved_is_copied(tiny_directory, tmp_path,
             assert a.read_bytes() == b.read_bytes()
 
 
-def test_a_copy_that_fails_is_heard_of_and_holds_up_no_update(tiny_directory, tmp_path, monkeypatch):
+def test_failing_copy_raises_and_does_not_block_updates(tiny_directory, tmp_path, monkeypatch):
     def failing(self, contents):
         raise MemoryError("no room for a copy")
 
@@ -94,7 +94,7 @@ def test_a_copy_that_fails_is_heard_of_and_holds_up_no_update(tiny_directory, tm
         whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 1}))
 
 
-def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tmp_path, gate):
+def test_saves_are_serialized_and_keep_their_contents(tmp_path, gate):
     model, optimizer = parts()
     saver = CheckpointWriter(tmp_path, Checkpoint(keep=3))
     expected = {}
@@ -107,13 +107,13 @@ def test_the_next_save_waits_for_the_one_before_and_each_has_its_own_contents(tm
         saver.before_update()
         step(model, optimizer)
     saver.wait()
-    assert [number for number, _ in saver.written()] == [1, 2, 3]
+    assert [number for number, _ in saver.pop_completed()] == [1, 2, 3]
     for number, weights in expected.items():
-        found = load_file(checkpoint_path(tmp_path, number) / "weights.safetensors")
-        assert torch.equal(found["weight"], weights)
+        actual = load_file(checkpoint_path(tmp_path, number) / "weights.safetensors")
+        assert torch.equal(actual["weight"], weights)
 
 
-def test_without_async_a_save_is_on_disk_when_it_returns(tmp_path):
+def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):
     model, optimizer = parts()
     saver = CheckpointWriter(tmp_path, Checkpoint(**{"async": False}))
     saver.save(1, contents_of(model, optimizer, 1, None), best_steps=())
@@ -121,7 +121,7 @@ def test_without_async_a_save_is_on_disk_when_it_returns(tmp_path):
     assert threading.active_count() == 1 or not any(t.name == "whet-save" for t in threading.enumerate())
 
 
-def test_on_save_is_told_in_the_main_thread_of_checkpoints_that_are_whole(tiny_directory, tmp_path):
+def test_on_save_is_called_in_the_main_thread_for_complete_checkpoints(tiny_directory, tmp_path):
     told = []
 
     class Listen(Callback):
@@ -133,7 +133,7 @@ def test_on_save_is_told_in_the_main_thread_of_checkpoints_that_are_whole(tiny_d
     assert told == [(step, True, True) for step in (1, 2, 3, 4)]
 
 
-def test_a_callback_may_stop_the_run_when_it_hears_of_a_save(tiny_directory, tmp_path):
+def test_on_save_may_stop_the_run(tiny_directory, tmp_path):
     class Enough(Callback):
         def on_save(self, step, path):
             return StopRun("saved", unfinished=True)
@@ -144,7 +144,7 @@ def test_a_callback_may_stop_the_run_when_it_hears_of_a_save(tiny_directory, tmp
     assert 2 <= result.steps < 50
 
 
-def test_a_checkpoint_is_due_by_the_clock_too(tiny_directory, tmp_path, monkeypatch):
+def test_checkpoint_is_due_by_time(tiny_directory, tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("whet.training.checkpoint_writer.time.monotonic", lambda: now[0])
     told = []
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_due_by_the_clock_too(tiny_directory, tmp_path, monkeypa
     assert told == [3, 6, 9]
 
 
-def test_a_lora_checkpoint_holds_adapters_and_their_moments_only(tiny_directory, tmp_path):
+def test_lora_checkpoint_contains_only_adapters_and_their_moments(tiny_directory, tmp_path):
     result = whet.train(run_config(tiny_directory, tmp_path))
     checkpoint = result.directory / "checkpoints" / "step-000004"
     weights, moments = (load_file(checkpoint / f"{n}.safetensors") for n in ("weights", "optimizer"))
@@ -172,7 +172,7 @@ def test_a_lora_checkpoint_holds_adapters_and_their_moments_only(tiny_directory,
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_a_checkpoint_opens_as_a_model(tiny_directory, tmp_path, kind):
+def test_checkpoint_loads_as_a_model(tiny_directory, tmp_path, kind):
     sections = {"method": {"kind": kind}, "checkpoint": {"every": 2, "keep": 9}}
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
     tokens = torch.randint(0, 260, (2, 12))
@@ -185,7 +185,7 @@ def test_a_checkpoint_opens_as_a_model(tiny_directory, tmp_path, kind):
     assert not torch.allclose(logits["checkpoints/step-000002"], logits["final"], atol=1e-3)
 
 
-def test_a_checkpoint_outside_of_a_run_says_what_to_do_with_it(tiny, tmp_path):
+def test_loading_a_checkpoint_outside_a_run_has_a_hint(tiny, tmp_path):
     whet.save_checkpoint(tmp_path / "alone", tiny[0])
     with pytest.raises(whet.WhetError, match="outside of its run") as caught:
         whet.load(tmp_path / "alone")
@@ -197,9 +197,7 @@ def test_a_checkpoint_outside_of_a_run_says_what_to_do_with_it(tiny, tmp_path):
     assert model.norm.weight.abs().sum() > 0
 
 
-def test_a_best_checkpoint_that_is_lost_costs_the_choice_and_not_the_run(
-    tiny_directory, tmp_path, monkeypatch, caplog
-):
+def test_lost_best_checkpoint_falls_back_to_the_last_weights(tiny_directory, tmp_path, monkeypatch, caplog):
     losses = iter([5.0, 4.0, 4.5, 4.5, 4.5])
     monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})
 
@@ -210,16 +208,14 @@ def test_a_best_checkpoint_that_is_lost_costs_the_choice_and_not_the_run(
 
     sections = {"eval": {"every": 1, "early_stop": {"patience": 2}}, "checkpoint": {"async": False}}
     result = whet.train(run_config(tiny_directory, tmp_path, **sections), [Spoil()])
-    assert "the best weights are lost, and the last ones are used" in caplog.text
+    assert "the best weights cannot be restored, using the last ones" in caplog.text
     last = load_file(result.directory / "checkpoints" / "step-000003" / "weights.safetensors")
     final = load_file(result.directory / "final" / "adapter_model.safetensors")
     name = "layers.0.self_attn.q_proj.lora_B"
     assert torch.equal(final[f"base_model.model.model.{name}.weight"], last[name])
 
 
-def test_a_best_step_that_cannot_be_saved_does_not_cost_the_best_before_it(
-    tiny_directory, tmp_path, monkeypatch, caplog
-):
+def test_unsaved_best_step_falls_back_to_the_previous_best(tiny_directory, tmp_path, monkeypatch, caplog):
     losses = iter([9.0, 5.0, 4.0, 8.0, 8.0, 8.0, 8.0])
     monkeypatch.setattr("whet.training.trainer.Trainer.evaluate", lambda *_: {"eval_loss": next(losses)})
 
@@ -236,13 +232,16 @@ def test_a_best_step_that_cannot_be_saved_does_not_cost_the_best_before_it(
     assert result.best["step"] == 2
     kept = sorted(path.name for path in (result.directory / "checkpoints").iterdir())
     assert kept == ["step-000001", "step-000006"]
-    assert "the weights of step 2, the best by eval_loss, are lost: those of step 1" in caplog.text
+    assert (
+        "the weights of step 2, the best by eval_loss, cannot be restored; using those of step 1"
+        in caplog.text
+    )
     before = load_file(result.directory / "checkpoints" / "step-000001" / "weights.safetensors")
     final = load_file(result.directory / "final" / "adapter_model.safetensors")
     name = "layers.0.self_attn.q_proj.lora_B"
     assert torch.equal(final[f"base_model.model.model.{name}.weight"], before[name])
 
 
-def test_the_state_of_a_checkpoint_may_be_large(tmp_path):
+def test_checkpoint_state_may_be_large(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"step": 1, "rollout": "x" * 33 * 2**20}))
     assert read_state(tmp_path)["step"] == 1

@@ -1,4 +1,4 @@
-"""Compiled layers are whole graphs, and after the first steps nothing is compiled again."""
+"""Compiled layers are single graphs, and nothing is recompiled after the first steps."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ class Graphs(Callback):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["all-grouped", "all-head-norm", "all-latent", "alibi", "norms-sandwich"])
-def test_a_layer_is_one_graph(name, adapted):
+def test_layer_compiles_to_one_graph(name, adapted):
     torch._dynamo.reset()
     blocks, settings = MODELS[name]
     decoder = make_model(blocks[:1], **settings)
@@ -58,7 +58,7 @@ def test_a_layer_is_one_graph(name, adapted):
 
 
 @pytest.mark.parametrize("trained", [[0, 1, 2], [1, 2], []], ids=str)
-def test_one_graph_serves_all_layers_with_adapters_and_no_gradient_goes_below_them(monkeypatch, trained):
+def test_layers_with_adapters_share_one_graph_and_need_no_gradient_below(monkeypatch, trained):
     blocks, settings = MODELS["all-grouped"]
     plain = shake(whet.attach_lora(make_model((blocks * 3)[:3], **settings), rank=2))
     for layer in {0, 1, 2} - {*trained}:
@@ -75,47 +75,45 @@ def test_one_graph_serves_all_layers_with_adapters_and_no_gradient_goes_below_th
     assert counters["stats"]["unique_graphs"] == {3: 1, 2: 3, 0: 1}[len(trained)]
     for model in (plain, decoder):
         model.hidden(batch.tokens).square().sum().backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    found = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
-    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3)
-    assert {int(name.split(".")[1]) for name in found if name.startswith("layers")} == {*trained}
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    actual = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=1e-3)
+    assert {int(name.split(".")[1]) for name in actual if name.startswith("layers")} == {*trained}
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_layers_are_tried_on_the_first_batch_and_the_run_begins_with_it(
-    tiny_directory, tmp_path, monkeypatch, pack
-):
+def test_compilation_on_the_first_batch_does_not_change_the_run(tiny_directory, tmp_path, monkeypatch, pack):
     tried = []
     monkeypatch.setattr(
         compiling, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on"
     )
     config = run_config(tiny_directory, tmp_path, data={"pack": pack}, run={"steps": 1, "compile": True})
-    with assembled(make_config(config)) as found:
-        first = next(found.stream)[0]
+    with assembled(make_config(config)) as actual:
+        first = next(actual.stream)[0]
     [batch] = tried
     assert torch.equal(batch.tokens, first.tokens)
     assert batch.documents == first.documents
 
 
-def test_a_compiler_that_fails_leaves_layers_as_they_were(tiny):
+def test_compiler_failure_restores_the_layers(tiny):
     model, _ = tiny
     model.layers[0].register_forward_pre_hook(
         lambda *_: (_ for _ in ()).throw(RuntimeError("no compiler here"))
     )
     batch = make_batch([[Example(list(range(9)), [True] * 9, "")]])
     torch.manual_seed(3)
-    wanted = torch.rand(2)
+    expected = torch.rand(2)
     torch.manual_seed(3)
     said = compile_blocks(model, batch, choose_precision("fp32", model.device))
     assert said == "off: no compiler here"
     assert all(layer._compiled_call_impl is None for layer in model.layers)
-    assert torch.equal(torch.rand(2), wanted)
+    assert torch.equal(torch.rand(2), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", [{"kind": "lora", "rank": 4}, {"kind": "full"}], ids=["lora", "full"])
-def test_steps_of_other_shapes_compile_nothing_new(tiny_directory, tmp_path, device, method):
+def test_other_shapes_do_not_recompile(tiny_directory, tmp_path, device, method):
     torch._dynamo.reset()
     counters.clear()
     graphs = Graphs()
@@ -137,8 +135,8 @@ def test_steps_of_other_shapes_compile_nothing_new(tiny_directory, tmp_path, dev
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-def test_compiled_gradients_are_as_near_to_the_exact_ones(tiny, device, adapted):
-    """In bf16 beside fp32 weights; exact are those of float64."""
+def test_compiled_gradients_are_as_accurate_as_eager_ones(tiny, device, adapted):
+    """Compare bf16 compute on fp32 weights, compiled and eager, with float64."""
     torch._dynamo.reset()
     model, _ = tiny
     if adapted:
@@ -155,8 +153,8 @@ def test_compiled_gradients_are_as_near_to_the_exact_ones(tiny, device, adapted)
             assert compile_blocks(copied, batch, chosen).startswith("on")
         with in_precision(chosen, copied.device):
             SFT().loss(copied, given).sums["loss"].backward()
-        found = [p.grad.double().flatten().cpu() for p in copied.parameters() if p.grad is not None]
-        return torch.cat(found)
+        actual = [p.grad.double().flatten().cpu() for p in copied.parameters() if p.grad is not None]
+        return torch.cat(actual)
 
     exact = gradients(torch.float64, "fp32", compiled=False)
     plain, compiled = (
@@ -185,8 +183,8 @@ print(json.dumps(counters["aot_autograd"]))
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_what_the_first_has_compiled(tiny_directory, tmp_path):
-    def found():
+def test_second_process_uses_the_compile_cache(tiny_directory, tmp_path):
+    def actual():
         done = subprocess.run(
             [sys.executable, "-c", COMPILE_ONCE, str(tiny_directory)],
             capture_output=True,
@@ -198,6 +196,6 @@ def test_a_second_process_finds_what_the_first_has_compiled(tiny_directory, tmp_
         assert state.startswith("on")
         return json.loads(counts)
 
-    assert found()["autograd_cache_miss"] > 0
-    again = found()
+    assert actual()["autograd_cache_miss"] > 0
+    again = actual()
     assert again["autograd_cache_hit"] == again["total"] == 1  # all layers share a graph

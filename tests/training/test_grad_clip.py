@@ -1,4 +1,4 @@
-"""Norms of gradients and clipping, against plain formulas."""
+"""Gradient norms and clipping, compared with their formulas."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from whet.config.load_config import make_config
 from whet.config.optim import Optim
 from whet.hardware import Precision
 from whet.runs.assemble import assembled
-from whet.training.grad_clip import clip, excess, total_norm
-from whet.training.optim.optimizers import create_optimizer, divides_itself, masked_step
+from whet.training.grad_clip import clip, clip_divisor, total_norm
+from whet.training.optim.optimizers import create_optimizer, masked_step, supports_grad_divisor
 from whet.training.trainer import Trainer
 
 
@@ -19,21 +19,21 @@ def gradients(dtype, *, size=1.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_norm_is_exact_whatever_the_gradients_are_held_in(dtype):
-    found = total_norm(gradients(dtype))
-    assert found.dtype == torch.promote_types(dtype, torch.float32)
+def test_norm_is_exact_for_every_dtype(dtype):
+    actual = total_norm(gradients(dtype))
+    assert actual.dtype == torch.promote_types(dtype, torch.float32)
     exact = torch.cat([g.double().flatten() for g in gradients(dtype)]).norm()
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=0)
 
 
-def test_gradients_of_several_precisions_have_one_norm():
+def test_norm_of_mixed_dtypes():
     mixed = [*gradients(torch.float32), *gradients(torch.bfloat16)]
     exact = torch.cat([g.double().flatten() for g in mixed]).norm()
     torch.testing.assert_close(total_norm(mixed).double(), exact, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4])
-def test_clipping_is_that_of_torch(size):
+def test_clipping_matches_torch(size):
     ours, theirs = gradients(torch.float32, size=size), gradients(torch.float32, size=size)
     clip(ours, 0.5, total_norm(ours))
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in theirs]
@@ -46,28 +46,28 @@ def test_clipping_is_that_of_torch(size):
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 @pytest.mark.parametrize("size", [1.0, 1e-4])
-def test_an_optimizer_that_divides_by_itself_does_what_clipping_before_it_does(name, size):
+def test_division_in_the_optimizer_equals_clipping_before_it(name, size):
     models = [torch.nn.Linear(40, 300), torch.nn.Linear(40, 300)]
     models[1].load_state_dict(models[0].state_dict())
     first, second = (create_optimizer(Optim(name=name, lr=0.1), model) for model in models)
-    assert divides_itself(first)
+    assert supports_grad_divisor(first)
     for step in range(3):
         torch.manual_seed(step)
-        found = [size * torch.randn_like(p) for p in models[0].parameters()]
-        norm = total_norm(found)
+        actual = [size * torch.randn_like(p) for p in models[0].parameters()]
+        norm = total_norm(actual)
         for model in models:
-            for p, g in zip(model.parameters(), found, strict=True):
+            for p, g in zip(model.parameters(), actual, strict=True):
                 p.grad = g.clone()
         clip([p.grad for p in models[1].parameters()], 0.5, norm)
-        masked_step(first, lr=0.1, skip=torch.tensor(0.0), divisor=excess(norm, 0.5))
+        masked_step(first, lr=0.1, skip=torch.tensor(0.0), divisor=clip_divisor(norm, 0.5))
         masked_step(second, lr=0.1, skip=torch.tensor(0.0))
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_step_clips(tiny_directory, tmp_path, name):
-    """With plain descent the weights move by at most rate * limit; Adam's first moment is what went in."""
+def test_step_clips_gradients(tiny_directory, tmp_path, name):
+    """With SGD the weights move by at most lr * limit; Adam's first moment shows the clipped gradient."""
     config = make_config(
         run_config(
             tiny_directory, tmp_path, method={"kind": "full"}, optim={"name": name, "lr": 1.0, "clip": 1e-3}
@@ -86,7 +86,7 @@ def test_a_step_clips(tiny_directory, tmp_path, name):
             assert total_norm(firsts).item() == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
-def test_a_model_in_float64_is_clipped_in_float64(tiny_directory, tmp_path):
+def test_float64_model_is_clipped_in_float64(tiny_directory, tmp_path):
     config = make_config(run_config(tiny_directory, tmp_path, method={"kind": "full"}, optim={"clip": 1e-3}))
     with assembled(config) as work:
         work.model.double()
@@ -98,12 +98,12 @@ def test_a_model_in_float64_is_clipped_in_float64(tiny_directory, tmp_path):
         assert total_norm(firsts).item() == pytest.approx(0.1 * 1e-3, rel=1e-5)
 
 
-def test_only_kernels_that_read_a_divisor_are_given_one():
-    assert not divides_itself(torch.optim.Adam([torch.nn.Parameter(torch.empty(2, device="meta"))]))
-    assert not divides_itself(create_optimizer(Optim(name="sgd"), torch.nn.Linear(2, 2)))
+def test_divisor_needs_kernel_support():
+    assert not supports_grad_divisor(torch.optim.Adam([torch.nn.Parameter(torch.empty(2, device="meta"))]))
+    assert not supports_grad_divisor(create_optimizer(Optim(name="sgd"), torch.nn.Linear(2, 2)))
 
 
-def test_a_divisor_is_for_one_step():
+def test_divisor_applies_to_one_step():
     model = torch.nn.Linear(2, 2)
     optimizer = create_optimizer(Optim(), model)
     model(torch.ones(2)).sum().backward()
@@ -111,7 +111,7 @@ def test_a_divisor_is_for_one_step():
     assert optimizer.grad_scale is None
 
 
-def test_a_closure_computes_what_the_step_uses():
+def test_closure_computes_the_gradients_of_the_step():
     model = torch.nn.Linear(2, 2)
     optimizer = create_optimizer(Optim(lr=0.1), model)
     before = model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""fp16: the loss is scaled, an overflow costs no batch, and the scale is part of the run's state."""
+"""fp16 loss scaling: an overflow repeats the batch, and the scale is part of the run's state."""
 
 import math
 
@@ -20,7 +20,7 @@ SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, 
 
 
 def trainer(tiny_directory, tmp_path=None, callbacks=(), scale=None, **sections):
-    """float32 throughout: what differs between two of these is the scale alone."""
+    """Return a float32 trainer, so that two of them differ only in the loss scale."""
     torch.manual_seed(0)
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4)
@@ -32,20 +32,20 @@ def trainer(tiny_directory, tmp_path=None, callbacks=(), scale=None, **sections)
     return run
 
 
-def test_a_power_of_two_changes_no_bit_of_an_update(tiny_directory):
+def test_power_of_two_scale_does_not_change_an_update(tiny_directory):
     plain, scaled = trainer(tiny_directory).fit(), trainer(tiny_directory, scale=2.0**10).fit()
     for a, b in zip(plain.history, scaled.history, strict=True):
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
 
 
 def overflowing(run, limit):
-    """As if the format ended at `limit`: larger scales give an infinite gradient."""
+    """Simulate an overflow: scales above `limit` give an infinite gradient."""
     run.trained[-1].register_hook(
         lambda gradient: gradient * (math.inf if run.state.loss_scale.value > limit else 1.0)
     )
 
 
-def test_an_overflow_takes_the_same_batch_again_with_a_smaller_scale(tiny_directory, tmp_path):
+def test_overflow_repeats_the_batch_with_a_smaller_scale(tiny_directory, tmp_path):
     run = trainer(tiny_directory, tmp_path, scale=2.0**12)
     overflowing(run, limit=2.0**7)
     rows = run.fit().history
@@ -56,7 +56,7 @@ def test_an_overflow_takes_the_same_batch_again_with_a_smaller_scale(tiny_direct
     assert not list(tmp_path.glob("nonfinite*"))
 
 
-def test_a_gradient_that_no_scale_mends_is_reported_and_the_scale_stays(tiny_directory, tmp_path):
+def test_nonfinite_gradient_at_every_scale_is_reported_and_keeps_the_scale(tiny_directory, tmp_path):
     run = trainer(tiny_directory, tmp_path, scale=2.0**5, run={"on_nonfinite": "skip"})
     run.trained[-1].register_hook(lambda gradient: gradient * math.nan)
     before = [p.detach().clone() for p in run.trained]
@@ -66,7 +66,7 @@ def test_a_gradient_that_no_scale_mends_is_reported_and_the_scale_stays(tiny_dir
     assert (tmp_path / "nonfinite-step-000001.json").is_file()
 
 
-def test_the_scale_grows_after_many_good_steps():
+def test_scale_grows_after_many_good_steps():
     scale = LossScale(2.0**10)
     for _ in range(GROWTH_STEPS - 1):
         scale.note_good_step()
@@ -79,7 +79,7 @@ def test_the_scale_grows_after_many_good_steps():
     assert off.value == 1.0
 
 
-def test_the_scale_is_part_of_the_state(tiny_directory, tmp_path):
+def test_scale_is_part_of_the_state(tiny_directory, tmp_path):
     class StopAt(Callback):
         def on_step_end(self, step, metrics):
             return StopRun("test", unfinished=True) if step == 2 else None
@@ -93,7 +93,7 @@ def test_the_scale_is_part_of_the_state(tiny_directory, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_fp16_learns_and_keeps_trained_weights_in_fp32(tiny_directory, tmp_path, kind):
+def test_fp16_trains_with_fp32_weights(tiny_directory, tmp_path, kind):
     sections = {"method": {"kind": kind}, "run": {"precision": "fp16", "steps": 6}}
     if kind == "full":
         sections["optim"] = {"lr": 1e-3}

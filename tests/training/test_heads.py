@@ -1,4 +1,4 @@
-"""What an objective trains beside the model: optimised and checkpointed with it, never part of it."""
+"""Heads of an objective: trained and checkpointed with the model, but never part of a saved model."""
 
 import torch
 from safetensors.torch import load_file
@@ -18,16 +18,16 @@ SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=128,
 
 
 class Scored(SFT):
-    """The loss of the next token, and a head that learns to output 1."""
+    """Next-token loss, and a head that learns to output 1."""
 
     def __init__(self):
         torch.manual_seed(1)
         self.heads = nn.ModuleDict({"score": nn.Linear(32, 1)})
 
     def loss(self, model, batch):
-        found = super().loss(model, batch)
+        actual = super().loss(model, batch)
         miss = (self.heads["score"](model.hidden(batch.tokens, batch.positions, batch.layout())) - 1).square()
-        return Loss({name: total + miss.sum() for name, total in found.sums.items()}, found.metrics)
+        return Loss({name: total + miss.sum() for name, total in actual.sums.items()}, actual.metrics)
 
 
 def trainer(tiny_directory, directory, *, steps=4, attach=False):
@@ -45,7 +45,7 @@ def everything(run):
     return [p.detach().clone() for p in run.learner.parameters()]
 
 
-def test_heads_train_with_the_model_and_with_an_adapter(tiny_directory, tmp_path):
+def test_heads_train_with_full_models_and_adapters(tiny_directory, tmp_path):
     for attach in (False, True):
         run = trainer(tiny_directory, tmp_path / str(attach), attach=attach)
         before = {n: p.detach().clone() for n, p in run.learner.named_parameters() if p.requires_grad}
@@ -56,7 +56,7 @@ def test_heads_train_with_the_model_and_with_an_adapter(tiny_directory, tmp_path
         assert "heads.score.weight" in before
 
 
-def test_a_checkpoint_keeps_heads_and_going_on_is_exact(tiny_directory, tmp_path):
+def test_checkpoint_contains_heads_and_resume_is_exact(tiny_directory, tmp_path):
     whole = trainer(tiny_directory, tmp_path / "whole")
     whole.fit()
     first = trainer(tiny_directory, tmp_path / "first")
@@ -74,7 +74,7 @@ def test_a_checkpoint_keeps_heads_and_going_on_is_exact(tiny_directory, tmp_path
         assert torch.equal(one, other)
 
 
-def test_a_saved_model_has_no_heads(tiny_directory, tmp_path):
+def test_saved_model_has_no_heads(tiny_directory, tmp_path):
     run = trainer(tiny_directory, tmp_path / "run")
     run.fit()
     whet.save(run.model, None, tmp_path / "saved")

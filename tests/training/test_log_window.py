@@ -1,4 +1,4 @@
-"""Rows of several steps: means over all of them, exact over a resume; memory and totals over all parts."""
+"""Rows of several steps: means over all steps, exact across a resume; memory and totals over all parts."""
 
 import json
 import math
@@ -33,12 +33,12 @@ class StopAt(Callback):
 
 
 def rows(directory):
-    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if "loss" in row]
+    actual = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in actual if "loss" in row]
 
 
-def exact(found):
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in found]
+def exact(actual):
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in actual]
 
 
 def trained(tiny_directory, tmp_path, name, *, every, callbacks=(), steps=7, **sections):
@@ -48,18 +48,18 @@ def trained(tiny_directory, tmp_path, name, *, every, callbacks=(), steps=7, **s
     return whet.train(config, callbacks)
 
 
-def mean(found, name, weight=None):
-    """By hand, from the rows of single steps."""
-    weights = [1 if weight is None else row[weight] for row in found]
-    return sum(w * row[name] for w, row in zip(weights, found, strict=True)) / sum(weights)
+def mean(actual, name, weight=None):
+    """Compute a mean from the rows of single steps."""
+    weights = [1 if weight is None else row[weight] for row in actual]
+    return sum(w * row[name] for w, row in zip(weights, actual, strict=True)) / sum(weights)
 
 
-def test_a_row_is_about_all_steps_since_the_one_before(tiny_directory, tmp_path):
+def test_row_aggregates_the_steps_since_the_previous_row(tiny_directory, tmp_path):
     single = rows(trained(tiny_directory, tmp_path, "single", every=1).directory)
-    found = rows(trained(tiny_directory, tmp_path, "several", every=3).directory)
-    assert [row["step"] for row in found] == [3, 6, 7]
+    actual = rows(trained(tiny_directory, tmp_path, "several", every=3).directory)
+    assert [row["step"] for row in actual] == [3, 6, 7]
     assert len({row["supervised_tokens"] for row in single}) > 1, "else weights would not show"
-    for row, start in zip(found, (0, 3, 6), strict=True):
+    for row, start in zip(actual, (0, 3, 6), strict=True):
         steps = single[start : row["step"]]
         assert row["loss"] == pytest.approx(mean(steps, "loss", "supervised_tokens"), rel=1e-12)
         assert row["grad_norm"] == pytest.approx(mean(steps, "grad_norm"), rel=1e-12)
@@ -68,11 +68,11 @@ def test_a_row_is_about_all_steps_since_the_one_before(tiny_directory, tmp_path)
             assert row[name] == sum(step[name] for step in steps)
             assert row[f"{name}_total"] == sum(step[name] for step in single[: row["step"]])
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / (row["step_s"] * len(steps)))
-    totals = mean(single, "loss", "supervised_tokens"), mean(found, "loss", "supervised_tokens")
+    totals = mean(single, "loss", "supervised_tokens"), mean(actual, "loss", "supervised_tokens")
     assert totals[0] == pytest.approx(totals[1], rel=1e-12), "every step is in one row"
 
 
-def test_pairs_are_weighted_by_pairs(tiny_directory, tmp_path):
+def test_preference_metrics_are_weighted_by_pairs(tiny_directory, tmp_path):
     def train(name, every):
         objective = {"kind": "dpo"}
         data = {"train": "synth:house-pairs:10", "valid": None, "max_length": 256}
@@ -90,7 +90,7 @@ def test_pairs_are_weighted_by_pairs(tiny_directory, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5])
-def test_rows_after_a_resume_are_those_of_a_run_without_one(tiny_directory, tmp_path, stop):
+def test_rows_after_a_resume_match_an_uninterrupted_run(tiny_directory, tmp_path, stop):
     whole = trained(tiny_directory, tmp_path, "whole", every=3)
     cut = trained(tiny_directory, tmp_path, "cut", every=3, callbacks=[StopAt(stop)])
     assert cut.unfinished
@@ -98,16 +98,16 @@ def test_rows_after_a_resume_are_those_of_a_run_without_one(tiny_directory, tmp_
     assert exact(rows(resumed.directory)) == exact(rows(whole.directory))
 
 
-def test_checkpoints_of_older_versions_go_without_what_they_lack():
+def test_older_checkpoints_may_lack_fields():
     state = RunState.from_checkpoint({"step": 4, "tokens_total": 100, "latest": {"peak_gib": 2.0}})
-    assert state.count(10, 5) == {"tokens_total": 110}, "what was supervised before is not known"
-    assert state.peak(1.0) == 2.0
+    assert state.count_tokens(10, 5) == {"tokens_total": 110}, "the earlier supervised tokens are unknown"
+    assert state.update_peak(1.0) == 2.0
     logger = MetricsLogger("rows.jsonl", every=3)
     logger.restore({})
     assert logger.state() == {}
 
 
-def test_values_that_are_not_finite_are_left_out_and_counted():
+def test_nonfinite_values_are_left_out_and_counted():
     window = LogWindow()
     steps = [
         {"loss": 1.0, "grad_norm": 3.0, "tokens": 2},
@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_are_left_out_and_counted():
     assert math.isnan(nothing.row({"loss": math.nan})["loss"])
 
 
-def test_the_peak_of_memory_is_that_of_all_parts(tiny_directory, tmp_path, monkeypatch):
+def test_peak_memory_covers_all_parts_of_a_run(tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setattr(train_step, "peak_gib", lambda _: 3.0)
     cut = trained(tiny_directory, tmp_path, "cut", every=1, callbacks=[StopAt(2)], steps=4)
     monkeypatch.setattr(train_step, "peak_gib", lambda _: 1.0)  # another process, which has used less so far
@@ -135,7 +135,7 @@ def test_the_peak_of_memory_is_that_of_all_parts(tiny_directory, tmp_path, monke
     assert resumed.summary["final"]["peak_gib"] == 3.0
 
 
-def test_a_callback_sees_every_step_as_it_is(tiny_directory, tmp_path):
+def test_callbacks_see_the_metrics_of_every_step(tiny_directory, tmp_path):
     seen = []
 
     class Watch(Callback):

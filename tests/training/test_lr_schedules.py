@@ -1,4 +1,4 @@
-"""Learning rates: the promised values at the promised steps."""
+"""Learning-rate schedules: documented values at documented steps."""
 
 import math
 
@@ -18,7 +18,7 @@ def lr_at(steps=20, **keys):
     return create_schedule(Optim(**{"lr": 1.0, "warmup": 4, "min_lr_ratio": 0.1, **keys}), steps)
 
 
-def test_cosine_with_warmup_gives_the_documented_values():
+def test_cosine_with_warmup_has_the_documented_values():
     rate = lr_at()
     assert [rate(step) for step in range(5)] == [0, 0.25, 0.5, 0.75, 1.0]
     assert rate(12) == pytest.approx(0.55)
@@ -27,7 +27,7 @@ def test_cosine_with_warmup_gives_the_documented_values():
 
 
 @pytest.mark.parametrize("kind", ["constant_with_warmup", "linear", "cosine"])
-def test_transformers_is_one_update_behind(kind):
+def test_transformers_schedules_lag_one_step(kind):
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -39,19 +39,19 @@ def test_transformers_is_one_update_behind(kind):
         theirs.step()
 
 
-def test_linear_falls_in_equal_pieces():
+def test_linear_decays_linearly():
     rate = lr_at(schedule="linear")
     assert rate(12) == pytest.approx(0.55)
     assert rate(8) - rate(9) == pytest.approx(rate(15) - rate(16)) == pytest.approx(0.9 / 16)
     assert rate(20) == pytest.approx(0.1)
 
 
-def test_constant_stays():
+def test_constant_is_constant():
     rate = lr_at(schedule="constant")
     assert [rate(step) for step in (2, 4, 12, 100)] == [0.5, 1.0, 1.0, 1.0]
 
 
-def test_a_schedule_without_an_end_needs_no_number_of_steps():
+def test_open_ended_schedule_needs_no_number_of_steps():
     constant = create_schedule(Optim(lr=1.0, warmup=4, schedule="constant"))
     assert [constant(step) for step in (0, 2, 4, 10**9)] == [0, 0.5, 1.0, 1.0]
     falling = {"schedule": "step", "decay_every": 5, "decay_factor": 0.3}
@@ -71,18 +71,18 @@ def test_a_schedule_without_an_end_needs_no_number_of_steps():
         ([{"kind": "wsd", "steps": 3}, {"kind": "constant"}], "wsd"),
     ],
 )
-def test_a_schedule_that_ends_says_that_it_needs_the_number_of_steps(schedule, named):
+def test_bounded_schedule_needs_the_number_of_steps(schedule, named):
     with pytest.raises(ConfigError, match=f"optim.schedule: {named} needs the number of steps"):
         create_schedule(Optim(schedule=schedule))
 
 
-def test_exponential_falls_by_the_same_factor_each_step():
+def test_exponential_decays_by_a_constant_factor():
     rate = lr_at(schedule="exponential", lr=0.3, min_lr_ratio=0.01)
     assert [rate(step) for step in range(4, 21)] == pytest.approx([0.3 * 0.01 ** (k / 16) for k in range(17)])
     assert rate(20) == 0.3 * 0.01
 
 
-def test_step_holds_each_rate_for_decay_every_updates_and_stops_at_the_floor():
+def test_step_schedule_decays_every_decay_every_steps_down_to_the_minimum():
     rate = lr_at(schedule="step", decay_every=5, decay_factor=0.3, steps=24)
     assert [rate(step) for step in range(4, 25)] == pytest.approx([1.0] * 6 + [0.3] * 5 + [0.1] * 10)
     without_warmup = lr_at(
@@ -91,19 +91,19 @@ def test_step_holds_each_rate_for_decay_every_updates_and_stops_at_the_floor():
     assert [without_warmup(step) for step in range(1, 7)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
-def test_wsd_is_flat_until_its_last_share_of_the_run():
+def test_wsd_is_constant_until_its_decay():
     rate = lr_at(schedule="wsd", decay_fraction=0.25, min_lr_ratio=0, steps=40)
     assert [rate(step) for step in (4, 5, 29, 30)] == [1.0] * 4
     assert [rate(step) for step in range(30, 42)] == pytest.approx([1 - k / 10 for k in range(11)] + [0])
     assert rate(40) == 0
 
 
-def test_wsd_whose_decay_is_longer_than_the_run_after_the_warmup_falls_at_once():
+def test_wsd_with_a_long_decay_decays_right_after_the_warmup():
     rate = lr_at(schedule="wsd", decay_fraction=1.0, min_lr_ratio=0)
     assert [rate(step) for step in (4, 12, 20)] == [1.0, 0.5, 0.0]
 
 
-def test_parts_follow_the_warmup_and_each_starts_where_the_last_one_ended():
+def test_parts_follow_the_warmup_without_jumps():
     parts = [
         {"kind": "constant", "steps": 6},
         {"kind": "linear", "steps": 10, "min_lr_ratio": 0.5},
@@ -120,7 +120,7 @@ def test_parts_follow_the_warmup_and_each_starts_where_the_last_one_ended():
     assert rate(35) == rate(99) == 0.1
 
 
-def test_a_part_may_rise_again():
+def test_part_may_increase_the_learning_rate():
     parts = [
         {"kind": "linear", "steps": 4, "min_lr_ratio": 0},
         {"kind": "linear", "steps": 4, "min_lr_ratio": 0.8},
@@ -130,14 +130,14 @@ def test_a_part_may_rise_again():
     assert [rate(step) for step in (4, 8, 10, 12, 13, 14)] == pytest.approx([1, 0, 0.4, 0.8, 0.08**0.5, 0.1])
 
 
-def test_one_part_is_the_same_as_its_name():
+def test_single_part_equals_its_kind():
     for kind in KINDS:
         keys = {"decay_every": 3, "steps": 30}
         one, name = lr_at(schedule=[{"kind": kind}], **keys), lr_at(schedule=kind, **keys)
         assert [one(step) for step in range(40)] == [name(step) for step in range(40)]
 
 
-def test_parts_that_leave_nothing_for_the_last_are_an_error():
+def test_parts_must_leave_steps_for_the_last_one():
     with pytest.raises(ConfigError, match="warm-up and parts take 20 of the run's 20 steps"):
         lr_at(schedule=[{"kind": "constant", "steps": 16}, {"kind": "cosine"}])
 
@@ -167,21 +167,21 @@ def test_parts_that_leave_nothing_for_the_last_are_an_error():
         ({"schedule": "cosin"}, "'cosine'"),
     ],
 )
-def test_schedules_that_make_no_sense_are_refused(keys, message):
+def test_invalid_schedules_are_errors(keys, message):
     with pytest.raises(ConfigError, match=message):
         Optim(**keys)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [3, 4])
-def test_a_run_no_longer_than_its_warmup_holds_at_lr(steps, kind):
+def test_run_shorter_than_its_warmup_ends_within_it(steps, kind):
     rate = lr_at(steps=steps, schedule=kind, decay_every=1)
     assert rate(3) == 0.75
     assert rate(steps) == steps / 4  # what docs/optimizers.md says its last step has
     assert [rate(step) for step in (4, 5, 50)] == [1.0, 1.0, 1.0]
 
 
-def test_without_warmup_the_cosine_starts_at_once():
+def test_cosine_without_warmup():
     rate = lr_at(warmup=0)
     assert rate(0) == 1.0
     assert rate(10) == pytest.approx(0.55)
@@ -198,7 +198,7 @@ def test_without_warmup_the_cosine_starts_at_once():
     step=st.integers(0, 500),
     peak=st.floats(1e-6, 10),
 )
-def test_rates_stay_between_zero_and_the_peak_and_never_rise_after_the_warmup(
+def test_learning_rate_is_bounded_and_does_not_rise_after_the_warmup(
     schedule, steps, warmup, ratio, fraction, every, step, peak
 ):
     rate = lr_at(
@@ -235,7 +235,7 @@ PART = st.fixed_dictionaries({"kind": st.sampled_from(KINDS), "steps": st.intege
     last=st.sampled_from(["linear", "cosine", "exponential", "wsd"]),
     rest=st.integers(1, 20),
 )
-def test_parts_in_a_row_stay_within_bounds_and_end_at_the_floor(parts, last, rest):
+def test_consecutive_parts_stay_within_bounds_and_end_at_the_minimum(parts, last, rest):
     steps = 4 + sum(part["steps"] for part in parts) + rest
     rate = lr_at(schedule=[*parts, {"kind": last}], steps=steps, decay_every=3)
     values = [rate(step) for step in range(4, steps + 1)]
@@ -245,7 +245,7 @@ def test_parts_in_a_row_stay_within_bounds_and_end_at_the_floor(parts, last, res
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_there_is_no_rate_before_the_start(warmup):
+def test_negative_step_is_an_error(warmup):
     rate = lr_at(warmup=warmup)
     assert rate(0) == (0 if warmup else 1)
     with pytest.raises(ConfigError, match="counted from 1"):

@@ -1,4 +1,4 @@
-"""Sinks: what each library is told, and that none of them can stop or slow a run."""
+"""Sinks: the calls to each library, and that no sink can stop or slow a run."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from tiny import run_config
 from whet.errors import ConfigError, StorageError
 from whet.training.callbacks import Callback, StopRun
 from whet.training.observe import metric_sinks, sink_backends
-from whet.training.observe.metric_sinks import RunFacts, SinkCallback, flat_numbers
+from whet.training.observe.metric_sinks import RunInfo, SinkCallback, flatten_metrics
 from whet.training.observe.sink_backends import SINKS, check_sinks
 
 
@@ -29,7 +29,7 @@ class StopAt(Callback):
 
 
 class Recorder:
-    """Somebody's library: remembers every call."""
+    """Stand-in for a tracking library that records every call."""
 
     def __init__(self):
         self.calls = []
@@ -48,12 +48,12 @@ def facts(tmp_path, **changes):
         "directory": tmp_path,
         "config": {"optim": {"lr": 0.1}, "none": None},
     }
-    return RunFacts(**{**given, "step": 0, "identity": None, **changes})
+    return RunInfo(**{**given, "step": 0, "identity": None, **changes})
 
 
-def test_numbers_of_a_row_have_flat_names():
+def test_flatten_metrics_names():
     row = {"loss": 1.5, "skipped": True, "share": [0.25, None, 0.75], "gluing": {"0-1": 2}, "note": "text"}
-    assert dict(flat_numbers(row)) == {
+    assert dict(flatten_metrics(row)) == {
         "loss": 1.5,
         "skipped": 1.0,
         "share/0": 0.25,
@@ -62,7 +62,7 @@ def test_numbers_of_a_row_have_flat_names():
     }
 
 
-def test_tensorboard_is_told(tmp_path, monkeypatch):
+def test_tensorboard_calls(tmp_path, monkeypatch):
     writer, opened = Recorder(), []
     fake = ModuleType("torch.utils.tensorboard")
     fake.SummaryWriter = lambda *args, **kwargs: opened.append((args, kwargs)) or writer
@@ -81,7 +81,7 @@ def test_tensorboard_is_told(tmp_path, monkeypatch):
     assert opened[1][1] == {"purge_step": 8}, "what came after the checkpoint is hidden"
 
 
-def test_wandb_is_told(tmp_path, monkeypatch):
+def test_wandb_calls(tmp_path, monkeypatch):
     run, opened = Recorder(), []
     fake = SimpleNamespace(init=lambda **kwargs: opened.append(kwargs) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -102,7 +102,7 @@ def test_wandb_is_told(tmp_path, monkeypatch):
     assert opened[1]["id"] == identity
 
 
-def test_mlflow_is_told(tmp_path, monkeypatch):
+def test_mlflow_calls(tmp_path, monkeypatch):
     calls = []
 
     class Client:
@@ -144,7 +144,7 @@ def test_mlflow_is_told(tmp_path, monkeypatch):
     assert calls == [("update_run", ("abc",), {"status": "RUNNING"})]
 
 
-def test_trackio_is_told(tmp_path, monkeypatch):
+def test_trackio_calls(tmp_path, monkeypatch):
     run, opened = Recorder(), []
     monkeypatch.setitem(
         sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: opened.append(kwargs) or run)
@@ -166,7 +166,7 @@ def test_trackio_is_told(tmp_path, monkeypatch):
 
 
 class Fake:
-    """A sink that keeps what it is given."""
+    """A sink that stores its rows."""
 
     def __init__(self):
         self.started, self.rows, self.finished = [], [], 0
@@ -183,12 +183,12 @@ class Fake:
 
 
 def use(monkeypatch, sink):
-    """Have log.sinks: [wandb] mean this one."""
+    """Make `log.sinks: [wandb]` use the given sink."""
     monkeypatch.setattr(sink_backends, "check_sinks", lambda names: None)
     monkeypatch.setitem(SINKS, "wandb", lambda: sink)
 
 
-def test_a_sink_gets_the_row_of_the_last_step(tiny_directory, tmp_path, monkeypatch):
+def test_sink_gets_the_row_of_the_last_step(tiny_directory, tmp_path, monkeypatch):
     fake = Fake()
     use(monkeypatch, fake)
     log = {"sinks": ["wandb"], "every": 3}
@@ -196,7 +196,7 @@ def test_a_sink_gets_the_row_of_the_last_step(tiny_directory, tmp_path, monkeypa
     assert [step for step, _ in fake.rows] == [3, 4]
 
 
-def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, tmp_path, monkeypatch):
+def test_sink_gets_all_rows_of_a_run_and_its_resume(tiny_directory, tmp_path, monkeypatch):
     fake = Fake()
     use(monkeypatch, fake)
     sections = {
@@ -207,9 +207,9 @@ def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, 
     result = whet.resume(first.directory)
     names = {step: [sorted(numbers) for at, numbers in fake.rows if at == step] for step, _ in fake.rows}
     assert list(names) == [0, 2, 3, 4], "log.every, and where a probe was"
-    assert any("eval_loss" in found for found in names[0])
-    assert any("exp_weight_distance_layer/1" in found for found in names[3])
-    assert any("test_loss" in found for found in names[4])
+    assert any("eval_loss" in actual for actual in names[0])
+    assert any("exp_weight_distance_layer/1" in actual for actual in names[3])
+    assert any("test_loss" in actual for actual in names[4])
     assert [(run.name, run.project, run.step, run.identity) for run in fake.started] == [
         ("test", "runs", 0, None),
         ("test", "runs", 3, "the-first"),
@@ -219,7 +219,7 @@ def test_a_sink_gets_every_row_of_a_run_and_of_its_continuation(tiny_directory, 
     assert result.steps == 4
 
 
-def test_rows_of_a_sink_after_a_resume_are_those_of_the_file(tiny_directory, tmp_path, monkeypatch):
+def test_sink_rows_after_a_resume_match_the_file(tiny_directory, tmp_path, monkeypatch):
     fake = Fake()
     use(monkeypatch, fake)
     config = run_config(
@@ -243,7 +243,7 @@ class Raising(Fake):
 
 
 @pytest.mark.parametrize("where", ["start", "write", "finish"])
-def test_rows_of_a_failing_sink_go_to_a_file(tiny_directory, tmp_path, monkeypatch, caplog, where):
+def test_rows_of_a_failing_sink_are_written_to_a_file(tiny_directory, tmp_path, monkeypatch, caplog, where):
     use(monkeypatch, Raising(where))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
     assert result.steps == 4
@@ -255,7 +255,7 @@ def test_rows_of_a_failing_sink_go_to_a_file(tiny_directory, tmp_path, monkeypat
     said = [record.message for record in caplog.records if "sink" in record.message]
     kept = result.directory / "sink-wandb.jsonl"
     reason = "SystemExit: the server says no"
-    assert said == [f"the sink wandb failed: {reason}; rows that it did not take go to {kept}"]
+    assert said == [f"sink wandb failed: {reason}; its rows are written to {kept} instead"]
     assert [row["step"] for row in rows_of(kept) if "loss" in row] == (
         [] if where == "finish" else [1, 2, 3, 4]
     )
@@ -266,7 +266,7 @@ def rows_of(path):
 
 
 class Flaky(Fake):
-    """Its first calls fail, and those from a step on."""
+    """A sink whose first calls fail, and those from a given step on."""
 
     def __init__(self, failures, broken_from=100):
         super().__init__()
@@ -287,10 +287,10 @@ class Flaky(Fake):
             raise ConnectionResetError(104, "Connection reset by peer")
 
 
-def test_a_call_of_a_sink_that_fails_is_tried_again(tiny_directory, tmp_path, monkeypatch, caplog):
+def test_failed_sink_call_is_retried(tiny_directory, tmp_path, monkeypatch, caplog):
     fake = Flaky(failures=3)
     use(monkeypatch, fake)
-    monkeypatch.setattr(metric_sinks, "_RETRY_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(metric_sinks, "_RETRY_DELAYS_S", (0.01, 0.01, 0.01))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
     assert [step for step, _ in fake.rows] == [1, 2, 3, 4]
     assert fake.finished == 1
@@ -298,12 +298,10 @@ def test_a_call_of_a_sink_that_fails_is_tried_again(tiny_directory, tmp_path, mo
     assert not (result.directory / "sink-wandb.jsonl").exists()
 
 
-def test_a_sink_that_stays_broken_leaves_the_other_rows_in_a_file(
-    tiny_directory, tmp_path, monkeypatch, caplog
-):
+def test_broken_sink_writes_remaining_rows_to_a_file(tiny_directory, tmp_path, monkeypatch, caplog):
     fake = Flaky(failures=0, broken_from=3)
     use(monkeypatch, fake)
-    monkeypatch.setattr(metric_sinks, "_RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(metric_sinks, "_RETRY_DELAYS_S", (0.01, 0.01))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
     assert [step for step, _ in fake.rows] == [1, 2]
     assert fake.calls == 1 + 2 + 3, "row 3 was tried three times, row 4 not any more"
@@ -311,29 +309,29 @@ def test_a_sink_that_stays_broken_leaves_the_other_rows_in_a_file(
     assert [row["step"] for row in kept] == [3, 4]
     expected = [row for row in rows_of(result.directory / "metrics.jsonl") if "loss" in row]
     assert [row["loss"] for row in kept] == [row["loss"] for row in expected[2:]]
-    assert caplog.text.count("the sink wandb failed: ConnectionResetError") == 1
+    assert caplog.text.count("sink wandb failed: ConnectionResetError") == 1
 
 
-def test_a_sink_that_waits_to_try_again_does_not_delay_the_end(tiny_directory, tmp_path, monkeypatch):
+def test_retry_delay_does_not_delay_the_end_of_the_run(tiny_directory, tmp_path, monkeypatch):
     use(monkeypatch, Flaky(failures=1000))
-    monkeypatch.setattr(metric_sinks, "_RETRY_S", (600.0, 600.0))
+    monkeypatch.setattr(metric_sinks, "_RETRY_DELAYS_S", (600.0, 600.0))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}, data={"valid": None}))
     kept = rows_of(result.directory / "sink-wandb.jsonl")
     assert [row["step"] for row in kept] == [1, 2, 3, 4]
 
 
-def test_a_full_disk_for_the_rows_of_a_sink_does_not_stop_the_run(tiny_directory, tmp_path, monkeypatch):
+def test_full_disk_for_sink_rows_does_not_stop_the_run(tiny_directory, tmp_path, monkeypatch):
     def full(path, text):
         raise StorageError(f"{path} could not be written: No space left on device")
 
     use(monkeypatch, Flaky(failures=1000))
-    monkeypatch.setattr(metric_sinks, "_RETRY_S", ())
+    monkeypatch.setattr(metric_sinks, "_RETRY_DELAYS_S", ())
     monkeypatch.setattr(metric_sinks, "append_text", full)
     assert whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]})).steps == 4
 
 
-def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypatch, caplog):
-    """Not a step waits; at the end it is given a moment, and left."""
+def test_hanging_sink_does_not_delay_the_run(tiny_directory, tmp_path, monkeypatch, caplog):
+    """No step waits; at the end of the run the sink is abandoned after a timeout."""
     release = threading.Event()
 
     class Hanging(Fake):
@@ -341,10 +339,10 @@ def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypa
             release.wait(30)
 
     use(monkeypatch, Hanging())
-    monkeypatch.setattr(metric_sinks, "_ROWS", 2)
+    monkeypatch.setattr(metric_sinks, "_MAX_QUEUED_ROWS", 2)
     slow = SinkCallback.__init__
     monkeypatch.setattr(
-        SinkCallback, "__init__", lambda self, *args, **keys: slow(self, *args, **keys, last_s=0.2)
+        SinkCallback, "__init__", lambda self, *args, **keys: slow(self, *args, **keys, close_timeout_s=0.2)
     )
     try:
         result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
@@ -356,13 +354,13 @@ def test_a_hanging_sink_costs_the_run_nothing(tiny_directory, tmp_path, monkeypa
     said = [record.message for record in caplog.records if "sink" in record.message]
     kept = result.directory / "sink-wandb.jsonl"
     assert said == [
-        f"the sink wandb is 2 rows behind: the next ones go to {kept}",
-        f"the sink wandb was not done 0.2 s after the run: the rest of its rows is in {kept}",
+        f"the queue of sink wandb is full (2 rows): further rows are written to {kept}",
+        f"sink wandb did not finish within 0.2 s after the run: its remaining rows are in {kept}",
     ]
     assert sorted(row["step"] for row in rows_of(kept) if "loss" in row) == [1, 2, 3, 4]
 
 
-def test_a_run_that_fails_closes_its_sinks(tiny_directory, tmp_path, monkeypatch):
+def test_failed_run_closes_its_sinks(tiny_directory, tmp_path, monkeypatch):
     fake = Fake()
     use(monkeypatch, fake)
 
@@ -376,7 +374,7 @@ def test_a_run_that_fails_closes_its_sinks(tiny_directory, tmp_path, monkeypatch
     assert not [thread for thread in threading.enumerate() if thread.name == "whet-wandb"]
 
 
-def test_a_package_that_is_missing_is_named_before_anything_else(tiny_directory, tmp_path, monkeypatch):
+def test_missing_sink_package_is_an_error_before_the_run(tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     with pytest.raises(ConfigError, match="log.sinks: trackio is not installed") as caught:
@@ -393,7 +391,7 @@ needs = {
 
 
 @needs["tensorboard"]
-def test_the_real_tensorboard(tiny_directory, tmp_path):
+def test_real_tensorboard(tiny_directory, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = run_config(tiny_directory, tmp_path, log={"sinks": ["tensorboard"]})
@@ -405,13 +403,13 @@ def test_the_real_tensorboard(tiny_directory, tmp_path):
         for row in map(json.loads, (result.directory / "metrics.jsonl").read_text().splitlines())
         if "loss" in row
     ]
-    found = events.Scalars("loss")
-    assert [event.step for event in found] == [1, 2, 3, 4]
-    assert [event.value for event in found] == pytest.approx(expected)
+    actual = events.Scalars("loss")
+    assert [event.step for event in actual] == [1, 2, 3, 4]
+    assert [event.value for event in actual] == pytest.approx(expected)
 
 
 @needs["wandb"]
-def test_the_real_wandb_offline(tiny_directory, tmp_path, monkeypatch, caplog):
+def test_real_wandb_offline(tiny_directory, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["wandb"]}))
@@ -420,7 +418,7 @@ def test_the_real_wandb_offline(tiny_directory, tmp_path, monkeypatch, caplog):
 
 
 @needs["mlflow"]
-def test_the_real_mlflow(tiny_directory, tmp_path, monkeypatch, caplog):
+def test_real_mlflow(tiny_directory, tmp_path, monkeypatch, caplog):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
@@ -440,7 +438,7 @@ def test_the_real_mlflow(tiny_directory, tmp_path, monkeypatch, caplog):
 
 
 @needs["trackio"]
-def test_the_real_trackio(tiny_directory, tmp_path, monkeypatch, caplog):
+def test_real_trackio(tiny_directory, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     result = whet.train(run_config(tiny_directory, tmp_path, log={"sinks": ["trackio"]}))
     assert "sink" not in caplog.text
@@ -449,6 +447,6 @@ def test_the_real_trackio(tiny_directory, tmp_path, monkeypatch, caplog):
             (step, json.loads(text))
             for step, text in store.execute("SELECT step, metrics FROM metrics ORDER BY id")
         ]
-    assert [(step, found["loss"]) for step, found in kept if "loss" in found] == [
+    assert [(step, actual["loss"]) for step, actual in kept if "loss" in actual] == [
         (row["step"], row["loss"]) for row in result.history if "loss" in row
     ]

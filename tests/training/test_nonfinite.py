@@ -1,4 +1,4 @@
-"""NaN and infinity, wherever they come from: no weight and no moment changes, and the batch is kept."""
+"""NaN and infinity from any source: weights and moments do not change, and the batch is saved."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def trainer(tiny_directory, tmp_path=None, full=False, callbacks=(), **sections)
 
 
 def in_data_weights(run, value):
-    """One token of the second micro-batch has this weight."""
+    """Set the weight of one token of the second micro-batch."""
     first, second, *rest = next(run.stream)
     weights = torch.ones(second.tokens.shape)
     weights.flatten()[second.supervised_positions[0]] = value
@@ -42,7 +42,7 @@ def in_data_weights(run, value):
 
 
 def in_model_weights(run, value):
-    """A frozen weight, or a trained one where all train."""
+    """Set a frozen weight, or a trained one in full training."""
     linear = run.model.layers[0].mlp.down_proj
     with torch.no_grad():
         getattr(linear, "base", linear).weight[0, 0] = value
@@ -50,13 +50,13 @@ def in_model_weights(run, value):
 
 
 def in_gradients(run, value):
-    """Only the gradient: the loss itself is finite."""
+    """Set only the gradient; the loss itself is finite."""
     run.trained[-1].register_hook(lambda gradient: gradient * value)
     return next(run.stream)
 
 
 def memory(run):
-    """Every weight that trains and every moment."""
+    """Return copies of all trained weights and moments."""
     moments = [v for p in run.trained for v in run.optimizer.state[p].values() if torch.is_tensor(v)]
     return [t.detach().clone() for t in (*run.trained, *moments)]
 
@@ -64,7 +64,7 @@ def memory(run):
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("inject", [in_data_weights, in_gradients])
-def test_nothing_changes(tiny_directory, tmp_path, inject, optimizer, value):
+def test_nonfinite_step_changes_nothing(tiny_directory, tmp_path, inject, optimizer, value):
     sections = {"optim": {"name": optimizer, "weight_decay": 0.1}, "run": {"on_nonfinite": "skip"}}
     run = trainer(tiny_directory, tmp_path, **sections)
     run.step(next(run.stream))
@@ -84,7 +84,7 @@ def test_nothing_changes(tiny_directory, tmp_path, inject, optimizer, value):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("full", [False, True])
-def test_a_broken_weight_spreads_to_no_other(tiny_directory, tmp_path, optimizer, full):
+def test_nonfinite_weight_does_not_spread(tiny_directory, tmp_path, optimizer, full):
     run = trainer(tiny_directory, tmp_path, full, optim={"name": optimizer}, run={"on_nonfinite": "skip"})
     run.step(next(run.stream))
     batches = in_model_weights(run, math.nan)
@@ -106,17 +106,19 @@ def poisoned_from(run, first, last):
     run.objective.loss = loss
 
 
-def test_skipping_ends_after_so_many_in_a_row(tiny_directory, tmp_path):
+def test_run_stops_after_nonfinite_limit_skipped_steps(tiny_directory, tmp_path):
     keys = {"steps": 20, "on_nonfinite": "skip", "nonfinite_limit": 3}
     run = trainer(tiny_directory, tmp_path, run=keys)
     poisoned_from(run, 5, 20)
-    with pytest.raises(RunError, match=r"step 7: .* 3 such steps in a row, and run.nonfinite_limit is 3"):
+    with pytest.raises(
+        RunError, match=r"step 7: .* 3 consecutive non-finite steps reach run.nonfinite_limit \(3\)"
+    ):
         run.fit()
     assert len(list(tmp_path.glob("nonfinite-step-*.json"))) == 3
     assert all(p.isfinite().all() for p in run.trained)
 
 
-def test_one_good_step_starts_the_count_again(tiny_directory):
+def test_finite_step_resets_the_count(tiny_directory):
     keys = {"steps": 9, "on_nonfinite": "skip", "nonfinite_limit": 3}
     run = trainer(tiny_directory, run=keys)
     poisoned_from(run, 2, 3)
@@ -125,7 +127,7 @@ def test_one_good_step_starts_the_count_again(tiny_directory):
     assert sum(row.get("skipped", False) for row in rows + again.fit().history) == 4
 
 
-def test_the_count_goes_on_after_a_resume(tiny_directory, tmp_path):
+def test_count_continues_after_a_resume(tiny_directory, tmp_path):
     from whet.training.callbacks import StopRun
 
     class StopAt(Callback):
@@ -139,5 +141,5 @@ def test_the_count_goes_on_after_a_resume(tiny_directory, tmp_path):
     again = trainer(tiny_directory, tmp_path, run=keys)
     poisoned_from(again, 2, 20)
     again.restore(tmp_path / "checkpoints" / "step-000003")
-    with pytest.raises(RunError, match="step 4: .* 3 such steps in a row"):
+    with pytest.raises(RunError, match="step 4: .* 3 consecutive non-finite steps"):
         again.fit()

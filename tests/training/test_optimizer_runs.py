@@ -1,4 +1,4 @@
-"""Whole runs with each optimizer: they learn, survive a bad step, and resume to the same weights."""
+"""Runs with each optimizer: they train, survive a non-finite step, and resume to the same weights."""
 
 import math
 
@@ -40,7 +40,7 @@ def config(tiny_directory, tmp_path, name, **run):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_each_optimizer_learns_and_survives_a_bad_step(tiny_directory, tmp_path, monkeypatch, name):
+def test_each_optimizer_trains_and_survives_a_nonfinite_step(tiny_directory, tmp_path, monkeypatch, name):
     original, calls = SFT.loss, []
 
     def loss(self, model, batch):
@@ -64,7 +64,7 @@ class StopAt3(Callback):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, name):
+def test_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, name):
     whole = whet.train(config(tiny_directory, tmp_path / "whole", name, steps=9))
     part = whet.train(config(tiny_directory, tmp_path / "part", name, steps=9), [StopAt3()])
     done = whet.resume(part.directory)

@@ -1,4 +1,4 @@
-"""Optimizers against float64 formulas, and updates that a device-side flag turns off."""
+"""Optimizers compared with float64 formulas, and updates that a flag on the device skips."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"]
 
 
 class Model(nn.Module):
-    """Vectors, a wide and a tall matrix, a stack of matrices; `width` above 64 has matrices of over 4096."""
+    """Vectors, a wide and a tall matrix, and a stack of matrices; `width` > 64 gives matrices of over 4096 values."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -80,7 +80,7 @@ def test_adamw_equals_the_float64_formula_over_ten_steps():
 
 
 def run_reference(section, rule, *, rtol=2e-5, atol=2e-6):
-    """Ten steps of the optimizer beside a float64 rule(w, g, state, t, decay) -> w for each weight."""
+    """Compare ten steps of the optimizer with a float64 rule(w, g, state, t, decay) -> w for each weight."""
     model = Model()
     optimizer = create_optimizer(section, model)
     w = {name: p.detach().double().clone() for name, p in model.named_parameters()}
@@ -96,7 +96,7 @@ def run_reference(section, rule, *, rtol=2e-5, atol=2e-6):
 
 
 def error_of_ten_steps(section, rule, **shapes):
-    """The optimizer beside a float64 rule on random gradients: relative L2 error of the way each tensor went."""
+    """Return the relative L2 error of the updates of each tensor, compared with a float64 rule."""
     torch.manual_seed(0)
     model = nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
     optimizer = create_optimizer(section, model)
@@ -124,7 +124,7 @@ def test_sgd_equals_the_float64_formula_over_ten_steps(momentum, nesterov):
     run_reference(Optim(name="sgd", lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.2), rule)
 
 
-def test_adam_adds_its_decay_to_the_gradient():
+def test_adam_adds_weight_decay_to_the_gradient():
     def rule(w, g, state, t, decay):
         g = g + decay * w
         state["m"] = 0.8 * state.get("m", 0) + 0.2 * g
@@ -172,7 +172,7 @@ def test_adafactor_equals_the_float64_formula_over_ten_steps(lr, decay):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_adafactor_is_that_of_torch(decay):
+def test_adafactor_matches_torch(decay):
     shapes = [(5,), (4, 6), (7, 1), (2, 3, 4)]
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -206,7 +206,7 @@ def newton_schulz(matrix, steps=5):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_muon_equals_the_float64_formula_for_matrices_and_adamw_elsewhere(decay):
+def test_muon_equals_the_float64_formula_with_adamw_for_other_parameters(decay):
     def rule(w, g, state, t, decay):
         if w.dim() != 2:
             return adamw_rule(w, g, state, t, decay)
@@ -223,7 +223,7 @@ def test_muon_equals_the_float64_formula_for_matrices_and_adamw_elsewhere(decay)
     assert all(error < (0.01 if name in ("wide", "tall") else 1e-5) for name, error in errors.items()), errors
 
 
-def test_the_matrices_of_embeddings_and_head_are_not_muons():
+def test_muon_excludes_embeddings_and_head():
     class WithHead(Model):
         def head(self):
             return self.up
@@ -234,7 +234,7 @@ def test_the_matrices_of_embeddings_and_head_are_not_muons():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_copy_of_the_head_that_is_trained_whole_is_not_muons(tmp_path, dtype):
+def test_muon_excludes_a_fully_trained_copy_of_the_head(tmp_path, dtype):
     write_tiny_model(tmp_path, tie_word_embeddings=False)
     model, _ = whet.load(tmp_path, dtype=dtype, device="cpu")
     make_trainable(model, Method(kind="lora", rank=2, modules_to_save=["lm_head"]), dtype=torch.float32)
@@ -245,21 +245,21 @@ def test_the_copy_of_the_head_that_is_trained_whole_is_not_muons(tmp_path, dtype
     assert set(rules.values()) == {"muon"}  # the adapters
 
 
-def test_muon_needs_no_second_kind_of_parameter():
+def test_muon_works_with_one_kind_of_parameter():
     only_matrices = nn.Sequential(nn.Linear(3, 4, bias=False))
     only_vectors = nn.Sequential(nn.LayerNorm(4))
     for model in (only_matrices, only_vectors):
         assert len(create_optimizer(Optim(name="muon"), model).param_groups) == 1
 
 
-def test_small_tensors_keep_exact_moments_under_8_bit_adamw():
+def test_8_bit_adamw_keeps_float32_moments_of_small_tensors():
     section = Optim(name="adamw8bit", lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = run_reference(section, adamw_rule)
     assert all(v.dtype == torch.float32 for state in optimizer.state.values() for v in state.values())
 
 
 def test_8_bit_adamw_stays_close_to_the_float64_formula():
-    """Where moments are quantised (4096 values or more), ten steps end within 2% of how far AdamW goes in them."""
+    """With quantized moments (4096 values or more), ten steps end within 2% of AdamW's update."""
     section = Optim(name="adamw8bit", lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
     errors, kinds = error_of_ten_steps(section, adamw_rule, matrix=(64, 64), odd=(4097,), small=(4095,))
     for name, error in errors.items():
@@ -270,7 +270,7 @@ def test_8_bit_adamw_stays_close_to_the_float64_formula():
         assert error < 1e-5 if exact else 1e-4 < error < 0.02
 
 
-def test_8_bit_adamw_is_that_of_bitsandbytes():
+def test_8_bit_adamw_matches_bitsandbytes():
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     torch.manual_seed(0)
@@ -299,7 +299,7 @@ def test_8_bit_adamw_without_bitsandbytes_names_the_extra(monkeypatch):
 
 
 def everything(model, optimizer):
-    """Weights and optimizer state, with what is not there yet as nothing but zeros."""
+    """Return weights and optimizer state; state that does not exist yet counts as zeros."""
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         kept |= {f"{name}::{key}": value.clone() for key, value in optimizer.state[p].items()}
@@ -313,8 +313,8 @@ def assert_same(before, after):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad_step", [1, 3])
-def test_a_masked_update_changes_nothing_and_leaves_no_trace(name, bad_step):
-    """The run with a masked step in it ends exactly where the run without that step ends."""
+def test_skipped_update_changes_nothing(name, bad_step):
+    """A run with a skipped step ends exactly like the run without that step."""
     with_mask, without = Model(96), Model(96)  # wide enough for 8-bit moments
     section = Optim(name=name, lr=0.1, weight_decay=0.1)
     first, second = create_optimizer(section, with_mask), create_optimizer(section, without)
@@ -335,7 +335,7 @@ def test_a_masked_update_changes_nothing_and_leaves_no_trace(name, bad_step):
 
 
 def step_without_values(create):
-    """Two steps with tensors that have shapes but no values: whatever reads one back to the host fails."""
+    """Run two steps on meta tensors: any read back to the host fails."""
     with FakeTensorMode():
         model = Model(96)
         optimizer = create(model)
@@ -346,8 +346,8 @@ def step_without_values(create):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_closure_makes_the_gradients_of_its_step(name):
-    found = []
+def test_closure_computes_gradients(name):
+    actual = []
     for closes in (False, True):
         model = Model()
         optimizer = create_optimizer(Optim(name=name, lr=0.1), model, quiet=True)
@@ -361,20 +361,20 @@ def test_a_closure_makes_the_gradients_of_its_step(name):
         loss = optimizer.step(closure) if closes else closure()
         if not closes:
             optimizer.step()
-        found.append((loss, *model.parameters()))
-    for plain, closed in zip(*found, strict=True):
+        actual.append((loss, *model.parameters()))
+    for plain, closed in zip(*actual, strict=True):
         assert torch.equal(plain, closed)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_reads_nothing_back_to_the_host(name, monkeypatch):
+def test_step_does_not_sync_with_the_host(name, monkeypatch):
     if name == "adamw8bit":  # made once, on the host, before the first step
         functional = pytest.importorskip("bitsandbytes.functional")
         monkeypatch.setattr(functional, "create_dynamic_map", lambda signed: torch.zeros(256))
     step_without_values(lambda model: create_optimizer(Optim(name=name, weight_decay=0.1), model))
 
 
-def test_a_step_that_reads_back_would_be_noticed():
+def test_host_sync_is_detected():
     class Reading(Lion):
         def update(self, p, grad, state, group):
             grad.norm().item()
@@ -386,7 +386,7 @@ def test_a_step_that_reads_back_would_be_noticed():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_goes_on_from_a_checkpoint_bit_for_bit(name, tmp_path):
+def test_optimizer_resumes_exactly_from_a_checkpoint(name, tmp_path):
     section = Optim(name=name, lr=0.1, weight_decay=0.1)
     whole, resumed = Model(96), Model(96)
     first = create_optimizer(section, whole)
@@ -405,7 +405,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_without_a_gradient_are_left_alone(name):
+def test_parameters_without_gradients_are_unchanged(name):
     model = Model()
     optimizer = create_optimizer(Optim(name=name, lr=0.1, weight_decay=0.1), model)
     before = model.linear.weight.detach().clone()
@@ -434,13 +434,13 @@ def test_only_matrices_decay():
 
 
 def settings(model, optimizer):
-    """(lr, weight decay) of each parameter, by name."""
+    """Return (lr, weight decay) of each parameter, by name."""
     of = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     return {name: of[id(p)] for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_pattern_found_in_a_name_decides(name):
+def test_first_matching_pattern_wins(name):
     groups = {
         "^up": {"lr_scale": 0.5},
         r"weight$": {"lr_scale": 2, "weight_decay": 0.7},
@@ -462,7 +462,7 @@ def test_the_first_pattern_found_in_a_name_decides(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_scaled_rate_moves_weights_as_that_rate_would(name):
+def test_lr_scale_equals_a_scaled_learning_rate(name):
     scaled, plain = Model(), Model()
     first = create_optimizer(Optim(name=name, groups={".": {"lr_scale": 0.25}}), scaled)
     second = create_optimizer(Optim(name=name), plain)
@@ -476,7 +476,7 @@ def test_a_scaled_rate_moves_weights_as_that_rate_would(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plain_step_uses_the_scaled_rate(name):
+def test_plain_step_uses_the_scaled_learning_rate(name):
     scaled, plain = Model(96), Model(96)
     section = Optim(name=name, lr=0.2, weight_decay=0.3, groups={".": {"lr_scale": 0.25}})
     first = create_optimizer(section, scaled)
@@ -499,7 +499,7 @@ def test_a_plain_step_uses_the_scaled_rate(name):
         ("adafactor", torch.optim.Adafactor),
     ],
 )
-def test_groups_under_a_scheduler_of_torch_move_as_those_of_torch(name, kind):
+def test_groups_with_a_torch_scheduler_match_torch(name, kind):
     groups = {"^up": {"lr_scale": 0.1}, "stack|norm": {"lr_scale": 3, "weight_decay": 0.4}}
     ours, theirs = Model(), Model()
     section = Optim(name=name, lr=0.02, weight_decay=0.2, groups=groups)
@@ -529,7 +529,7 @@ def test_groups_under_a_scheduler_of_torch_move_as_those_of_torch(name, kind):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_go_on_at_their_rates_after_a_checkpoint(tmp_path):
+def test_learning_rates_of_groups_survive_a_checkpoint(tmp_path):
     model, section = Model(), Optim(lr=0.5, groups={"^up": {"lr_scale": 0.1}})
     optimizer = create_optimizer(section, model)
     gradients(model, 1)
@@ -542,7 +542,7 @@ def test_weights_go_on_at_their_rates_after_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("groups", [{"router": {}}, {"up": {}, r"up\.bias": {}}, {"frozen": {}}])
-def test_a_pattern_without_parameters_is_an_error_that_shows_names(groups):
+def test_pattern_without_parameters_is_an_error_with_names(groups):
     model = Model()
     model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     with pytest.raises(ConfigError, match=r"(router|up..\.bias|frozen).*trainable") as e:
@@ -550,7 +550,7 @@ def test_a_pattern_without_parameters_is_an_error_that_shows_names(groups):
     assert "embed.weight" in e.value.hint
 
 
-def test_the_log_says_what_is_done_to_how_many(caplog):
+def test_log_describes_parameter_groups(caplog):
     caplog.set_level(logging.INFO, logger="whet")
     create_optimizer(Optim(weight_decay=0.1, groups={"embed": {"lr_scale": 0.1}}), Model(96))
     assert caplog.messages == [
@@ -562,25 +562,25 @@ def test_the_log_says_what_is_done_to_how_many(caplog):
     assert caplog.messages == ["optimizer: adamw; 8 tensors (87), no decay"]
 
 
-def test_a_frozen_model_has_nothing_to_train():
+def test_frozen_model_is_an_error():
     with pytest.raises(ConfigError, match="nothing to train"):
         create_optimizer(Optim(), Model().requires_grad_(False))
 
 
 def defaults_in_the_docs():
-    """Rows of the table in docs/optimizers.md: optimizer, setting, by config, as a class, reference, source."""
+    """Return the rows of the table in docs/optimizers.md: optimizer, setting, config, class, reference, source."""
     text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     table = text.partition("| reference implementation |\n")[2].partition("\n\n")[0]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
 
 
 def own_default(name, setting, *, by_config):
-    """A setting as this version has it: of an optimizer made by a config, or of its class."""
+    """Return the default of a setting, of an optimizer created from a config or of its class."""
     constants = {
         ("adafactor", "beta2_decay"): adafactor.BETA2_DECAY,
-        ("adafactor", "eps"): (None, adafactor.SMALLEST_SCALE),
-        ("adafactor", "d"): adafactor.LARGEST_UPDATE,
-        ("adamw8bit", "min_8bit_size"): adamw_8bit.SMALLEST,
+        ("adafactor", "eps"): (None, adafactor.MIN_SCALE),
+        ("adafactor", "d"): adafactor.MAX_UPDATE_RMS,
+        ("adamw8bit", "min_8bit_size"): adamw_8bit.MIN_NUMEL,
     }
     if (name, setting) in constants:
         return constants[name, setting]
@@ -597,7 +597,7 @@ def own_default(name, setting, *, by_config):
     return inspect.signature(classes[name].__init__).parameters[setting].default
 
 
-def test_the_table_of_defaults_is_what_the_code_and_its_references_have():
+def test_documented_defaults_match_code_and_references():
     pytest.importorskip("bitsandbytes")
     rows = defaults_in_the_docs()
     assert {name.partition(",")[0] for name, *_ in rows} == set(NAMES)
@@ -615,7 +615,7 @@ def test_the_table_of_defaults_is_what_the_code_and_its_references_have():
     }
 
 
-def test_betas_that_are_given_are_used_by_lion():
+def test_lion_uses_given_betas():
     assert Optim(name="lion", betas=(0.9, 0.999)).betas == (0.9, 0.999)  # a run of an older version
     assert Optim(name="lion").betas == (0.9, 0.99)
     assert Optim().betas == (0.9, 0.999)

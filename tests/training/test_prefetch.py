@@ -1,4 +1,4 @@
-"""Computing the next step before this one's numbers are read changes nothing but when things happen."""
+"""Prefetching the next step changes the timing only."""
 
 import json
 import math
@@ -15,14 +15,14 @@ from whet.errors import RunError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, ModelCallback, StopRun
 from whet.training.checkpoint import newest_valid, read_state
-from whet.training.prefetch import Reading
+from whet.training.prefetch import HostCopy
 from whet.training.trainer import Trainer
 
 SETTINGS = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=64, pack=True)
 
 
 class StopAt(Callback):
-    """Asks for a stop after a step."""
+    """Stops the run after a step."""
 
     def __init__(self, step):
         self.step = step
@@ -32,7 +32,7 @@ class StopAt(Callback):
 
 
 def trainer(tiny_directory, directory, *, ahead, callbacks=(), steps=7, evaluates=True, **sections):
-    """With dropout, so that the place in the random numbers counts, too."""
+    """Return a trainer with dropout, so that the random state matters, too."""
     torch.manual_seed(0)
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4, dropout=0.3)
@@ -46,13 +46,13 @@ def trainer(tiny_directory, directory, *, ahead, callbacks=(), steps=7, evaluate
     return run
 
 
-def order_of(run, monkeypatch):
-    """When a step's gradients are computed and when its numbers are read."""
-    seen, compute, read = [], run.train_step.gradients, Reading.values
+def event_order(run, monkeypatch):
+    """Record when gradients are computed and when metrics are read."""
+    seen, compute, read = [], run.train_step.gradients, HostCopy.values
     monkeypatch.setattr(
         run.train_step, "gradients", lambda batches: seen.append("compute") or compute(batches)
     )
-    monkeypatch.setattr(Reading, "values", lambda reading: seen.append("read") or read(reading))
+    monkeypatch.setattr(HostCopy, "values", lambda copy: seen.append("read") or read(copy))
     return seen
 
 
@@ -67,13 +67,13 @@ def same(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
-def test_every_number_and_weight_is_the_same(tiny_directory, tmp_path):
-    found = []
+def test_prefetching_does_not_change_metrics_or_weights(tiny_directory, tmp_path):
+    actual = []
     for ahead in (False, True):
         run = trainer(tiny_directory, tmp_path / str(ahead), ahead=ahead)
         run.fit()
-        found.append(outcome(run))
-    same(*found)
+        actual.append(outcome(run))
+    same(*actual)
     states = [read_state(tmp_path / str(ahead) / "checkpoints/step-000004") for ahead in (False, True)]
     for state in states:
         for measured in ("elapsed_s", "peak_gib"):
@@ -83,19 +83,17 @@ def test_every_number_and_weight_is_the_same(tiny_directory, tmp_path):
     assert states[0] == states[1]
 
 
-def test_the_next_step_is_computed_before_numbers_are_read_unless_the_model_is_wanted(
-    tiny_directory, tmp_path, monkeypatch
-):
-    """Between steps 3 and 4, and 6 and 7, there is an evaluation, between 4 and 5 a checkpoint."""
+def test_next_step_is_prefetched_unless_the_model_is_needed(tiny_directory, tmp_path, monkeypatch):
+    """There are evaluations after steps 3 and 6, and a checkpoint after step 4."""
     run = trainer(tiny_directory, tmp_path, ahead=True)
-    seen = order_of(run, monkeypatch)
+    seen = event_order(run, monkeypatch)
     run.fit()
     ahead, turn = ["compute", "read"], ["read", "compute"]
     assert seen == ["compute", *ahead, *ahead, *turn, *turn, *ahead, *turn, "read"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been_computed(tiny_directory, tmp_path, step):
+def test_stopped_run_resumes_as_without_prefetching(tiny_directory, tmp_path, step):
     whole = trainer(tiny_directory, tmp_path / "whole", ahead=False)
     whole.fit()
     first = trainer(tiny_directory, tmp_path / "cut", ahead=True, callbacks=[StopAt(step)])
@@ -110,7 +108,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been_computed(tiny_dire
 
 
 def spoil(run, step):
-    """The loss of one step is not a number."""
+    """Makes the loss of one step NaN."""
     original, count = run.objective.loss, 0
 
     def loss(model, batch):
@@ -124,7 +122,7 @@ def spoil(run, step):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_is_not_finite_stops_the_run_where_it_stood(tiny_directory, tmp_path, ahead):
+def test_nonfinite_step_stops_the_run_before_that_step(tiny_directory, tmp_path, ahead):
     one_each = StepSettings(batch_size=4, batch_tokens=None, micro_batch_tokens=512, pack=True)
     run = trainer(tiny_directory, tmp_path, ahead=ahead, evaluates=False, checkpoint={"every": 100})
     run.stream.settings = one_each
@@ -137,8 +135,8 @@ def test_a_step_that_is_not_finite_stops_the_run_where_it_stood(tiny_directory, 
     assert len(saved["micro_batches"]) == 1
 
 
-def test_a_step_that_is_skipped_leaves_the_next_one_as_it_would_be(tiny_directory, tmp_path):
-    found = []
+def test_skipped_step_does_not_change_the_prefetched_one(tiny_directory, tmp_path):
+    actual = []
     for ahead in (False, True):
         run = trainer(
             tiny_directory, tmp_path / str(ahead), ahead=ahead, evaluates=False, run={"on_nonfinite": "skip"}
@@ -150,11 +148,11 @@ def test_a_step_that_is_skipped_leaves_the_next_one_as_it_would_be(tiny_director
         for row in run.history:
             row["loss"] = str(row["loss"])
             row["grad_norm"] = str(row["grad_norm"])
-        found.append(outcome(run))
-    same(*found)
+        actual.append(outcome(run))
+    same(*actual)
 
 
-def test_a_callback_that_may_touch_the_model_gets_it_alone(tiny_directory, tmp_path, monkeypatch):
+def test_model_callback_prevents_prefetching(tiny_directory, tmp_path, monkeypatch):
     gradients = []
 
     class Theirs(ModelCallback):
@@ -162,13 +160,13 @@ def test_a_callback_that_may_touch_the_model_gets_it_alone(tiny_directory, tmp_p
             gradients.append([p.grad for p in run.trained if p.grad is not None])
 
     run = trainer(tiny_directory, tmp_path, ahead=True, callbacks=[Theirs()], steps=3)
-    seen = order_of(run, monkeypatch)
+    seen = event_order(run, monkeypatch)
     run.fit()
     assert seen == 3 * ["compute", "read"]
     assert gradients == 3 * [[]]
 
 
-def test_a_cpu_and_fp16_never_look_ahead(tiny_directory, tmp_path):
+def test_cpu_and_fp16_do_not_prefetch(tiny_directory, tmp_path):
     torch.manual_seed(0)
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4)
@@ -177,14 +175,14 @@ def test_a_cpu_and_fp16_never_look_ahead(tiny_directory, tmp_path):
 
 
 class Machine:
-    """A host and a device with clocks of their own: the host queues work, the device does it in that order."""
+    """A simulated host and device with separate clocks: the host queues work, the device executes it in order."""
 
     def __init__(self, monkeypatch, run, *, host_s, device_s):
         self.now = self.done = 0.0
         self.host_s, self.device_s = host_s, device_s
         machine, compute = self, run.train_step.gradients
 
-        class FakeMark:
+        class FakeEvent:
             def __init__(self, device):
                 self.at = machine.done = max(machine.now, machine.done)
 
@@ -196,13 +194,12 @@ class Machine:
                 return later.at - self.at
 
         monkeypatch.setattr(run.train_step, "gradients", lambda batches: machine.queue() or compute(batches))
-        monkeypatch.setattr("whet.training.prefetch.Mark", FakeMark)
-        monkeypatch.setattr("whet.training.trainer.Mark", FakeMark)
+        monkeypatch.setattr("whet.training.prefetch.DeviceEvent", FakeEvent)
         monkeypatch.setattr("whet.training.prefetch.time.perf_counter", lambda: machine.now)
-        run.clock.began = run.clock.step_ended = 0.0
+        run.clock.run_start = run.clock.step_end = 0.0
 
     def queue(self):
-        """The device begins with the first piece, and cannot end before it has the last one."""
+        """The device starts with the first kernel, and cannot end before the last one is queued."""
         started = max(self.now, self.done)
         self.now += self.host_s
         self.done = max(started + self.device_s, self.now)
@@ -210,8 +207,10 @@ class Machine:
 
 @pytest.mark.parametrize(("host_s", "device_s"), [(2.0, 0.1), (0.1, 2.0), (1.0, 1.0)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_no_step_seems_faster_than_it_was(tiny_directory, tmp_path, monkeypatch, ahead, host_s, device_s):
-    """A slow host knows late that a step is done: it has queued the next one by then."""
+def test_step_durations_are_not_underestimated(
+    tiny_directory, tmp_path, monkeypatch, ahead, host_s, device_s
+):
+    """A slow host notices late that a step has ended, because it was queueing the next one."""
     monitor = whet.ThroughputMonitor(3, flops_per_token=1e9, peak_tflops=1.0)
     run = trainer(tiny_directory, tmp_path, ahead=ahead, callbacks=[monitor], evaluates=False)
     machine = Machine(monkeypatch, run, host_s=host_s, device_s=device_s)
@@ -225,8 +224,8 @@ def test_no_step_seems_faster_than_it_was(tiny_directory, tmp_path, monkeypatch,
         assert row["mfu"] == pytest.approx(1e9 * row["mean_tokens_per_s"] / 1e12)
 
 
-class LooksAhead(ModelCallback):
-    """Computes ahead on a CPU, too, wherever no callback wants the model."""
+class PrefetchOnCPU(ModelCallback):
+    """Prefetches also on a CPU, unless a callback uses the model."""
 
     def on_train_begin(self, run):
         self.trainer.prefetches = True
@@ -256,10 +255,10 @@ ROUTED = {"model": {**EXPERTS, "balance_bias": True}, "experts": {"bias_rate": 0
     ],
     ids=["routers", "rollouts", "both"],
 )
-def test_routers_are_balanced_and_rollouts_reported_before_the_next_step(sections, tiny_directory, tmp_path):
-    """What depends on a step's own weights must not come after the next one has been computed."""
+def test_router_balancing_and_rollout_metrics_precede_the_next_step(sections, tiny_directory, tmp_path):
+    """Values that depend on a step's weights must be read before the next step is computed."""
     rows, weights = [], []
-    for name, callbacks in (("plain", []), ("ahead", [LooksAhead()])):
+    for name, callbacks in (("plain", []), ("ahead", [PrefetchOnCPU()])):
         plain = {key: value for key, value in sections.items() if key != "model"}
         config = run_config(tiny_directory, tmp_path, **plain, method={"kind": "full"})
         if "model" in sections:

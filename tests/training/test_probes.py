@@ -1,4 +1,4 @@
-"""Probes: their numbers are right, and a run is the same to the bit with and without them."""
+"""Probes: their metrics are correct, and a run is bit-identical with and without them."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from whet.runs.assemble import assembled
 from whet.training.callbacks import Callback, StopRun
 from whet.training.observe.layer_stats import effective_rank, gradient_noise
 from whet.training.observe.preserve_state import preserve_state
-from whet.training.observe.probe_batches import probe_batches, texts_of, units
+from whet.training.observe.probe_batches import documents_of, loss_units, probe_batches
 from whet.training.trainer import Trainer
 
 NAMES = ("gradients", "weights", "activations", "attention", "noise", "rank")
@@ -37,8 +37,8 @@ def rows(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def probed(found):
-    return [{key: row[key] for key in row if key.startswith("exp_")} for row in found if "probe_s" in row]
+def probed(actual):
+    return [{key: row[key] for key in row if key.startswith("exp_")} for row in actual if "probe_s" in row]
 
 
 class StopAt(Callback):
@@ -51,7 +51,7 @@ class StopAt(Callback):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Two steps of full training with every probe after each, and the model afterwards in transformers, in float64."""
+    """Two steps of full training with all probes after each, and the resulting model in transformers, in float64."""
     tmp_path = tmp_path_factory.mktemp("measured")
     write_tiny_model(tmp_path / "deep", num_hidden_layers=LAYERS, initializer_range=0.1)
     model, tokenizer = whet.load(tmp_path / "deep", dtype=torch.float32, device="cpu")
@@ -84,7 +84,7 @@ def measured(tmp_path_factory):
 
 
 def documents(piece):
-    """Tokens and targets of each document, cut out of the packed rows by hand."""
+    """Return the tokens and targets of each document of the packed rows."""
     for batch in piece:
         for row, lengths in enumerate(batch.documents or [(batch.tokens.shape[1],)] * len(batch.tokens)):
             start = 0
@@ -96,7 +96,7 @@ def documents(piece):
 
 
 def reference_gradients(reference, piece):
-    """By layer, of the mean loss over supervised tokens, from transformers."""
+    """Return the gradients by layer of the mean loss over supervised tokens, computed by transformers."""
     reference.zero_grad()
     total, count = 0.0, 0
     for tokens, targets in documents(piece):
@@ -119,7 +119,7 @@ def outside(named):
     return [t for name, t in named.items() if "layers." not in name]
 
 
-def test_gradient_norms_are_those_of_transformers(measured):
+def test_gradient_norms_match_transformers(measured):
     gradients, _ = reference_gradients(measured["reference"], measured["pieces"][0])
     row, expected = measured["row"], [norm(of_layer(gradients, layer)) for layer in range(LAYERS)]
     assert row["exp_grad_norm_layer"] == pytest.approx(expected, rel=1e-4)
@@ -130,7 +130,7 @@ def test_gradient_norms_are_those_of_transformers(measured):
     assert row["exp_grad_norm_largest_layer"] == int(np.argmax(expected))
 
 
-def test_weight_norms_and_the_way_from_the_start(measured):
+def test_weight_norms_and_distance_from_initial_weights(measured):
     row, began = measured["row"], measured["began"]
     now = {name: p.detach() for name, p in measured["model"].named_parameters()}
     way = {name: now[name].double() - began[name].double() for name in now}
@@ -145,7 +145,7 @@ def test_weight_norms_and_the_way_from_the_start(measured):
     assert row["exp_weight_delta"] == pytest.approx(abs(change), rel=1e-2, abs=1e-5)
 
 
-def test_activations_are_those_of_transformers(measured):
+def test_activations_match_transformers(measured):
     outputs = [[] for _ in range(LAYERS)]
     reference = measured["reference"]
     hooks = [
@@ -159,7 +159,7 @@ def test_activations_are_those_of_transformers(measured):
             reference(tokens[None])
     for hook in hooks:
         hook.remove()
-    flat = [torch.cat([x.flatten() for x in found]).numpy() for found in outputs]
+    flat = [torch.cat([x.flatten() for x in actual]).numpy() for actual in outputs]
     sizes = [np.sqrt((x**2).mean()) for x in flat]
     sparse = [(np.abs(x) < 1e-3).mean() for x in flat]
     row = measured["row"]
@@ -172,7 +172,7 @@ def test_activations_are_those_of_transformers(measured):
     assert max(sparse) > 0
 
 
-def test_attention_entropy_is_that_of_transformers(measured):
+def test_attention_entropy_matches_transformers(measured):
     by_layer = [[] for _ in range(LAYERS)]
     with torch.no_grad():
         for tokens, _ in documents(measured["pieces"][0]):
@@ -182,21 +182,21 @@ def test_attention_entropy_is_that_of_transformers(measured):
                 p = weights[0].numpy()  # [heads, T, T]
                 logs = np.log(p, where=p > 0, out=np.zeros_like(p))
                 by_layer[layer] += list((-p * logs).sum(-1).mean(0))
-    expected = [np.mean(found) for found in by_layer]
+    expected = [np.mean(actual) for actual in by_layer]
     row = measured["row"]
     assert row["exp_attn_entropy_layer"] == pytest.approx(expected, rel=1e-4)
     assert row["exp_attn_entropy_mean"] == pytest.approx(np.mean(expected), rel=1e-4)
     assert row["exp_attn_entropy_std"] == pytest.approx(np.std(expected), rel=1e-2)
 
 
-def test_the_noise_scale_is_that_of_the_paper(measured):
-    """Appendix A.1 of arXiv 1812.06162, with parts of unequal size, on gradients of transformers."""
-    found = [reference_gradients(measured["reference"], piece) for piece in measured["pieces"]]
-    sizes = [count for _, count in found]
+def test_noise_scale_matches_the_paper(measured):
+    """Appendix A.1 of arXiv 1812.06162 with batches of unequal size, on gradients of transformers."""
+    actual = [reference_gradients(measured["reference"], piece) for piece in measured["pieces"]]
+    sizes = [count for _, count in actual]
     assert len(set(sizes)) > 1
     total = sum(sizes)
-    both = {name: sum(g[name] * count / total for g, count in found) for name in found[0][0]}
-    big, small = norm(both.values()) ** 2, sum(n / total * norm(g.values()) ** 2 for g, n in found)
+    both = {name: sum(g[name] * count / total for g, count in actual) for name in actual[0][0]}
+    big, small = norm(both.values()) ** 2, sum(n / total * norm(g.values()) ** 2 for g, n in actual)
     harmonic = total / len(sizes)  # parts weighted by size are worth a batch of this size each
     signal = (total * big - harmonic * small) / (total - harmonic)
     noise = (small - big) / (1 / harmonic - 1 / total)
@@ -207,27 +207,27 @@ def test_the_noise_scale_is_that_of_the_paper(measured):
         assert row["exp_simple_noise_scale"] == pytest.approx(noise / signal, rel=1e-2)
 
 
-def test_curvature_is_the_spread_of_the_last_gradient_norms_relative_to_their_mean(tiny_directory, tmp_path):
+def test_loss_curvature_is_the_relative_standard_deviation_of_gradient_norms(tiny_directory, tmp_path):
     def train(name, callbacks=()):
         log = {"probes": {**dict.fromkeys(NAMES), "curvature": 3}}
         return whet.train(
             run_config(tiny_directory, tmp_path, run={"name": name, "steps": 6}, log=log), callbacks
         )
 
-    found = [row for row in rows(train("whole").directory) if "loss" in row]
-    norms = [row["grad_norm"] for row in found]
-    assert "exp_grad_noise_scale" not in found[0], "one norm has no spread"
-    for number, row in enumerate(found[1:], start=2):
+    actual = [row for row in rows(train("whole").directory) if "loss" in row]
+    norms = [row["grad_norm"] for row in actual]
+    assert "exp_grad_noise_scale" not in actual[0], "one norm has no spread"
+    for number, row in enumerate(actual[1:], start=2):
         last = norms[max(0, number - 3) : number]
         assert row["exp_grad_noise_scale"] == pytest.approx(np.std(last) / np.mean(last), rel=1e-9)
     resumed = whet.resume(train("cut", [StopAt(2)]).directory)
     again = [row for row in rows(resumed.directory) if "loss" in row]
     assert [row.get("exp_grad_noise_scale") for row in again] == [
-        row.get("exp_grad_noise_scale") for row in found
+        row.get("exp_grad_noise_scale") for row in actual
     ]
 
 
-def test_steps_without_a_finite_gradient_are_no_part_of_the_curvature():
+def test_loss_curvature_ignores_nonfinite_gradients():
     probe = whet.LossCurvature()
     for value in (1.0, math.nan, math.inf, 3.0):
         metrics = {"grad_norm": value}
@@ -239,7 +239,7 @@ def test_steps_without_a_finite_gradient_are_no_part_of_the_curvature():
 
 
 @pytest.mark.parametrize("eps", [1e-3, 0.5, 1e9])
-def test_what_counts_as_sparse_can_be_set(measured, tiny_directory, eps):
+def test_sparsity_threshold(measured, tiny_directory, eps):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     pieces = measured["pieces"]
     probe = whet.ActivationStats(pieces[0], eps=eps)
@@ -248,25 +248,25 @@ def test_what_counts_as_sparse_can_be_set(measured, tiny_directory, eps):
     )
     outputs = []
     hook = model.layers[0].register_forward_hook(lambda _, __, out: outputs.append(out.flatten()))
-    found = probe.measure()
+    actual = probe.measure()
     hook.remove()
-    assert found["exp_act_sparsity_layer"][0] == pytest.approx(
+    assert actual["exp_act_sparsity_layer"][0] == pytest.approx(
         (torch.cat(outputs).abs() < eps).double().mean()
     )
-    with pytest.raises(ConfigError, match="eps must be above 0"):
+    with pytest.raises(ConfigError, match="eps must be > 0"):
         whet.ActivationStats(pieces[0], eps=0.0)
 
 
-def test_the_estimates_of_signal_and_noise_have_no_bias():
+def test_signal_and_noise_estimates_are_unbiased():
     rng = np.random.default_rng(0)
     truth, deviation, sizes = np.full(20, 0.3), 2.0, [3, 5, 9, 20]
-    found = []
+    actual = []
     for _ in range(4000):
         parts = [truth + rng.normal(0, deviation, (n, 20)).mean(0) for n in sizes]
         mean = sum(n * part for n, part in zip(sizes, parts, strict=True)) / sum(sizes)
         estimate = gradient_noise(sizes, [float(p @ p) for p in parts], float(mean @ mean))
-        found.append((estimate.signal, estimate.noise))
-    signal, noise = np.mean(found, 0)
+        actual.append((estimate.signal, estimate.noise))
+    signal, noise = np.mean(actual, 0)
     assert signal == pytest.approx(20 * 0.3**2, rel=0.05)
     assert noise == pytest.approx(20 * deviation**2, rel=0.02)
     assert gradient_noise([1, 1], [1.0, 1.0], 0.0).scale is None, "nothing but noise"
@@ -279,7 +279,7 @@ def entropy_rank(matrix):
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def test_effective_ranks_are_those_of_the_singular_values(measured):
+def test_effective_ranks_match_the_singular_values(measured):
     now = {name: p.detach() for name, p in measured["model"].named_parameters() if p.ndim == 2}
     row = measured["row"]
     expected = [np.mean([entropy_rank(t) for t in of_layer(now, layer)]) for layer in range(LAYERS)]
@@ -310,8 +310,8 @@ KINDS = {
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "fp16" else ()) for kind in KINDS]
 )
-def test_a_run_is_the_same_to_the_bit_with_probes_and_without(tiny_directory, tmp_path, kind):
-    """Also when it is stopped, and goes on."""
+def test_probes_do_not_change_a_run(tiny_directory, tmp_path, kind):
+    """Also after a stop and a resume."""
     sections = {**KINDS[kind], "run": {**KINDS[kind].get("run", {}), "steps": 5}}
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", **sections))
     looked_at = {
@@ -325,9 +325,9 @@ def test_a_run_is_the_same_to_the_bit_with_probes_and_without(tiny_directory, tm
     for other in (watched, second):
         for part in ("weights", "optimizer"):
             name = f"checkpoints/step-000005/{part}.safetensors"
-            expected, found = load_file(plain.directory / name), load_file(other.directory / name)
-            assert expected.keys() == found.keys()
-            assert all(torch.equal(expected[key], found[key]) for key in expected)
+            expected, actual = load_file(plain.directory / name), load_file(other.directory / name)
+            assert expected.keys() == actual.keys()
+            assert all(torch.equal(expected[key], actual[key]) for key in expected)
     assert [row["step"] for row in rows(watched.directory) if "probe_s" in row] == [2, 4]
     assert probed(rows(watched.directory)) == probed(rows(second.directory)), "the start is kept, to the bit"
     assert [row["loss"] for row in rows(plain.directory) if "loss" in row] == [
@@ -336,8 +336,8 @@ def test_a_run_is_the_same_to_the_bit_with_probes_and_without(tiny_directory, tm
 
 
 @pytest.mark.slow
-def test_compiled_layers_stay_as_they_are(tiny_directory, tmp_path):
-    """Hooks, other modes and other shapes do not use up recompilations: the same graphs, the same bits."""
+def test_probes_do_not_recompile_layers(tiny_directory, tmp_path):
+    """Hooks, modes and shapes of probes cause no recompilation: graphs and results stay the same."""
     finals = []
     for name, log in (("plain", {}), ("watched", {"probes": dict.fromkeys(NAMES, 1)})):
         config = run_config(tiny_directory, tmp_path / name, run={"steps": 3, "compile": True}, log=log)
@@ -347,19 +347,19 @@ def test_compiled_layers_stay_as_they_are(tiny_directory, tmp_path):
     assert all(torch.equal(finals[0][key], finals[1][key]) for key in finals[0])
 
 
-def test_with_adapters_only_what_trains_is_measured(tiny_directory, tmp_path):
+def test_probes_measure_only_trained_parameters(tiny_directory, tmp_path):
     config = run_config(
         tiny_directory, tmp_path, method={"kind": "lora", "layers": 1}, run={"steps": 2}, log={"probes": ALL}
     )
-    [found] = probed(rows(whet.train(config).directory))
+    [actual] = probed(rows(whet.train(config).directory))
     for key in ("exp_grad_norm_layer", "exp_weight_norm_layer", "exp_effective_rank_layer"):
-        assert found[key][0] is None, "the first layer has no adapters"
-        assert found[key][1] > 0
-    assert found["exp_grad_norm_largest_layer"] == 1
-    assert None not in found["exp_act_norm_layer"]
+        assert actual[key][0] is None, "the first layer has no adapters"
+        assert actual[key][1] > 0
+    assert actual["exp_grad_norm_largest_layer"] == 1
+    assert None not in actual["exp_act_norm_layer"]
 
 
-def test_models_with_experts_and_without_attention(tmp_path):
+def test_probes_of_moe_and_attention_free_models(tmp_path):
     model = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers": 2, "experts": 4}
     config = {
         "model": model,
@@ -370,19 +370,19 @@ def test_models_with_experts_and_without_attention(tmp_path):
         "run": {"dir": str(tmp_path), "steps": 2, "batch_tokens": 256, "device": "cpu", "precision": "fp32"},
     }
     result = whet.train(config)
-    [found] = probed(rows(result.directory))
+    [actual] = probed(rows(result.directory))
     weights = load_file(result.directory / "checkpoints" / "step-000002" / "weights.safetensors")
     ranks = []
     for name, tensor in weights.items():
         if "layers.1." in name and tensor.ndim >= 2:
             matrices = tensor if tensor.ndim == 3 else tensor[None]
             ranks += [entropy_rank(matrix) for matrix in matrices]
-    assert found["exp_effective_rank_layer"][1] == pytest.approx(np.mean(ranks), rel=1e-6)
-    assert len(found["exp_attn_entropy_layer"]) == 2
+    assert actual["exp_effective_rank_layer"][1] == pytest.approx(np.mean(ranks), rel=1e-6)
+    assert len(actual["exp_attn_entropy_layer"]) == 2
 
 
 def bridged(directory, kind):
-    """A small model that whet has no family for, with the tiny tokenizer."""
+    """Save a small model of an architecture without native support, with the tiny tokenizer."""
     sizes = {
         "gpt_neox": {"intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 512},
         "mamba": {"state_size": 8, "time_step_rank": 4},
@@ -397,7 +397,7 @@ def bridged(directory, kind):
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "mamba"])
-def test_models_behind_the_bridge(tmp_path, kind, caplog):
+def test_probes_of_bridge_models(tmp_path, kind, caplog):
     directory = bridged(tmp_path / kind, kind)
     method = (
         {"kind": "full"} if kind == "mamba" else {"kind": "lora", "rank": 4, "targets": ["query_key_value"]}
@@ -405,19 +405,21 @@ def test_models_behind_the_bridge(tmp_path, kind, caplog):
     sections = {"method": method, "data": {"max_length": 64, "valid": None}, "run": {"steps": 3}}
     plain = whet.train(run_config(directory, tmp_path / "plain", **sections))
     result = whet.train(run_config(directory, tmp_path / "watched", **sections, log={"probes": ALL}))
-    found = probed(rows(result.directory))
-    assert len(found) == 1
+    actual = probed(rows(result.directory))
+    assert len(actual) == 1
     assert all(
         len(row[f"exp_{name}_layer"]) == 2
-        for row in found
+        for row in actual
         for name in ("grad_norm", "weight_distance", "act_norm")
     )
     if kind == "gpt_neox":
-        assert all(entropy > 0 for row in found for entropy in row["exp_attn_entropy_layer"])
+        assert all(entropy > 0 for row in actual for entropy in row["exp_attn_entropy_layer"])
     else:
-        assert "exp_attn_entropy_mean" not in found[0]
+        assert "exp_attn_entropy_mean" not in actual[0]
         assert (
-            caplog.text.count("AttentionEntropy is off from here on: ModelError: MambaForCausalLM gives no")
+            caplog.text.count(
+                "AttentionEntropy is disabled, because it failed: ModelError: MambaForCausalLM gives no"
+            )
             == 1
         )
     name = "checkpoints/step-000003/weights.safetensors"
@@ -426,7 +428,7 @@ def test_models_behind_the_bridge(tmp_path, kind, caplog):
 
 
 @pytest.mark.parametrize("kind", ["qlora", "classify"])
-def test_quantised_bases_and_classifiers(tiny_directory, tmp_path, kind):
+def test_probes_of_quantized_models_and_classifiers(tiny_directory, tmp_path, kind):
     sections = {"run": {"steps": 3}, **({"method": {"kind": "qlora", "rank": 4}} if kind == "qlora" else {})}
     if kind == "classify":
         texts = [{"input": f"{word} {n}", "label": word} for n in range(12) for word in ("red", "blue")]
@@ -435,19 +437,19 @@ def test_quantised_bases_and_classifiers(tiny_directory, tmp_path, kind):
         sections["data"] = {"train": str(tmp_path / "texts.jsonl"), "valid": None, "max_length": 64}
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", **sections))
     result = whet.train(run_config(tiny_directory, tmp_path / "watched", **sections, log={"probes": ALL}))
-    found = probed(rows(result.directory))
-    assert len(found) == 1
+    actual = probed(rows(result.directory))
+    assert len(actual) == 1
     assert all(
         {"exp_grad_norm_mean", "exp_weight_delta", "exp_attn_entropy_mean", "exp_grad_noise"} <= set(row)
-        for row in found
+        for row in actual
     )
-    assert (found[0]["exp_grad_norm_rest"] > 0) == (kind == "classify"), "the head is outside the layers"
+    assert (actual[0]["exp_grad_norm_rest"] > 0) == (kind == "classify"), "the head is outside the layers"
     name = "checkpoints/step-000003/weights.safetensors"
     expected, weights = load_file(plain.directory / name), load_file(result.directory / name)
     assert all(torch.equal(expected[key], weights[key]) for key in expected)
 
 
-def test_rows_of_numbers_have_no_attention(tmp_path, caplog):
+def test_probes_of_models_of_numeric_rows(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="whet")
     config = {
         "model": {"quality": "nano"},
@@ -462,18 +464,18 @@ def test_rows_of_numbers_have_no_attention(tmp_path, caplog):
             "precision": "fp32",
         },
     }
-    [found] = probed(rows(whet.train(config).directory))
+    [actual] = probed(rows(whet.train(config).directory))
     assert {
         "exp_grad_norm_mean",
         "exp_weight_delta",
         "exp_effective_rank_mean",
         "exp_grad_noise",
-    } <= found.keys()
-    assert not any(key.startswith(("exp_act", "exp_attn")) for key in found)
+    } <= actual.keys()
+    assert not any(key.startswith(("exp_act", "exp_attn")) for key in actual)
     assert caplog.text.count("no activations and no attention") == 1
 
 
-def test_grpo_has_no_batch_to_look_at(tiny_directory, tmp_path, caplog):
+def test_grpo_has_no_probe_batches(tiny_directory, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="whet")
     reward = {"function": "length", "arguments": {"longest": 2, "margin": 20}}
     objective = {
@@ -487,12 +489,12 @@ def test_grpo_has_no_batch_to_look_at(tiny_directory, tmp_path, caplog):
     config = run_config(
         tiny_directory, tmp_path, objective=objective, data=data, run={"batch_size": 2, "steps": 2}, log={"probes": ALL}
     )  # fmt: skip
-    [found] = probed(rows(whet.train(config).directory))
-    assert {key.split("_")[1] for key in found} == {"weight", "effective"}
+    [actual] = probed(rows(whet.train(config).directory))
+    assert {key.split("_")[1] for key in actual} == {"weight", "effective"}
     assert caplog.text.count("probes: only curvature, weights and rank") == 1
 
 
-def test_a_mix_is_probed_in_all_its_parts(tiny_directory, tmp_path):
+def test_probes_of_a_mix_cover_all_parts(tiny_directory, tmp_path):
     parts = [
         {"name": "a", "objective": {"kind": "sft"}, "data": {"train": "synth:house:12", "max_length": 256}},
         {
@@ -509,20 +511,20 @@ def test_a_mix_is_probed_in_all_its_parts(tiny_directory, tmp_path):
         log={"probes": ALL},
     )
     del config["data"]
-    [found] = probed(rows(whet.train(config).directory))
-    assert found["exp_grad_norm_mean"] > 0
-    assert "exp_attn_entropy_mean" in found
+    [actual] = probed(rows(whet.train(config).directory))
+    assert actual["exp_grad_norm_mean"] > 0
+    assert "exp_attn_entropy_mean" in actual
 
 
-def test_a_probe_that_fails_is_dropped_and_the_run_goes_on(tiny_directory, tmp_path, caplog, monkeypatch):
+def test_failing_probe_is_disabled_and_the_run_continues(tiny_directory, tmp_path, caplog, monkeypatch):
     def fail(self):
         raise torch.OutOfMemoryError("no more\nof it")
 
     monkeypatch.setattr(whet.EffectiveRank, "measure", fail)
     result = whet.train(run_config(tiny_directory, tmp_path, log={"probes": ALL}))
     assert result.steps == 4
-    assert caplog.text.count("EffectiveRank is off from here on: OutOfMemoryError: no more") == 1
-    assert all("exp_grad_norm_mean" in found for found in probed(rows(result.directory)))
+    assert caplog.text.count("EffectiveRank is disabled, because it failed: OutOfMemoryError: no more") == 1
+    assert all("exp_grad_norm_mean" in actual for actual in probed(rows(result.directory)))
 
 
 def test_rows_with_probes_are_always_written(tiny_directory, tmp_path):
@@ -530,21 +532,21 @@ def test_rows_with_probes_are_always_written(tiny_directory, tmp_path):
     assert [row["step"] for row in rows(result.directory) if "loss" in row] == [2, 3, 4]
 
 
-def test_a_start_that_was_not_kept_is_said(tiny_directory, tmp_path, caplog):
-    """Probes may be asked for on resume: then the way from the start is not known."""
+def test_missing_initial_weights_are_logged(tiny_directory, tmp_path, caplog):
+    """If probes are enabled on resume, the distance from the initial weights is unknown."""
     first = whet.train(run_config(tiny_directory, tmp_path), [StopAt(2)])
     text = (first.directory / "config.yaml").read_text()
     (first.directory / "config.yaml").write_text(
         text.replace("probes: null", "probes: {weights: 1, curvature: null}")
     )
-    found = probed(rows(whet.resume(first.directory).directory))
-    assert [sorted(row) for row in found] == [
+    actual = probed(rows(whet.resume(first.directory).directory))
+    assert [sorted(row) for row in actual] == [
         ["exp_weight_norm", "exp_weight_norm_layer", "exp_weight_norm_rest"]
     ] * 2
     assert "exp_weight_distance is not measured" in caplog.text
 
 
-def test_the_probe_batch_is_the_same_wherever_the_stream_stands(tiny_directory):
+def test_probe_batches_do_not_depend_on_the_stream_position(tiny_directory):
     settings = StepSettings(batch_size=3, batch_tokens=None, micro_batch_tokens=64, pack=True)
     examples = random_examples(40, longest=30)
     stream = BatchStream(examples, settings, seed=0)
@@ -555,7 +557,7 @@ def test_the_probe_batch_is_the_same_wherever_the_stream_stands(tiny_directory):
     fresh = BatchStream(examples, settings, seed=0)
     for [batch] in pieces:
         assert torch.equal(batch.tokens, next(fresh)[0].tokens)
-    texts = texts_of(pieces[0], tokens=10)
+    texts = documents_of(pieces[0], tokens=10)
     assert sum(text.numel() for text in texts) == 10
     assert torch.equal(texts[0][0], pieces[0][0].tokens[0, : texts[0].shape[1]])
 
@@ -572,13 +574,13 @@ def test_the_probe_batch_is_the_same_wherever_the_stream_stands(tiny_directory):
         ({"sinks": ["wandb", "wandb"]}, "a sink is listed twice"),
     ],
 )
-def test_bad_input_is_named(tiny_directory, tmp_path, log, message):
+def test_invalid_settings_are_errors(tiny_directory, tmp_path, log, message):
     with pytest.raises(ConfigError) as caught:
         make_config(run_config(tiny_directory, tmp_path, log=log))
     assert message in str(caught.value)
 
 
-def test_looking_leaves_no_trace(tiny):
+def test_preserve_state_restores_everything(tiny):
     model, _ = tiny
     model.train()
     model.layers[1].eval()  # somebody's own choice
@@ -590,14 +592,14 @@ def test_looking_leaves_no_trace(tiny):
         assert not any(module.training for module in model.modules())
         torch.rand(5), random.random(), np.random.rand()
         raise ZeroDivisionError
-    found = torch.rand(3), random.random(), np.random.rand()
-    assert torch.equal(found[0], expected[0])
-    assert found[1:] == expected[1:]
+    actual = torch.rand(3), random.random(), np.random.rand()
+    assert torch.equal(actual[0], expected[0])
+    assert actual[1:] == expected[1:]
     assert [module.training for module in model.modules()] == modes
 
 
-def test_only_steps_with_a_measurement_are_not_computed_ahead(tiny_directory, tmp_path, monkeypatch):
-    """A GPU is given the next step before this one's numbers are read: not where a probe looks at the model."""
+def test_only_steps_with_a_measurement_prevent_prefetching(tiny_directory, tmp_path, monkeypatch):
+    """The next step is prefetched before metrics are read, except at steps where a probe uses the model."""
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", run={"steps": 6}))
     seen, may = {}, Trainer._may_prefetch
     monkeypatch.setattr(Trainer, "_may_prefetch", lambda run, step: seen.setdefault(step, may(run, step)))
@@ -623,7 +625,7 @@ def test_only_steps_with_a_measurement_are_not_computed_ahead(tiny_directory, tm
         ({"kind": "classify", "classes": ["even", "odd"], "probe": False}, "texts"),
     ],
 )
-def test_a_batch_is_counted_in_units_of_its_first_term(objective, wanted, tiny_directory, tmp_path):
+def test_loss_units_are_those_of_the_first_term(objective, wanted, tiny_directory, tmp_path):
     kinds = {"dpo": "synth:house-pairs:16", "mtp": "synth:house:16", "classify": f"{tmp_path}/marked.jsonl"}
     lines = [{"input": f"text {i}", "label": ["even", "odd"][i % 2]} for i in range(16)]
     (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -632,4 +634,4 @@ def test_a_batch_is_counted_in_units_of_its_first_term(objective, wanted, tiny_d
     with assembled(config) as work:
         batch = next(work.stream)[0]
         counts = {"pairs": len(batch.origins) / 2, "tokens": batch.supervised, "texts": len(batch.origins)}
-        assert units(work.objective, [batch]) == pytest.approx(counts[wanted])
+        assert loss_units(work.objective, [batch]) == pytest.approx(counts[wanted])

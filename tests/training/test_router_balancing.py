@@ -1,4 +1,4 @@
-"""Runs of models with experts: rows, the bias that balances, collapse, resume, groups by name."""
+"""Runs of mixture-of-experts models: metrics rows, balancing bias, collapse, resume, parameter groups."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ SMALL = {"preset": "nano-moe", "d_model": 32, "heads": 2, "width": 16, "layers":
 
 
 def config(tmp_path, *, model=None, **sections):
-    found = {
+    actual = {
         "model": {**SMALL, **(model or {})},
         "method": {"kind": "full"},
         "data": {
@@ -38,8 +38,8 @@ def config(tmp_path, *, model=None, **sections):
         "run": {"name": "moe", "dir": str(tmp_path), "steps": 3, "batch_tokens": 512, "device": "cpu", "precision": "fp32"},
     }  # fmt: skip
     for name, keys in sections.items():
-        found[name] = {**found.get(name, {}), **keys}
-    return found
+        actual[name] = {**actual.get(name, {}), **keys}
+    return actual
 
 
 def rows(result):
@@ -47,14 +47,14 @@ def rows(result):
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-def test_every_row_has_the_routers_numbers(tmp_path, caplog):
+def test_every_row_has_router_metrics(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "whet"):
         result = whet.train(
             config(tmp_path, experts={"load_balancing": 0.01, "z_loss": 1e-3}, run={"grad_checkpoint": True})
         )
-    found = rows(result)
-    assert [row["step"] for row in found] == [1, 2, 3]
-    for row in found:
+    actual = rows(result)
+    assert [row["step"] for row in actual] == [1, 2, 3]
+    for row in actual:
         assert STATISTICS not in row
         assert len(row["per_expert_share"]) == 4
         assert sum(row["per_expert_share"]) == pytest.approx(1, abs=1e-4)
@@ -63,9 +63,9 @@ def test_every_row_has_the_routers_numbers(tmp_path, caplog):
         assert row["router_layers"] == [0, 1]
         assert row["load_balancing_loss"] >= 1.9
     said = caplog.text
-    assert "experts: 4 in each of 2 layers, 2 for a token; computed by one grouped matmul" in said
-    assert "load_balancing_loss is a mean over micro-batches" in said
-    assert not any("router" in key for row in found for key in row if key.startswith("eval"))
+    assert "experts: 4 in each of 2 layers, 2 per token; computed by one grouped matmul" in said
+    assert "load_balancing_loss is averaged over micro-batches" in said
+    assert not any("router" in key for row in actual for key in row if key.startswith("eval"))
 
 
 class StopAfter(Callback):
@@ -76,7 +76,7 @@ class StopAfter(Callback):
         return StopRun("enough for now", unfinished=True) if step == self.step else None
 
 
-def test_a_resumed_run_with_a_bias_is_the_uninterrupted_one(tmp_path):
+def test_resumed_run_with_bias_equals_an_uninterrupted_one(tmp_path):
     settings = {
         "model": {"balance_bias": True, "router": "sigmoid", "shared_experts": 1},
         "experts": {"bias_rate": 0.05},
@@ -99,8 +99,8 @@ def test_a_resumed_run_with_a_bias_is_the_uninterrupted_one(tmp_path):
     assert torch.equal(mixtures(checkpoint)[1].expert_bias, biases[1])
 
 
-def test_the_bias_brings_a_skewed_router_back_to_balance(tmp_path):
-    """On a model whose router prefers two of four experts for every token."""
+def test_bias_balances_a_skewed_router(tmp_path):
+    """Uses a model whose router prefers two of four experts for every token."""
     spec = preset_spec(
         "nano-moe", **{k: v for k, v in SMALL.items() if k != "preset"}, balance_bias=True, vocab_size=50
     )
@@ -121,7 +121,7 @@ def test_the_bias_brings_a_skewed_router_back_to_balance(tmp_path):
     assert max(violations[-5:]) < 0.2
 
 
-def test_an_even_load_leaves_the_bias_however_its_parts_are_added_up():
+def test_even_load_does_not_change_the_bias_in_any_summation_order():
     spec = ExpertsSpec(experts=4, top_k=2, width=16, balance_bias=True)
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -138,7 +138,7 @@ def test_an_even_load_leaves_the_bias_however_its_parts_are_added_up():
         assert layer.expert_bias.tolist() == pytest.approx([-0.01, 0.01, 0.01, 0.01])
 
 
-def test_a_skipped_step_leaves_the_bias(tmp_path):
+def test_skipped_step_does_not_change_the_bias(tmp_path):
     model = from_scratch(preset_spec("nano-moe", layers=1, balance_bias=True), seed=0)
     counts = torch.zeros(1, 8)
     counts[0, 0] = 5.0
@@ -150,7 +150,7 @@ def test_a_skipped_step_leaves_the_bias(tmp_path):
     assert mixtures(model)[0].expert_bias.tolist() == pytest.approx([-0.1] + 7 * [0.1])
 
 
-def test_collapse_is_said_once_with_its_step_and_layer(caplog):
+def test_collapse_is_logged_once_with_step_and_layer(caplog):
     model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
     metrics = RouterMetrics(mixtures(model), [0, 1])
     even, gone = torch.full((8,), 50.0), torch.tensor([200.0, 190, 10, 0, 0, 0, 0, 0])
@@ -168,20 +168,19 @@ def test_collapse_is_said_once_with_its_step_and_layer(caplog):
     step(4, gone, gone)
     [record] = caplog.records
     assert (
-        "step 3: routers have collapsed: of 8 experts a layer, so many are in use: layer 1 (2."
-        in record.getMessage()
+        "step 3: routers have collapsed: experts in use, of 8 per layer: layer 1 (2." in record.getMessage()
     )
     again = RouterMetrics(mixtures(model), [0, 1])
     again.restore(json.loads(json.dumps(metrics.state())))
     assert again.warned
 
 
-def test_effective_experts_are_counted():
+def test_effective_experts():
     assert effective_experts(np.array([0.25] * 4)) == pytest.approx(4)
     assert effective_experts(np.array([0.5, 0.5, 0, 0])) == pytest.approx(2)
 
 
-def test_routers_have_a_rate_of_their_own_by_name(tmp_path):
+def test_router_learning_rate_by_parameter_name(tmp_path):
     made = make_config(config(tmp_path, optim={"router_lr_scale": 0.1}))
     model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
     groups = parameter_groups(made.optim_groups, model)
@@ -189,7 +188,7 @@ def test_routers_have_a_rate_of_their_own_by_name(tmp_path):
     assert {id(p) for p in routers.parameters} == {id(layer.gate.weight) for layer in mixtures(model)}
 
 
-def test_routers_have_it_in_a_loop_of_ones_own_too():
+def test_router_learning_rate_in_custom_loops():
     model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
     optimizer = whet.create_optimizer(Optim(lr=0.5, router_lr_scale=0.1), model)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -202,19 +201,25 @@ def test_routers_have_it_in_a_loop_of_ones_own_too():
     [
         (
             {"model": {"preset": "nano"}, "experts": {"z_loss": 0.1}},
-            "experts.z_loss: this model has no experts",
+            "experts.z_loss: whet finds no experts in this model",
         ),
-        ({"experts": {"bias_rate": 0.1}}, "experts.bias_rate: this model has no bias"),
+        (
+            {"experts": {"bias_rate": 0.1}},
+            "experts.bias_rate: the routers of this model have no balancing bias",
+        ),
         (
             {"model": {"preset": "nano"}, "optim": {"router_lr_scale": 0.1}},
-            "^optim.router_lr_scale: no router is trained",
+            "^optim.router_lr_scale: no routers are trained",
         ),
-        ({"optim": {"groups": {"[.]mlp[.]gate[.]x": {}}}}, "^optim.groups: .* is in no trainable parameter"),
+        (
+            {"optim": {"groups": {"[.]mlp[.]gate[.]x": {}}}},
+            "^optim.groups: .* matches no trainable parameter",
+        ),
         ({"experts": {"balance": 0.1}}, "balance"),
         ({"experts": {"z_loss": -1}}, "z_loss"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(tmp_path, changes, message):
+def test_unsupported_settings_are_errors(tmp_path, changes, message):
     made = config(tmp_path, **changes)
     if made["model"]["preset"] == "nano":
         del made["model"]["experts"]
@@ -222,7 +227,7 @@ def test_what_the_model_cannot_do_is_refused(tmp_path, changes, message):
         whet.train(made)
 
 
-def test_a_bias_that_an_adapter_cannot_hold_is_refused(tmp_path):
+def test_bias_with_adapters_is_an_error(tmp_path):
     made = {**config(tmp_path, experts={"bias_rate": 0.1}), "model": "any", "method": {"kind": "lora"}}
     with pytest.raises(ConfigError, match="adapters cannot store the router bias"):
         make_config(made)
@@ -230,7 +235,7 @@ def test_a_bias_that_an_adapter_cannot_hold_is_refused(tmp_path):
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_lora_on_experts_and_routers_trains_and_saves(tmp_path, method):
-    """Of a run's own base; what adapts nothing stays as it is."""
+    """Trains adapters on the base of another run; other parameters stay unchanged."""
     base = whet.train(config(tmp_path))
     result = whet.train(
         {
@@ -250,8 +255,8 @@ def test_lora_on_experts_and_routers_trains_and_saves(tmp_path, method):
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
 
 
-def test_other_objectives_report_routers_too(tmp_path, tiny_directory):
-    """DPO runs the model with its adapters off as well, which is not counted: its batches have two examples a pair."""
+def test_other_objectives_report_router_metrics(tmp_path, tiny_directory):
+    """DPO also runs the model without adapters, which is not counted; its batches have two examples per pair."""
     base = whet.train(config(tmp_path, model={"tokenizer": str(tiny_directory)}))
     made = config(
         tmp_path, run={"name": "dpo", "steps": 1, "batch_size": 2}, experts={"load_balancing": 0.01}
@@ -272,8 +277,8 @@ def test_other_objectives_report_routers_too(tmp_path, tiny_directory):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
-def test_every_optimizer_moves_experts_and_routers(name, tmp_path):
-    """Weights of experts have three dimensions."""
+def test_every_optimizer_updates_experts_and_routers(name, tmp_path):
+    """Expert weights have three dimensions."""
     result = whet.train(config(tmp_path, optim={"name": name, "weight_decay": 0.1}, run={"steps": 2}))
     model, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
     fresh = from_scratch(model.spec, seed=0)

@@ -1,4 +1,4 @@
-"""FLOPs of a training step against what torch counts while one is made."""
+"""FLOPs of a training step, compared with torch's counter."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def build(method, **shape):
 
 
 def counted(model, objective):
-    """FLOPs of one step a token, less what whole squares of scores cost above their visible half."""
+    """Return the FLOPs of one step per token, with causal scores counted as half a square."""
     rows = [
         [Example(list(range(LENGTH + 1)), [True] * (LENGTH + 1), str(i), values=(0.0,))] for i in range(ROWS)
     ]
@@ -45,7 +45,7 @@ def counted(model, objective):
 
 
 def squared_scores(monkeypatch):
-    """torch's counter sees the whole square of scores, so that is what is counted here, too."""
+    """Count the full square of attention scores, as torch's counter does."""
     from whet.models import costs
 
     def every_pair(attention, length):
@@ -71,14 +71,14 @@ def squared_scores(monkeypatch):
     ],
     ids=str,
 )
-def test_a_step_is_counted_as_torch_counts_it(method, shape, monkeypatch):
+def test_step_flops_match_torch(method, shape, monkeypatch):
     squared_scores(monkeypatch)
     model = build(method, **shape)
     ours = step_flops(model, SFT(), length=LENGTH)
     assert ours.computed == pytest.approx(counted(model, SFT()), rel=0.01)
 
 
-def test_recomputing_costs_a_forward_and_is_no_model_flop(monkeypatch):
+def test_recomputation_is_not_counted_as_model_flops(monkeypatch):
     squared_scores(monkeypatch)
     model = build("full")
     plain = step_flops(model, SFT(), length=LENGTH)
@@ -89,7 +89,7 @@ def test_recomputing_costs_a_forward_and_is_no_model_flop(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dpo-offline", "dpo-model", "dpo-adapters", "distill", "mtp"])
-def test_other_models_and_heads_are_counted(kind, monkeypatch):
+def test_flops_of_frozen_models_and_heads(kind, monkeypatch):
     squared_scores(monkeypatch)
     model = build("lora" if kind == "dpo-adapters" else "full")
     objective = {
@@ -103,12 +103,12 @@ def test_other_models_and_heads_are_counted(kind, monkeypatch):
     assert ours.computed == pytest.approx(counted(model, objective), rel=0.01)
 
 
-def test_training_everything_takes_three_forwards():
+def test_full_training_takes_three_forward_passes():
     model = build("full")
     assert training_flops_per_token(model, length=100) == pytest.approx(3 * flops_per_token(model.spec, 100))
 
 
-def test_frozen_weights_save_the_third_that_is_their_gradient():
+def test_frozen_weights_save_their_weight_gradient():
     full, lora = build("full", layers=12), build({"rank": 1}, layers=12)
     share = training_flops_per_token(lora, length=64) / training_flops_per_token(full, length=64)
     assert 0.66 < share < 0.75

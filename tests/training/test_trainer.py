@@ -1,4 +1,4 @@
-"""The trainer: what it logs, when it evaluates, saves and stops, and that a bad step changes nothing."""
+"""The trainer: metrics, evaluations, checkpoints, stops, and steps with non-finite values."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
 from whet.objectives.objective import Loss, Objective
 from whet.objectives.sft import SFT
-from whet.training.callbacks import Callback, Injector, StopRun, named, stored_states
+from whet.training.callbacks import Callback, Injector, StopRun, upgrade_state_names, with_state_names
 from whet.training.checkpoint import load_checkpoint, save_checkpoint
 from whet.training.early_stopping import EarlyStopping
 from whet.training.observe.metrics_logger import MetricsLogger
@@ -64,7 +64,7 @@ class Recorder(Callback):
         self.calls.append(("end", result.steps))
 
 
-def test_evaluation_before_the_first_step_at_intervals_and_after_the_last(tiny_directory):
+def test_evaluations_before_during_and_after_training(tiny_directory):
     recorder = Recorder()
     trainer(tiny_directory, callbacks=[recorder], run={"steps": 5}, eval={"every": 2}).fit()
     events = [event for event in recorder.calls if event[0] in ("eval", "step")]
@@ -76,13 +76,13 @@ def test_evaluation_before_the_first_step_at_intervals_and_after_the_last(tiny_d
     assert recorder.calls[-1] == ("end", 5)
 
 
-def test_an_evaluation_due_at_the_last_step_happens_once(tiny_directory):
+def test_evaluation_due_at_the_last_step_runs_once(tiny_directory):
     recorder = Recorder()
     trainer(tiny_directory, callbacks=[recorder], run={"steps": 4}, eval={"every": 2}).fit()
     assert [step for kind, step in recorder.calls if kind == "eval"] == [0, 2, 4]
 
 
-def test_a_training_row_has_every_promised_field(tiny_directory):
+def test_training_row_has_all_documented_fields(tiny_directory):
     result = trainer(tiny_directory).fit()
     row = next(row for row in result.history if "loss" in row)
     assert row.keys() >= {
@@ -97,7 +97,7 @@ def test_a_training_row_has_every_promised_field(tiny_directory):
     assert evaluation["eval_perplexity"] == pytest.approx(math.exp(evaluation["eval_loss"]))
 
 
-def test_the_evaluation_loss_is_weighted_by_tokens(tiny_directory):
+def test_evaluation_loss_is_weighted_by_tokens(tiny_directory):
     run = trainer(tiny_directory)
     examples = random_examples(5, seed=4)
     whole = run.evaluate(evaluation_batches(examples, SETTINGS))["eval_loss"]
@@ -119,7 +119,7 @@ def test_grad_norm_is_reported_before_clipping_and_the_update_is_clipped(tiny_di
     assert moved == pytest.approx(1e-4 * metrics["lr"], rel=1e-2)
 
 
-def test_training_lowers_the_loss(tiny_directory):
+def test_training_reduces_the_loss(tiny_directory):
     result = trainer(tiny_directory, run={"steps": 30}, examples=random_examples(4)).fit()
     losses = [row["loss"] for row in result.history if "loss" in row]
     assert losses[-1] < losses[0] - 1.0
@@ -139,7 +139,7 @@ def poison(run, at):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion", "adafactor", "muon", "adamw8bit"])
-def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_directory, tmp_path, optimizer):
+def test_nonfinite_step_stops_the_run_with_unchanged_weights(tiny_directory, tmp_path, optimizer):
     run = trainer(tiny_directory, tmp_path, optim={"name": optimizer, "weight_decay": 0.1})
     poison(run, at=3)
     weights = {}
@@ -150,7 +150,8 @@ def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_director
 
     run.callbacks.callbacks.append(Keep())
     with pytest.raises(
-        RunError, match=r"step 3: loss nan.*weights were left as they were.*nonfinite-step-000003"
+        RunError,
+        match=r"step 3: loss nan.*the update was skipped, the weights are unchanged.*nonfinite-step-000003",
     ) as e:
         run.fit()
     assert e.value.exit_code == 1
@@ -160,7 +161,7 @@ def test_a_nonfinite_step_stops_the_run_with_the_weights_unchanged(tiny_director
     assert saved["micro_batches"][0]["tokens"]
 
 
-def test_a_run_stopped_by_a_nonfinite_step_is_saved_before_that_step(tiny_directory, tmp_path):
+def test_run_stopped_by_a_nonfinite_step_is_saved_before_that_step(tiny_directory, tmp_path):
     run = trainer(tiny_directory, tmp_path)
     poison(run, at=3)
     with pytest.raises(RunError):
@@ -171,7 +172,7 @@ def test_a_run_stopped_by_a_nonfinite_step_is_saved_before_that_step(tiny_direct
     assert again.fit().metrics["loss"] == whole.fit().metrics["loss"]
 
 
-def test_a_nonfinite_step_can_be_skipped(tiny_directory):
+def test_nonfinite_step_can_be_skipped(tiny_directory):
     run = trainer(tiny_directory, run={"on_nonfinite": "skip"})
     poison(run, at=2)
     result = run.fit()
@@ -181,15 +182,15 @@ def test_a_nonfinite_step_can_be_skipped(tiny_directory):
     assert all(p.isfinite().all() for p in run.trained)
 
 
-def test_a_step_without_supervised_tokens_is_an_error_that_names_the_records(tiny_directory):
+def test_step_without_supervised_tokens_is_an_error_with_its_records(tiny_directory):
     run = trainer(tiny_directory)
     batch = next(run.stream)[0]
     empty = type(batch)(**{**vars(batch), "supervised": 0})
-    with pytest.raises(DataError, match=r"no supervised token .records: example"):
+    with pytest.raises(DataError, match=r"no supervised tokens .records: example"):
         run.step([empty])
 
 
-def test_early_stopping_stops_and_says_why(tiny_directory):
+def test_early_stopping_stops_with_a_reason(tiny_directory):
     stop = EarlyStopping(patience=2, min_delta=100.0)
     result = trainer(tiny_directory, callbacks=[stop], run={"steps": 20}, eval={"every": 2}).fit()
     assert result.steps == 4  # the first evaluation sets the mark, two more do not beat it
@@ -197,13 +198,13 @@ def test_early_stopping_stops_and_says_why(tiny_directory):
     assert not result.unfinished
 
 
-def test_early_stopping_copes_with_nan():
+def test_early_stopping_handles_nan():
     stop = EarlyStopping(patience=1)
     assert "has not improved" in stop.on_eval_end(0, {"eval_loss": math.nan}).reason
 
 
-def test_terms_are_divided_by_their_own_weights_and_metrics_by_the_first(tiny_directory):
-    """Two terms, one of which has no units in one micro-batch, and none at all in the evaluation."""
+def test_terms_are_divided_by_their_own_weights_and_metrics_by_those_of_the_first(tiny_directory):
+    """One of two terms has no units in one micro-batch, and none in the evaluation."""
 
     class Two(Objective):
         coefficients: ClassVar = {"a": 1.0, "b": 0.5}
@@ -233,18 +234,18 @@ def test_terms_are_divided_by_their_own_weights_and_metrics_by_the_first(tiny_di
     metrics = run.step([long, short])
     assert metrics["loss"] == pytest.approx(3.0 + 0.5 * 8.0)
     assert metrics["share"] == pytest.approx(2.0)
-    found = run.evaluate([short])
-    assert (found["eval_loss"], found["eval_share"]) == pytest.approx((3.0, 2.0))
+    actual = run.evaluate([short])
+    assert (actual["eval_loss"], actual["eval_share"]) == pytest.approx((3.0, 2.0))
 
 
-def test_batches_that_run_out_are_an_error_with_a_reason(tiny_directory):
+def test_too_few_batches_are_an_error(tiny_directory):
     run = trainer(tiny_directory)
     run.queue.stream = IteratorStream([next(run.stream)])
     with pytest.raises(RunError, match="the batches ran out after step 1 of 4"):
         run.fit()
 
 
-def test_callbacks_keep_their_state_across_a_resume(tiny_directory, tmp_path):
+def test_callback_state_survives_a_resume(tiny_directory, tmp_path):
     class Counting(Callback):
         def __init__(self):
             self.count = 0
@@ -268,19 +269,19 @@ def test_callbacks_keep_their_state_across_a_resume(tiny_directory, tmp_path):
     assert (a.count, b.count) == (4, 14)
 
 
-def test_early_stopping_watches_a_metric_that_exists(tiny_directory):
-    with pytest.raises(ConfigError, match="watches 'f1', which no evaluation gives"):
+def test_early_stopping_needs_an_existing_metric(tiny_directory):
+    with pytest.raises(ConfigError, match="evaluations have no metric 'f1'"):
         trainer(tiny_directory, callbacks=[EarlyStopping("f1")]).fit()
 
 
-def test_exact_match_improves_when_it_rises():
+def test_higher_exact_match_is_better():
     stop = EarlyStopping("exact_match", patience=1)
     assert stop.on_eval_end(0, {"exact_match": 0.1}) is None
     assert stop.on_eval_end(1, {"exact_match": 0.2}) is None
     assert isinstance(stop.on_eval_end(2, {"exact_match": 0.2}), StopRun)
 
 
-def test_injectors_write_before_others_read_and_any_callback_may_stop(tiny_directory):
+def test_injectors_run_first_and_any_callback_may_stop(tiny_directory):
     read = []
 
     class Reader(Callback):
@@ -298,7 +299,7 @@ def test_injectors_write_before_others_read_and_any_callback_may_stop(tiny_direc
     assert (result.steps, result.stopped_because) == (2, "enough")
 
 
-def test_checkpoints_at_intervals_the_best_and_the_last_are_kept(tiny_directory, tmp_path):
+def test_best_and_last_checkpoints_are_retained(tiny_directory, tmp_path):
     run = trainer(
         tiny_directory,
         tmp_path,
@@ -315,7 +316,7 @@ def test_checkpoints_at_intervals_the_best_and_the_last_are_kept(tiny_directory,
     assert kept == ["step-000003", "step-000008", "step-000009"]
 
 
-def test_a_checkpoint_round_trips_weights_optimizer_and_metadata(tiny_directory, tmp_path):
+def test_checkpoint_round_trip_of_weights_optimizer_and_metadata(tiny_directory, tmp_path):
     run = trainer(tiny_directory)
     run.step(next(run.stream))
     save_checkpoint(tmp_path / "c", run.model, run.optimizer, 1, {"note": "hello"})
@@ -331,16 +332,16 @@ def test_a_checkpoint_round_trips_weights_optimizer_and_metadata(tiny_directory,
 @pytest.mark.parametrize(
     ("step", "metadata", "message"),
     [
-        (5, {"step": 9}, "metadata must not have a 'step'"),
-        (5, {"note": torch.zeros(1)}, "cannot be written as JSON: Object of type Tensor"),
-        (5, {"note": {"a", "b"}}, "cannot be written as JSON"),
-        (5, {1: "one"}, "metadata must have names for keys"),
-        (5, ["note"], "metadata must have names for keys"),
-        (-1, None, "a whole number from 0, not -1"),
-        (1.5, None, "a whole number from 0, not 1.5"),
+        (5, {"step": 9}, "metadata must not have the key 'step'"),
+        (5, {"note": torch.zeros(1)}, "metadata is not JSON-serializable: Object of type Tensor"),
+        (5, {"note": {"a", "b"}}, "metadata is not JSON-serializable"),
+        (5, {1: "one"}, "metadata must be a dictionary whose keys are strings"),
+        (5, ["note"], "metadata must be a dictionary whose keys are strings"),
+        (-1, None, "must be an integer >= 0, not -1"),
+        (1.5, None, "must be an integer >= 0, not 1.5"),
     ],
 )
-def test_a_checkpoint_that_would_not_come_back_as_it_is_is_refused(tiny, tmp_path, step, metadata, message):
+def test_unserializable_checkpoint_state_is_an_error(tiny, tmp_path, step, metadata, message):
     with pytest.raises(CheckpointError, match=message):
         save_checkpoint(tmp_path / "c", tiny[0], step=step, metadata=metadata)
     assert not (tmp_path / "c").exists()
@@ -356,9 +357,7 @@ def test_a_checkpoint_that_would_not_come_back_as_it_is_is_refused(tiny, tmp_pat
         ({"a": [np.float64(3)]}, {"a": [3.0]}),
     ],
 )
-def test_numbers_of_numpy_and_torch_are_plain_for_readers_rows_and_checkpoints(
-    tiny_directory, tmp_path, value, expected
-):
+def test_numpy_and_torch_metrics_become_python_values(tiny_directory, tmp_path, value, expected):
     class Writer(Injector):
         def on_step_end(self, step, metrics):
             metrics["mine"] = value
@@ -396,24 +395,24 @@ def test_numbers_of_numpy_and_torch_are_plain_for_readers_rows_and_checkpoints(
         (lambda: EarlyStopping(patience=0), "patience must be at least 1, not 0"),
     ],
 )
-def test_counts_below_one_are_refused(make, message):
+def test_counts_below_one_are_errors(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_early_stopping_has_no_change_below_zero():
-    with pytest.raises(ConfigError, match="min_delta must not be negative, and is -1"):
+def test_negative_min_delta_is_an_error():
+    with pytest.raises(ConfigError, match="min_delta must be >= 0, not -1"):
         EarlyStopping(min_delta=-1)
 
 
-def test_a_trainer_needs_a_step(tiny_directory):
+def test_total_steps_must_be_positive(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     config = make_config(run_config(tiny_directory, "."))
     with pytest.raises(ConfigError, match="total_steps must be at least 1, not 0"):
         Trainer(model, SFT(), (), config, total_steps=0)
 
 
-def test_only_a_stop_breaks_an_evaluation_off(tiny_directory):
+def test_only_a_stop_run_aborts_an_evaluation(tiny_directory):
     class Odd(Callback):
         def on_pause(self):
             return True
@@ -422,36 +421,40 @@ def test_only_a_stop_breaks_an_evaluation_off(tiny_directory):
     assert "eval_loss" in result.metrics
 
 
-def test_early_stopping_watches_a_number():
-    with pytest.raises(ConfigError, match=r"which no evaluation gives \(eval_loss\)"):
+def test_early_stopping_needs_a_numeric_metric():
+    with pytest.raises(ConfigError, match=r"have no metric 'shares' \(available: eval_loss\)"):
         EarlyStopping("shares").on_eval_end(0, {"eval_loss": 1.0, "shares": {"a": 1}})
 
 
-def test_state_is_stored_under_names_that_survive_a_renamed_class():
+def test_state_names_survive_a_renamed_class():
     class Renamed(EarlyStopping):
         pass
 
     callbacks = [EarlyStopping(), Renamed("loss"), Callback()]
-    assert [name for name, _ in named(callbacks)] == ["early-stopping-0", "early-stopping-1", "Callback-0"]
+    assert [name for name, _ in with_state_names(callbacks)] == [
+        "early-stopping-0",
+        "early-stopping-1",
+        "Callback-0",
+    ]
 
 
-def test_states_of_older_checkpoints_are_found_by_the_names_of_their_classes():
+def test_state_names_of_older_checkpoints_are_upgraded():
     old = {
         "EarlyStopping-0": {"best": 1},
         "MetricsLogger-0": {"window": 2},
         "SinkCallback-1": {},
         "Mine-0": {"a": 3},
     }
-    assert stored_states(old) == {
+    assert upgrade_state_names(old) == {
         "early-stopping-0": {"best": 1},
         "metrics-logger-0": {"window": 2},
         "sink-1": {},
         "Mine-0": {"a": 3},
     }
-    assert stored_states(stored_states(old)) == stored_states(old)
+    assert upgrade_state_names(upgrade_state_names(old)) == upgrade_state_names(old)
 
 
-def test_every_callback_of_whet_that_keeps_state_has_a_key_of_its_own():
+def test_every_stateful_callback_has_its_own_state_key():
     for module in pkgutil.walk_packages(whet.__path__, "whet."):
         if "triton" not in module.name and not module.name.endswith("__main__"):
             importlib.import_module(module.name)

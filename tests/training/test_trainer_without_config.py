@@ -16,7 +16,7 @@ from whet.errors import CheckpointError, RunError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, ModelCallback, StopRun
 from whet.training.checkpoint import newest_valid
-from whet.training.optim.optimizers import reads_skip_flag
+from whet.training.optim.optimizers import supports_skip_flag
 from whet.training.settings import TrainSettings
 from whet.training.trainer import Trainer
 
@@ -25,7 +25,7 @@ PLAIN = TrainSettings(precision="fp32", clip=None)
 
 
 class OwnSGD(torch.optim.Optimizer):
-    """Somebody's optimizer: a momentum tensor and a Python counter per parameter."""
+    """A custom optimizer with a momentum tensor and a Python counter per parameter."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -70,8 +70,8 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_is_that_of_a_plain_loop(tiny_directory, name):
-    """The reference: full logits, one mean over the tokens of a step, torch's own optimizer and schedule."""
+def test_training_matches_a_plain_torch_loop(tiny_directory, name):
+    """The reference uses full logits, one mean over the tokens of a step, and torch's optimizer and schedule."""
     model = load(tiny_directory)
     optimizer = OPTIMIZERS[name](model.parameters())
     rate = optimizer.param_groups[0]["lr"]
@@ -100,7 +100,7 @@ def test_training_is_that_of_a_plain_loop(tiny_directory, name):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
-def test_groups_keep_their_ratio_to_the_first(tiny_directory):
+def test_parameter_groups_keep_their_learning_rate_ratio(tiny_directory):
     model = load(tiny_directory)
     first, *rest = model.parameters()
     groups = [{"params": rest, "lr": 0.2}, {"params": [first], "lr": 0.05}]
@@ -114,8 +114,8 @@ def test_groups_keep_their_ratio_to_the_first(tiny_directory):
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.05])
 
 
-def test_a_scheduler_of_torch_sets_the_rates(tiny_directory):
-    """Also one that starts at 0, and one that treats groups differently."""
+def test_torch_scheduler_sets_the_learning_rates(tiny_directory):
+    """Includes a scheduler that starts at 0, and one that treats groups differently."""
     model = load(tiny_directory)
     first, *rest = model.parameters()
     optimizer = torch.optim.SGD([{"params": rest, "lr": 0.2}, {"params": [first], "lr": 0.1}])
@@ -133,8 +133,8 @@ def test_a_scheduler_of_torch_sets_the_rates(tiny_directory):
     assert not equal(before, weights(model))
 
 
-def test_what_the_optimizer_does_not_have_is_not_in_the_norm(tiny_directory):
-    """A model of which only some tensors are given to the optimizer, and none is frozen."""
+def test_gradient_norm_covers_only_optimized_parameters(tiny_directory):
+    """Only some parameters are in the optimizer, and none is frozen."""
     model = load(tiny_directory)
     chosen = list(model.parameters())[1:3]
     trainer = Trainer(model, SFT(), [], optimizer=torch.optim.SGD(chosen, lr=0.0), settings=PLAIN)
@@ -151,8 +151,8 @@ def test_what_the_optimizer_does_not_have_is_not_in_the_norm(tiny_directory):
         Trainer(model, SFT(), [], optimizer=torch.optim.SGD([*chosen, other], lr=0.1))
 
 
-def test_an_optimizer_may_have_frozen_parameters(tiny_directory):
-    """`AdamW(model.parameters())` of a model with adapters: the base stays as it is."""
+def test_optimizer_may_have_frozen_parameters(tiny_directory):
+    """`AdamW(model.parameters())` of a model with adapters does not change the base model."""
     model = load(tiny_directory)
     whet.attach_lora(model, rank=2)
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -165,7 +165,7 @@ def test_an_optimizer_may_have_frozen_parameters(tiny_directory):
     assert not equal(start, trainer.trained)
 
 
-def test_a_trainer_is_freed_with_its_last_reference(tiny_directory):
+def test_trainer_is_freed_with_its_last_reference(tiny_directory):
     gc.collect()
     gc.disable()
     try:
@@ -181,10 +181,10 @@ def test_a_trainer_is_freed_with_its_last_reference(tiny_directory):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_is_not_finite_changes_neither_weights_nor_state(tiny_directory, name):
+def test_nonfinite_step_changes_neither_weights_nor_state(tiny_directory, name):
     model = load(tiny_directory)
     optimizer = OPTIMIZERS[name](model.parameters())
-    assert reads_skip_flag(optimizer) == (name == "adamw-fused")
+    assert supports_skip_flag(optimizer) == (name == "adamw-fused")
     settings = TrainSettings(precision="fp32", on_nonfinite="skip")
     trainer = Trainer(model, SFT(), steps_of(3), optimizer=optimizer, settings=settings)
     trainer.step(steps_of()[0])
@@ -205,7 +205,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_state(tiny_direct
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("data", ["iterator", "stream"])
-def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, name, data):
+def test_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, name, data):
     class StopAt(Callback):
         def on_step_end(self, step, metrics):
             return StopRun("enough", unfinished=True) if step == 2 else None
@@ -237,8 +237,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, nam
 
 
 @pytest.mark.parametrize("prefetches", [False, True])
-def test_a_run_that_a_step_stopped_is_resumed_before_that_step(tiny_directory, tmp_path, prefetches):
-    """Also with a plain iterator, of which the next step was taken already."""
+def test_run_stopped_by_a_step_resumes_before_that_step(tiny_directory, tmp_path, prefetches):
+    """Also with a plain iterator whose next step was already consumed."""
 
     def trainer(directory):
         model = load(tiny_directory)
@@ -266,7 +266,7 @@ def test_a_run_that_a_step_stopped_is_resumed_before_that_step(tiny_directory, t
     assert equal(weights(whole.model), weights(again.model))
 
 
-def test_what_cannot_be_resumed_is_said(tiny_directory, tmp_path):
+def test_impossible_resume_is_an_error(tiny_directory, tmp_path):
     model = load(tiny_directory)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     Trainer(model, SFT(), steps_of(3), optimizer=optimizer, directory=tmp_path, settings=PLAIN).fit()
@@ -282,11 +282,11 @@ def test_what_cannot_be_resumed_is_said(tiny_directory, tmp_path):
 
     model = load(tiny_directory)
     odd = Trainer(model, SFT(), steps_of(1), optimizer=Odd(model.parameters()), directory=tmp_path / "odd")
-    with pytest.raises(CheckpointError, match=r"Odd keeps .* as list, which cannot be saved"):
+    with pytest.raises(CheckpointError, match=r"Odd stores .* as list, which cannot be saved"):
         odd.fit()
 
 
-def test_mistakes_are_named(tiny_directory):
+def test_invalid_arguments_are_errors(tiny_directory):
     model = load(tiny_directory)
     with pytest.raises(RunError, match="needs an optimizer"):
         Trainer(model, SFT(), [])
@@ -302,13 +302,16 @@ def test_mistakes_are_named(tiny_directory):
         ended.fit()
 
 
-def test_only_a_model_callback_gets_the_trainer(tiny_directory):
+def test_only_model_callbacks_get_the_trainer(tiny_directory):
     seen = {}
 
     class Plain(Callback):
         def on_train_begin(self, run):
             seen["plain"] = (run.step, run.total_steps, run.directory, run.is_main)
-            with pytest.raises(AttributeError, match="inherit from whet.ModelCallback, use self.trainer"):
+            with pytest.raises(
+                AttributeError,
+                match=r"RunView has no attribute .model.\. .* inherit from whet.ModelCallback and use self.trainer",
+            ):
                 _ = run.model
 
     class Model(ModelCallback):

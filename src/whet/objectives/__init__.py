@@ -1,4 +1,4 @@
-"""What is optimised. These functions are for loops of one's own; runs name an objective in their config."""
+"""Objectives and loss functions. Custom training loops call the functions; runs select them in a config."""
 
 from typing import TYPE_CHECKING
 

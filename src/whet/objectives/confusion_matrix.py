@@ -1,25 +1,31 @@
-"""Numbers that a confusion matrix holds, by numpy alone: cheap enough for every evaluation of a run."""
+"""Classification metrics from confusion matrices, in NumPy: fast enough for every evaluation of a run."""
 
 import numpy as np
 
 
 def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """[classes, classes]: how many of each class (rows) were taken for each (columns)."""
+    """Return the counts [classes, classes] of each true class (rows) and predicted class (columns)."""
     counts = np.bincount(labels * classes + predicted, minlength=classes * classes)
     return counts.reshape(classes, classes)
 
 
 def confusion_metrics(matrix: np.ndarray) -> dict[str, np.ndarray]:
-    """accuracy, balanced_accuracy, f1_macro and mcc of matrices [..., K, K], as scikit-learn defines them."""
+    """Return accuracy, balanced_accuracy, f1_macro and mcc of matrices [..., K, K], as in scikit-learn."""
     return count_metrics(np.diagonal(matrix, axis1=-2, axis2=-1), matrix.sum(-1), matrix.sum(-2))
 
 
 def count_metrics(right: np.ndarray, true: np.ndarray, guessed: np.ndarray) -> dict[str, np.ndarray]:
-    """The same of a matrix's diagonal, the sums of its rows and those of its columns, each [..., K]."""
+    """Return the metrics of `confusion_metrics` from counts [..., K].
+
+    Args:
+        right: Correct predictions of each class, the diagonal of the matrix.
+        true: Texts of each class, the sums of its rows.
+        guessed: Predictions of each class, the sums of its columns.
+    """
     right, true, guessed = (np.asarray(counts, dtype=np.float64) for counts in (right, true, guessed))
     total = true.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        recall = right / true  # NaN: a class that is not there
+        recall = right / true  # NaN for a class without texts
         f1 = 2 * right / (true + guessed)
         covariance = right.sum(-1) * total - (true * guessed).sum(-1)
         spread = np.sqrt((total**2 - (guessed**2).sum(-1)) * (total**2 - (true**2).sum(-1)))
@@ -33,12 +39,15 @@ def count_metrics(right: np.ndarray, true: np.ndarray, guessed: np.ndarray) -> d
 
 
 def mark_metrics(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """accuracy (of whole sets), f1_macro and f1_micro of marks [texts, classes]; a class never meant is 0."""
-    both = (labels & predicted).sum(0)
+    """Return subset accuracy, f1_macro and f1_micro of multi-label targets [texts, classes].
+
+    The F1 of a class that is neither true nor predicted is 0.
+    """
+    correct = (labels & predicted).sum(0)
     sizes = labels.sum(0) + predicted.sum(0)
-    f1 = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 0.0)
+    f1 = np.where(sizes > 0, 2 * correct / np.maximum(sizes, 1), 0.0)
     return {
         "accuracy": float((labels == predicted).all(1).mean()),
         "f1_macro": float(f1.mean()),
-        "f1_micro": float(2 * both.sum() / max(1, sizes.sum())),
+        "f1_micro": float(2 * correct.sum() / max(1, sizes.sum())),
     }

@@ -1,4 +1,4 @@
-"""Distillation: a student learns what a teacher thinks of every token, not only which one came."""
+"""Distillation: train a student on the token distributions of one or more teachers."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,13 @@ from whet.ops.kl_divergence import Divergence, linear_kl, linear_topk_kl
 def soft_target_loss(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 4.0
 ) -> torch.Tensor:
-    """T^2 * KL(teacher || student) of softened logits [..., V], a mean over positions (arXiv 1503.02531)."""
+    """Return T^2 * KL(teacher || student) of softened logits, averaged over positions (arXiv 1503.02531).
+
+    Args:
+        student_logits: Logits of the student [..., V].
+        teacher_logits: Logits of the teacher [..., V]; they get no gradient.
+        temperature: T, which both logits are divided by.
+    """
     student = (student_logits / temperature).log_softmax(-1).flatten(0, -2)
     teacher = (teacher_logits.detach() / temperature).log_softmax(-1).flatten(0, -2)
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
@@ -30,15 +36,22 @@ def distillation_loss(
     temperature: float = 4.0,
     alpha: float = 0.7,
 ) -> torch.Tensor:
-    """alpha * T^2 * KL(teacher || student) + (1 - alpha) * CE over tokens [B, S], in chunks.
+    """Return alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy, averaged over positions.
 
-    No gradient reaches the teacher; with `alpha` 1 or more the hard term is left out.
+    Logits are computed in chunks.
+
+    Args:
+        student: The model to train.
+        teacher: The teacher, which gets no gradient.
+        tokens: Token ids [B, S].
+        temperature: T, which both logits are divided by.
+        alpha: The weight of the teacher; with 1 or more the cross-entropy is left out.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
     hidden = student.hidden(inputs).flatten(0, 1)
     with torch.no_grad():
-        wanted = teacher.hidden(inputs).flatten(0, 1)
-    soft = linear_kl(hidden, student.head(), wanted, teacher.head(), temperature=temperature)
+        teacher_hidden = teacher.hidden(inputs).flatten(0, 1)
+    soft = linear_kl(hidden, student.head(), teacher_hidden, teacher.head(), temperature=temperature)
     loss = alpha * temperature**2 * soft / len(targets)
     if alpha < 1:
         loss = loss + (1 - alpha) * linear_cross_entropy(hidden, student.head(), targets) / len(targets)
@@ -46,9 +59,15 @@ def distillation_loss(
 
 
 class Distillation(Objective):
-    """alpha * T^2 * divergence + (1 - alpha) * CE, both means over the supervised tokens.
+    """Distillation loss: alpha * T^2 * divergence + (1 - alpha) * cross-entropy over supervised tokens.
 
-    With `matching`, the distance of hidden states from those of the one teacher is added, as weighted there.
+    Args:
+        teachers: Teachers that run in each step, and their weights. They are frozen.
+        temperature: T, which all logits are divided by.
+        alpha: The weight of the teachers; with 1 or more the cross-entropy is left out.
+        divergence: The divergence between student and teacher.
+        taught: The weights of teachers whose log-probabilities are stored in the batches.
+        matching: Adds the distance to the hidden states of a single teacher, with its own weight.
     """
 
     likelihood = "cross_entropy"
@@ -63,9 +82,8 @@ class Distillation(Objective):
         taught: Sequence[float] = (),
         matching: HiddenMatching | None = None,
     ) -> None:
-        """`taught` are the weights of teachers who are not here, and whose words the batches bring."""
         if not teachers and not taught:
-            raise ConfigError("distillation needs a teacher")
+            raise ConfigError("distillation needs at least one teacher")
         total = sum(weight for _, weight in teachers) + sum(taught)
         self.teachers = [
             (teacher.eval().requires_grad_(False), weight / total) for teacher, weight in teachers
@@ -82,31 +100,31 @@ class Distillation(Objective):
         }
 
     def frozen_forwards(self, model: LanguageModel) -> list[FrozenForward]:
-        """Return those of the teachers that are here."""
+        """Return the forward passes of the teachers that run in each step."""
         return [FrozenForward(teacher) for teacher, _ in self.teachers]
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Supervised tokens."""
+        """Return the number of supervised tokens for every term."""
         return dict.fromkeys(self.coefficients, float(batch.supervised))
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sums of this micro-batch."""
-        matching, chosen = self.matching, batch.supervised_positions
-        with layer_outputs(model, matching.student_layers if matching else ()) as own:
+        """Return the loss sums of this micro-batch."""
+        matching, supervised = self.matching, batch.supervised_positions
+        with layer_outputs(model, matching.student_layers if matching else ()) as student_states:
             hidden = model.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
-        hidden = hidden.index_select(0, chosen)
+        hidden = hidden.index_select(0, supervised)
         head, targets = model.head(), batch.supervised_targets
         soft = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for teacher, weight in self.teachers:
             with (
                 torch.no_grad(),
-                layer_outputs(teacher, matching.teacher_layers if matching else ()) as theirs,
+                layer_outputs(teacher, matching.teacher_layers if matching else ()) as teacher_states,
             ):
-                wanted = teacher.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
+                teacher_hidden = teacher.hidden(batch.tokens, batch.positions, batch.layout()).flatten(0, 1)
             soft = soft + weight * linear_kl(
                 hidden,
                 head,
-                wanted.index_select(0, chosen),
+                teacher_hidden.index_select(0, supervised),
                 teacher.head(),
                 temperature=self.temperature,
                 divergence=self.divergence,
@@ -125,9 +143,9 @@ class Distillation(Objective):
         if "hard_loss" in self.coefficients:
             sums["hard_loss"] = linear_cross_entropy(hidden, head, targets)
             metrics["cross_entropy"] = sums["hard_loss"].detach()
-        elif not torch.is_grad_enabled():  # evaluations also say what the model makes of the text
+        elif not torch.is_grad_enabled():  # evaluations also report the cross-entropy
             metrics["cross_entropy"] = linear_cross_entropy(hidden, head, targets)
         if matching is not None:
-            sums["hidden_loss"] = matching.distance(own, theirs, chosen)
+            sums["hidden_loss"] = matching.distance(student_states, teacher_states, supervised)
             metrics["hidden_loss"] = sums["hidden_loss"].detach()
         return Loss(sums, metrics)

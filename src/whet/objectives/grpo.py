@@ -1,8 +1,8 @@
-"""Reinforcement from rewards: GRPO (arXiv 2402.03300) and its relatives, token by token.
+"""Policy gradients from rewards: the token losses of GRPO (arXiv 2402.03300) and its variants.
 
-A completion's tokens are made more likely where its reward beats that of the others of its group. The policy
-is the distribution that was sampled from, temperature included: only then is the gradient, at a ratio of 1,
-that of the expected reward.
+The tokens of a completion become more likely if its reward is above that of its group. The policy is the
+distribution that was sampled from, including the temperature: only then is the gradient at a ratio of 1 that
+of the expected reward.
 """
 
 from collections.abc import Mapping
@@ -21,43 +21,45 @@ from whet.ops.logprobs import token_logprobs
 
 __all__ = ["GRPO", "GRPOConfig", "advantages_of", "completion_logprobs", "grpo_loss"]
 
-_STD_FLOOR = (
-    1e-4  # added to a group's std: rewards that differ by rounding alone must not count as much as any
-)
-_LARGEST_LOG_RATIO = 20.0  # exp stays finite, and inf * 0 is never met
+_STD_EPS = 1e-4  # added to a group's std, so that rewards that differ only by rounding have a small effect
+_MAX_LOG_RATIO = 20.0  # keeps exp finite, and so avoids inf * 0
 
 
 def advantages_of(
     rewards: torch.Tensor, kind: Advantage, *, std: Literal["population", "sample"] = "population"
 ) -> torch.Tensor:
-    """How much better each completion is than its baseline; `rewards` is [prompts, group].
+    """Return the advantages of completions over their baseline [prompts, group].
 
-    `std`: of kind "group", whether the variance divides by n or, as in TRL, by n - 1.
-    A group whose rewards are all the same has exactly no signal, whatever its rounding.
+    A group with equal rewards has advantages of exactly 0.
+
+    Args:
+        rewards: The rewards of the completions of each prompt [prompts, group].
+        kind: The baseline and normalization, as in objective.advantage.
+        std: For kind "group", whether the variance divides by n or, as in TRL, by n - 1.
     """
     if kind == "reinforce":
         return rewards - rewards.mean()
     size = rewards.shape[1]
     if size < 2:
-        raise DataError(f"a group of {size} has nothing to compare with")
-    centred = rewards - rewards.mean(1, keepdim=True)
-    if kind == "rloo":  # reward - mean of the others (arXiv 2402.14740)
-        centred = centred * size / (size - 1)
+        raise DataError(f"advantages need at least 2 completions per prompt, not {size}")
+    centered = rewards - rewards.mean(1, keepdim=True)
+    if kind == "rloo":  # reward - mean of the other rewards (arXiv 2402.14740)
+        centered = centered * size / (size - 1)
     elif kind == "group":
         correction = int(std == "sample")
-        centred = centred / (rewards.std(1, correction=correction, keepdim=True) + _STD_FLOOR)
-    same = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    return centred.masked_fill(same, 0.0)
+        centered = centered / (rewards.std(1, correction=correction, keepdim=True) + _STD_EPS)
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return centered.masked_fill(equal, 0.0)
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """What becomes of each token."""
+class _TokenLosses:
+    """The loss of each token, and values for metrics."""
 
     losses: torch.Tensor
-    log_ratios: torch.Tensor  # to the policy that sampled
-    clipped: torch.Tensor  # whether the clip took its gradient
-    kl: torch.Tensor | None  # to the reference
+    log_ratios: torch.Tensor  # relative to the policy that sampled
+    clipped: torch.Tensor  # whether clipping removed the gradient
+    kl: torch.Tensor | None  # to the reference model
 
 
 def _token_losses(
@@ -69,12 +71,12 @@ def _token_losses(
     epsilon: float,
     epsilon_high: float | None,
     beta: float,
-) -> _Tokens:
-    """-min(ratio * A, clip(ratio) * A) + beta * KL, of tensors that can be broadcast."""
+) -> _TokenLosses:
+    """Return -min(ratio * A, clip(ratio) * A) + beta * KL of broadcastable tensors."""
     if beta and reference_logprobs is None:
-        raise ConfigError("beta weights a KL to a reference, and there are no log-probabilities of one")
+        raise ConfigError("beta > 0 needs the log-probabilities of a reference model")
     high = epsilon if epsilon_high is None else epsilon_high
-    log_ratios = (logprobs - old_logprobs).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    log_ratios = (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratios = log_ratios.exp()
     bounded = ratios.clamp(1 - epsilon, 1 + high)
     losses = -torch.minimum(ratios * advantages, bounded * advantages)
@@ -82,10 +84,10 @@ def _token_losses(
     kl = None
     if reference_logprobs is not None:
         # k3: exp(d) - d - 1 with d = log(reference / policy), never negative and unbiased
-        apart = (reference_logprobs - logprobs).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-        kl = apart.exp() - apart - 1
+        log_ratio = (reference_logprobs - logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        kl = log_ratio.exp() - log_ratio - 1
         losses = losses + beta * kl
-    return _Tokens(losses, log_ratios.detach(), clipped, None if kl is None else kl.detach())
+    return _TokenLosses(losses, log_ratios.detach(), clipped, None if kl is None else kl.detach())
 
 
 def grpo_loss(
@@ -101,58 +103,73 @@ def grpo_loss(
     aggregation: Aggregation = "token",
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The loss of completions [B, T] whose tokens `mask` marks, from their log-probabilities.
+    """Return the GRPO loss of completions from their log-probabilities.
 
-    `old_logprobs` are those of the policy that sampled, `advantages` [B] or [B, T]. `max_tokens` is what
-    the constant aggregation divides by, besides the number of completions.
+    Args:
+        logprobs: Log-probabilities of the policy [B, T].
+        old_logprobs: Log-probabilities of the policy that sampled the completions [B, T].
+        advantages: Advantages per completion [B] or per token [B, T].
+        mask: True for tokens of completions [B, T]; other positions may have any value.
+        reference_logprobs: Log-probabilities of the reference model [B, T]; needed if beta > 0.
+        epsilon: The ratio is clipped below 1 - epsilon.
+        epsilon_high: The ratio is clipped above 1 + epsilon_high; None for epsilon.
+        beta: The weight of the KL divergence to the reference model.
+        aggregation: Mean over tokens, mean over sequences of token means, or the sum over tokens divided by
+            sequences * max_tokens ("constant").
+        max_tokens: The maximum length of a completion, for the constant aggregation.
+
+    Raises:
+        ConfigError: If beta or the aggregation needs an argument that is missing.
+        DataError: If the mask selects no tokens.
     """
     mask = mask.bool()
-    here = [
-        None if values is None else torch.where(mask, values, 0.0)  # padding may hold anything
+    masked = [
+        None if values is None else torch.where(mask, values, 0.0)  # padding may have any value
         for values in (logprobs, old_logprobs, reference_logprobs)
     ]
-    assert here[0] is not None
-    assert here[1] is not None
-    each = advantages[:, None] if advantages.dim() == 1 else advantages
-    found = _token_losses(
-        here[0],
-        here[1],
-        each,
-        here[2],
+    assert masked[0] is not None
+    assert masked[1] is not None
+    token_advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    tokens = _token_losses(
+        masked[0],
+        masked[1],
+        token_advantages,
+        masked[2],
         epsilon=epsilon,
         epsilon_high=epsilon_high,
         beta=beta,
     )
-    losses = torch.where(mask, found.losses, 0.0)
+    losses = torch.where(mask, tokens.losses, 0.0)
     if aggregation == "constant":
         if max_tokens is None:
             raise ConfigError("the constant aggregation needs max_tokens")
         return losses.sum() / (len(losses) * max_tokens)
     counts = mask.sum(1)
     if not counts.any():
-        raise DataError("no token is marked: there is nothing to learn from")
+        raise DataError("the mask selects no tokens")
     if aggregation == "token":
         return losses.sum() / counts.sum()
     return (losses.sum(1) / counts.clamp(min=1)).sum() / (counts > 0).sum()
 
 
 def completion_logprobs(model: LanguageModel, batch: Batch, *, temperature: float) -> torch.Tensor:
-    """log p of each supervised token [N] at a temperature; logits exist only in chunks."""
+    """Return the log-probability of each supervised token [N] at a temperature; logits are in chunks."""
     return head_logprobs(model, model.states(batch), batch, temperature=temperature)
 
 
 def head_logprobs(
     model: LanguageModel, states: torch.Tensor, batch: Batch, *, temperature: float
 ) -> torch.Tensor:
-    """The same, from states [N, D] that are there already."""
+    """Return the log-probabilities of `completion_logprobs` from computed hidden states [N, D]."""
     return token_logprobs(states, model.head().tempered(temperature), batch.supervised_targets)
 
 
 class GRPO(Objective):
-    """The clipped objective on batches of completions.
+    """The clipped GRPO objective on batches of completions.
 
-    Their columns, by token: `old_logprobs` of the policy that sampled them and, with beta,
-    `reference_logprobs`; by document: `advantages`, and the `lengths` of the completions in tokens.
+    Batches have the token columns `old_logprobs` (of the policy that sampled) and, if beta > 0,
+    `reference_logprobs`, and the document columns `advantages` and `lengths` (of the completions in tokens).
+    The arguments are those of `grpo_loss`; `temperature` is that of sampling.
     """
 
     recomputes_logits = True
@@ -176,15 +193,15 @@ class GRPO(Objective):
         self.temperature = temperature
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Tokens of completions, or completions."""
+        """Return the number of completion tokens, or of completions, depending on the aggregation."""
         return {"loss": float(batch.supervised if self.aggregation == "token" else len(batch.origins))}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sums of this micro-batch.
+        """Return the loss sums of this micro-batch.
 
-        Metrics are means over tokens where the loss is one, else over completions of means over tokens.
+        Metrics are averaged like the loss: over tokens, or over completions of means over tokens.
         """
-        found = _token_losses(
+        tokens = _token_losses(
             logprobs := completion_logprobs(model, batch, temperature=self.temperature),
             batch.column("old_logprobs"),
             batch.column("advantages").index_select(0, batch.examples),
@@ -197,18 +214,20 @@ class GRPO(Objective):
         if self.aggregation != "token":
             shares = batch.column("lengths").to(logprobs.dtype).reciprocal().index_select(0, batch.examples)
 
-        def summed(values: torch.Tensor) -> torch.Tensor:
+        def aggregate(values: torch.Tensor) -> torch.Tensor:
             values = values.to(logprobs.dtype)
             return (values if shares is None else values * shares).sum()
 
         total = (
-            found.losses.sum() / self.max_tokens if self.aggregation == "constant" else summed(found.losses)
+            tokens.losses.sum() / self.max_tokens
+            if self.aggregation == "constant"
+            else aggregate(tokens.losses)
         )
         metrics = {
-            "entropy": summed(-logprobs.detach()),  # sampled, not summed over the vocabulary
-            "clip_fraction": summed(found.clipped),
-            "log_ratio": summed(found.log_ratios.abs()),
+            "entropy": aggregate(-logprobs.detach()),  # estimated from the sampled tokens
+            "clip_fraction": aggregate(tokens.clipped),
+            "log_ratio": aggregate(tokens.log_ratios.abs()),
         }
-        if found.kl is not None:
-            metrics["kl"] = summed(found.kl)
+        if tokens.kl is not None:
+            metrics["kl"] = aggregate(tokens.kl)
         return Loss({"loss": total}, metrics)

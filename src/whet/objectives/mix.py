@@ -1,4 +1,4 @@
-"""A weighted sum of objectives, each on its own batches."""
+"""A weighted sum of objectives, each with its own batches."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,14 @@ from whet.objectives.objective import FrozenForward, Loss, Objective
 
 
 class Mix(Objective):
-    """Adds up objectives; a batch says by `part` whose it is.
+    """Adds up objectives; `Batch.part` is the name of the objective that a batch belongs to.
 
-    A term is called `part.term`, and is divided by the units of its own part only, so that the sum is that of
-    the parts' own losses however many batches each of them has. A part reports what it would alone: its loss
-    as `part.loss`, and its other metrics.
+    Terms are named `part.term`. Each is divided by the units of its own part, so the sum does not depend on
+    how many batches each part has. Each part reports its loss as `part.loss` and its other metrics.
+
+    Args:
+        parts: The objectives by name.
+        weights: The weight of each objective in the sum.
     """
 
     def __init__(self, parts: Mapping[str, Objective], weights: Mapping[str, float]) -> None:
@@ -37,26 +40,26 @@ class Mix(Objective):
 
     @property
     def parts(self) -> Mapping[str, Objective]:
-        """The objectives by the name of their part."""
+        """The objectives by name."""
         return self._parts
 
     def frozen_forwards(self, model: LanguageModel) -> list[FrozenForward]:
-        """Return those of the parts."""
+        """Return the frozen forward passes of all parts."""
         return [forward for part in self.parts.values() for forward in part.frozen_forwards(model)]
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Those of the batch's part."""
+        """Return the weights of the batch's part."""
         name, objective = self._part(batch)
         return {f"{name}.{term}": weight for term, weight in objective.weights(batch).items()}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sums of the batch's part; each of its terms is also a metric, but one called as its loss."""
+        """Return the loss sums of the batch's part; its terms, except `loss`, are also metrics."""
         name, objective = self._part(batch)
-        found = objective.loss(model, batch)
-        sums = {f"{name}.{term}": value for term, value in found.sums.items()}
+        result = objective.loss(model, batch)
+        sums = {f"{name}.{term}": value for term, value in result.sums.items()}
         first = next(iter(objective.coefficients))
-        metrics = {f"{name}.{metric}": value for metric, value in found.metrics.items()}
-        units = {f"{name}.{metric}": f"{name}.{found.units.get(metric, first)}" for metric in found.metrics}
+        metrics = {f"{name}.{metric}": value for metric, value in result.metrics.items()}
+        units = {f"{name}.{metric}": f"{name}.{result.units.get(metric, first)}" for metric in result.metrics}
         terms = {term: value for term, value in sums.items() if term != f"{name}.loss"}
         return Loss(sums, terms | metrics, {term: term for term in terms} | units)
 

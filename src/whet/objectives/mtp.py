@@ -1,4 +1,4 @@
-"""Multi-token prediction: heads beside the model learn the tokens after the next one."""
+"""Multi-token prediction: additional heads predict the tokens after the next one."""
 
 import torch
 
@@ -13,10 +13,16 @@ from whet.ops.cross_entropy import linear_cross_entropy
 
 
 class MultiTokenPrediction(Objective):
-    """main_loss + mtp_weight * mtp_loss, which is the mean over heads of each head's mean loss.
+    """Next-token loss + mtp_weight * the mean loss of the prediction heads.
 
-    Head k reads, at position t, the model's hidden state of t and the tokens t + 1 ... t + k, and learns
-    token t + k + 1: of the same document, and supervised.
+    At position t, head k reads the hidden state of t and the tokens t + 1 ... t + k, and predicts token
+    t + k + 1. Only supervised targets in the same document count.
+
+    Args:
+        model: The model to train.
+        n_predict: The number of heads.
+        mtp_weight: The weight of the mean loss of the heads.
+        block_config: The layer of each head; by default like the last layer of the model, if supported.
     """
 
     likelihood = "main_loss"
@@ -29,7 +35,9 @@ class MultiTokenPrediction(Objective):
         block_config: BlockSpec | None = None,
     ) -> None:
         if not mtp_weight > 0:
-            raise ConfigError(f"mtp_weight={mtp_weight}: heads that count nothing learn nothing")
+            raise ConfigError(
+                f"mtp_weight must be > 0, not {mtp_weight}: otherwise the heads are not trained"
+            )
         self.heads: PredictionHeads = new_heads(model, n_predict, block_config)
         self.prediction_heads = self.heads
         depths = range(1, n_predict + 1)
@@ -44,33 +52,35 @@ class MultiTokenPrediction(Objective):
         }
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Supervised tokens of the next-token loss, and of each head, or the sums of their weights."""
-        chosen = batch.supervised_positions
-        places = batch.positions.flatten()[chosen]
-        each = torch.ones(len(chosen)) if batch.weights is None else batch.weights.flatten()[chosen]
+        """Return the supervised tokens, or the sum of their weights, of the model and of each head."""
+        supervised = batch.supervised_positions
+        positions = batch.positions.flatten()[supervised]
+        weights = (
+            torch.ones(len(supervised)) if batch.weights is None else batch.weights.flatten()[supervised]
+        )
         return {
-            term: float(each[places >= depth].sum(dtype=torch.float64))
+            term: float(weights[positions >= depth].sum(dtype=torch.float64))
             for depth, term in enumerate(self.coefficients)
         }
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sums of this micro-batch; only supervised positions ever meet the output head."""
+        """Return the loss sums; the output head is applied to supervised positions only."""
         layout = batch.layout()
-        chosen = batch.supervised_positions
+        supervised = batch.supervised_positions
         targets = batch.supervised_targets
-        places = batch.positions.flatten().index_select(0, chosen)
-        given = batch.supervised_weights
+        positions = batch.positions.flatten().index_select(0, supervised)
+        token_weights = batch.supervised_weights
         hidden = model.hidden(batch.tokens, batch.positions, layout)
         head = model.head()
         sums = {
             "main_loss": linear_cross_entropy(
-                hidden.flatten(0, 1).index_select(0, chosen), head, targets, weights=given
+                hidden.flatten(0, 1).index_select(0, supervised), head, targets, weights=token_weights
             )
         }
         embedded = model.embed(batch.tokens)
         for depth in range(1, len(self.heads) + 1):
-            # at the end of a document this brings in tokens of the next one: those positions have no target,
-            # and none that has one sees them
+            # At the end of a document this shifts in tokens of the next one. These positions have no target,
+            # and positions with a target do not attend to them.
             hidden = self.heads.advance(
                 depth,
                 hidden,
@@ -79,18 +89,18 @@ class MultiTokenPrediction(Objective):
                 layout=layout,
                 recompute=model.grad_checkpoint,
             )
-            # a weight of 0 leaves out, without waiting for the device, what lies before its document
-            counted = (places >= depth).to(torch.float32)
+            # a weight of 0 excludes positions before the document without a device sync
+            counted = (positions >= depth).to(torch.float32)
             sums[_term(depth)] = linear_cross_entropy(
-                hidden.flatten(0, 1).index_select(0, (chosen - depth).clamp(min=0)),
+                hidden.flatten(0, 1).index_select(0, (supervised - depth).clamp(min=0)),
                 head,
                 targets,
-                weights=counted if given is None else counted * given,
+                weights=counted if token_weights is None else counted * token_weights,
             )
         return Loss(sums)
 
     def losses(self, model: LanguageModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """main_loss, mtp_loss and total_loss of rows of tokens [B, S], for a loop of one's own."""
+        """Return main_loss, mtp_loss and total_loss of token ids [B, S], for custom training loops."""
         if tokens.dim() != 2 or tokens.shape[1] < len(self.heads) + 2:
             raise DataError(
                 f"tokens must be [rows, at least {len(self.heads) + 2}] for {len(self.heads)} heads, "

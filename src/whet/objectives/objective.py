@@ -1,4 +1,4 @@
-"""The contract between an objective and the trainer: weights first, then sums."""
+"""Base class of objectives: the interface between a loss and the trainer."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -16,68 +16,88 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """Each term as a SUM over its units, and numbers to log as sums over the units of the first term."""
+    """The loss of a micro-batch: each term as a SUM over its units (such as tokens), not a mean.
+
+    Args:
+        sums: The loss terms.
+        metrics: Metrics to log, as sums over the units of the first term.
+        units: For metrics that are sums over the units of another term, the name of that term.
+        outputs: What the objective's `summarise` needs, one row per example.
+    """
 
     sums: Mapping[str, torch.Tensor]
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    units: Mapping[str, str] = field(default_factory=dict)  # metrics that are sums over another term's units
-    outputs: torch.Tensor | None = None  # what the objective's own `summarise` reads, a row for each example
+    units: Mapping[str, str] = field(default_factory=dict)
+    outputs: torch.Tensor | None = None
 
 
 class FrozenForward(NamedTuple):
-    """A forward pass without gradients that a loss makes of each batch."""
+    """A forward pass without gradients that a loss runs on each batch."""
 
-    model: Any  # Any: the kind of model this objective is for
-    adapters: bool = True  # False: of the trained model with its adapters off
+    model: Any  # Any: the type of model that the objective supports
+    adapters: bool = True  # False: the trained model with its adapters disabled
 
 
 class Objective(abc.ABC):
-    """What is optimised: coefficient * sum / weight, added over terms.
+    """Base class of objectives. The loss is the sum over terms of coefficient * sum / weight.
 
-    The trainer adds a term's weights over all micro-batches of a step before it divides, so the gradient does
-    not depend on how the step was cut. A subclass sets `coefficients` and defines `weights` and `loss`; all
-    else has a default.
+    The trainer adds up a term's weights over all micro-batches of a step before it divides, so the gradient
+    does not depend on how the step is split into micro-batches. A subclass sets `coefficients` and defines
+    `weights` and `loss`. Everything else has a default.
     """
 
-    # term -> factor of its mean in the loss; metrics are means over the units of the first term
+    # term -> factor of its mean in the loss; metrics are averaged over the units of the first term
     coefficients: Mapping[str, float] = {"loss": 1.0}
-    # trains beside the model: in checkpoints, never in a saved model
+    # trained with the model: part of checkpoints, but not of a saved model
     heads: nn.Module | None = None
-    # whether the loss, or which metric, is a mean of -log p over tokens: its perplexity is reported
+    # True if the loss, or the name of a metric that, is the mean of -log p over tokens; adds perplexity
     likelihood: bool | str = False
-    # terms that are not about the data, such as those of routers, and are in no evaluation
+    # terms that do not depend on targets, such as router losses; evaluations leave them out
     auxiliary: frozenset[str] = frozenset()
-    # terms that are not sums over units, and so depend on how a step is cut into micro-batches
+    # terms that are not sums over units, and depend on how a step is split into micro-batches
     per_micro_batch: frozenset[str] = frozenset()
     # metric -> {term: share}: metrics that are sums of the means of several terms
     reports: Mapping[str, Mapping[str, float]] = {}
 
-    unit: str = "tok"  # what throughput is counted in
-    # metric -> label: what a progress line shows beside the loss
+    unit: str = "tok"  # unit of throughput
+    # metric -> label, shown next to the loss in progress lines
     progress: Mapping[str, str] = {}
 
-    # what a step costs, for plans and MFU
-    reads_lm_head: bool = True  # supervised positions meet the output head
-    recomputes_logits: bool = False  # logits are computed again for their gradient
-    prediction_heads: "PredictionHeads | None" = None  # layers that predict further tokens
+    # properties that determine the FLOPs of a step, for plans and MFU
+    reads_lm_head: bool = True  # the output head is applied to supervised positions
+    recomputes_logits: bool = False  # the backward pass computes logits again
+    prediction_heads: "PredictionHeads | None" = None  # heads of multi-token prediction
 
     @abc.abstractmethod
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Return the supervised units of each term in this micro-batch, without a forward pass."""
+        """Return the number of units of each term in a micro-batch, without a forward pass.
+
+        Units are what the term is averaged over, such as supervised tokens or pairs.
+        """
 
     @abc.abstractmethod
-    def loss(self, model: Any, batch: Batch) -> Loss:  # Any: the kind of model this objective is for
-        """Return the sums of this micro-batch."""
+    def loss(self, model: Any, batch: Batch) -> Loss:  # Any: the type of model that the objective supports
+        """Return the loss terms and metrics of a micro-batch as sums over units.
+
+        Args:
+            model: The model to train.
+            batch: The micro-batch, on the device of the model.
+        """
 
     def summarise(self, outputs: Sequence[torch.Tensor], batches: Sequence[Batch]) -> dict[str, float]:
-        """Return metrics of a whole evaluation, from the `outputs` of its batches."""
+        """Return metrics of an evaluation that need all its batches.
+
+        Args:
+            outputs: The `outputs` of each batch, in the order of the batches.
+            batches: The batches of the evaluation.
+        """
         return {}
 
     def frozen_forwards(self, model: Any) -> Sequence[FrozenForward]:  # Any: as above
-        """Return the passes without gradients that the loss makes of each batch (teachers, a reference)."""
+        """Return the forward passes of frozen models, such as teachers, that the loss runs per batch."""
         return ()
 
     @property
     def parts(self) -> "Mapping[str, Objective]":
-        """The objectives that this one adds up, each on batches of its own; none for a plain objective."""
+        """The objectives that this one adds up, by name; empty unless it is a mix."""
         return {}

@@ -1,4 +1,4 @@
-"""Learning from pairs: DPO and IPO against a reference, ORPO and SimPO without one."""
+"""Preference optimization on pairs: DPO and IPO with a reference model, ORPO and SimPO without."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,15 +23,21 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Direct preference optimisation (arXiv 2305.18290), the mean over pairs of log-probabilities of answers.
+    """Return the loss of direct preference optimization (arXiv 2305.18290), averaged over pairs.
 
-    With `label_smoothing`, that share of the labels is taken to be wrong (arXiv 2403.00409).
+    Args:
+        policy_chosen: Log-probabilities of the chosen responses under the policy [pairs].
+        policy_rejected: Log-probabilities of the rejected responses under the policy [pairs].
+        reference_chosen: Log-probabilities of the chosen responses under the reference model [pairs].
+        reference_rejected: Log-probabilities of the rejected responses under the reference model [pairs].
+        beta: The strength of the constraint to the reference model.
+        label_smoothing: The share of pairs that is assumed to be mislabeled (arXiv 2403.00409).
     """
     margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
-    return _dpo(margin, label_smoothing).mean()
+    return _dpo_losses(margin, label_smoothing).mean()
 
 
-def _dpo(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def _dpo_losses(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
@@ -42,9 +48,17 @@ def ipo_loss(
     reference_rejected: torch.Tensor,
     beta: float = 0.1,
 ) -> torch.Tensor:
-    """Identity preference optimisation (arXiv 2310.12036): the margin is drawn to 1 / (2 beta).
+    """Return the loss of identity preference optimization (arXiv 2310.12036), averaged over pairs.
 
-    Log-probabilities are sums over an answer's tokens in the paper, and means over them in TRL.
+    It draws the margin to 1 / (2 beta). Log-probabilities are sums over the tokens of a response in the
+    paper, and means in TRL.
+
+    Args:
+        policy_chosen: Log-probabilities of the chosen responses under the policy [pairs].
+        policy_rejected: Log-probabilities of the rejected responses under the policy [pairs].
+        reference_chosen: Log-probabilities of the chosen responses under the reference model [pairs].
+        reference_rejected: Log-probabilities of the rejected responses under the reference model [pairs].
+        beta: The strength of the constraint to the reference model.
     """
     margin = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
     return (margin - 1 / (2 * beta)).square().mean()
@@ -53,22 +67,44 @@ def ipo_loss(
 def simpo_loss(
     mean_chosen: torch.Tensor, mean_rejected: torch.Tensor, beta: float = 2.0, gamma: float = 1.0
 ) -> torch.Tensor:
-    """SimPO (arXiv 2405.14734), on log-probabilities per token: no reference, a margin of `gamma`."""
+    """Return the SimPO loss (arXiv 2405.14734), averaged over pairs; it needs no reference model.
+
+    Args:
+        mean_chosen: Mean log-probabilities per token of the chosen responses [pairs].
+        mean_rejected: Mean log-probabilities per token of the rejected responses [pairs].
+        beta: The scale of the margin.
+        gamma: The target margin.
+    """
     return -F.logsigmoid(beta * (mean_chosen - mean_rejected) - gamma).mean()
 
 
 def odds_ratio_loss(mean_chosen: torch.Tensor, mean_rejected: torch.Tensor) -> torch.Tensor:
-    """ORPO's second term (arXiv 2403.07691), on log-probabilities per token; the first is the usual loss."""
+    """Return the odds-ratio term of ORPO (arXiv 2403.07691), averaged over pairs.
+
+    Args:
+        mean_chosen: Mean log-probabilities per token of the chosen responses [pairs].
+        mean_rejected: Mean log-probabilities per token of the rejected responses [pairs].
+    """
     return -F.logsigmoid(_log_odds(mean_chosen) - _log_odds(mean_rejected)).mean()
 
 
 def _log_odds(logprob: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)); a p that rounds to 1 stays finite."""
+    """Return log(p / (1 - p)), which stays finite if p rounds to 1."""
     return logprob - torch.log1p(-logprob.exp().clamp(max=1 - torch.finfo(logprob.dtype).eps))
 
 
 class Preference(Objective):
-    """Pairs in batches: examples 2i are chosen, 2i + 1 rejected. Only answers are scored."""
+    """Preference loss on pairs: examples 2i of a batch are chosen, 2i + 1 rejected. Only responses count.
+
+    Args:
+        kind: The loss.
+        beta: The strength; for ORPO, the weight of the odds-ratio term.
+        gamma: The target margin of SimPO.
+        label_smoothing: The share of pairs that DPO assumes to be mislabeled.
+        logprobs: Whether IPO uses sums or means over tokens.
+        reference: The reference model of DPO and IPO, or "adapters-off" for the model without adapters. None
+            if batches contain the log-probabilities of the reference model, or none are needed.
+    """
 
     recomputes_logits = True
 
@@ -86,14 +122,14 @@ class Preference(Objective):
         self.beta = beta
         self.gamma = gamma
         self.label_smoothing = label_smoothing
-        self.logprobs = logprobs  # of IPO
-        self.reference = reference  # None: batches bring what the reference said, or none is needed
+        self.logprobs = logprobs
+        self.reference = reference
         self.coefficients = (
             {"loss": beta, "chosen_loss": 1.0} if kind == "orpo" else {"loss": 1.0, "tokens": 0.0}
         )
 
     def frozen_forwards(self, model: LanguageModel) -> list[FrozenForward]:
-        """Return that of an online reference."""
+        """Return the forward pass of an online reference model, if there is one."""
         if self.reference is None:
             return []
         if isinstance(self.reference, LanguageModel):
@@ -101,14 +137,14 @@ class Preference(Objective):
         return [FrozenForward(model, adapters=False)]
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Pairs, and tokens: for ORPO those of the chosen answers, whose loss is a mean over them."""
+        """Return the number of pairs and of tokens; for ORPO, only tokens of chosen responses."""
         pairs = {"loss": len(batch.origins) / 2}
         if self.kind == "orpo":
             return {**pairs, "chosen_loss": float((batch.examples % 2 == 0).sum())}
         return {**pairs, "tokens": float(batch.supervised)}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
-        """The sums of this micro-batch."""
+        """Return the loss sums of this micro-batch."""
         logprobs = answer_logprobs(model, batch)
         chosen, rejected = logprobs.view(-1, 2).unbind(1)
         tokens = torch.bincount(batch.examples, minlength=len(batch.origins)).view(-1, 2)
@@ -133,15 +169,15 @@ class Preference(Objective):
                 better, worse = (ratios.view(-1, 2) / tokens).unbind(1)
             losses = (better - worse - 1 / (2 * self.beta)).square()
         else:
-            losses = _dpo(self.beta * (better - worse), self.label_smoothing)
+            losses = _dpo_losses(self.beta * (better - worse), self.label_smoothing)
         return Loss({"loss": losses.sum()}, metrics, {"kl": "tokens"})
 
     def _reference_logprobs(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         if self.reference is None:
             if "values" not in batch.columns:
                 raise ConfigError(
-                    f"{self.kind} needs a reference for {batch.origins[0]}: its log-probabilities, a model, "
-                    "or adapters"
+                    f"{self.kind} needs a reference for {batch.origins[0]}: its log-probabilities, a "
+                    "reference model, or adapters"
                 )
             return batch.column("values")[:, 0]
         with torch.no_grad(), _reference_of(model, self.reference) as reference:
@@ -160,7 +196,7 @@ def _reference_of(
 
 
 def answer_logprobs(model: LanguageModel, batch: Batch) -> torch.Tensor:
-    """log p of each example's supervised tokens together, [examples]."""
+    """Return the summed log-probability of the supervised tokens of each example [examples]."""
     logprobs = token_logprobs(model.states(batch), model.head(), batch.supervised_targets)
     return logprobs.new_zeros(len(batch.origins)).index_add(0, batch.examples, logprobs)
 

@@ -1,1 +1,1 @@
-"""The trainer and what a run needs to go on."""
+"""The training loop, checkpoints and callbacks."""

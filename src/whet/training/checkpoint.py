@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer and state in a directory that is complete or not there."""
+"""Checkpoints: directories with weights, optimizer state and run state, which are written atomically."""
 
 import base64
 import json
@@ -38,28 +38,28 @@ from whet.storage import (
 log = logging.getLogger("whet")
 
 OPTIMIZER = "optimizer.safetensors"
-_NAME = re.compile(r"step-(?P<step>[0-9]+)")
+_DIRECTORY_NAME = re.compile(r"step-(?P<step>[0-9]+)")
 CheckpointState = dict[str, Any]  # Any: JSON values
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything a checkpoint holds, named as in its files."""
+    """The contents of a checkpoint: tensors by their names in its files, and the state."""
 
     weights: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor] | None
+    moments: dict[str, torch.Tensor] | None  # tensors of the optimizer state
     state: str  # JSON
 
     @property
-    def in_shards(self) -> bool:
-        """Whether each rank holds a part of it."""
+    def is_sharded(self) -> bool:
+        """Whether each rank has only its shards of the weights."""
         return any(is_cut(tensor) for tensor in self.weights.values())
 
 
 def contents_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: CheckpointState | None
 ) -> Contents:
-    """What a checkpoint of this moment holds: the tensors themselves, not copies."""
+    """Return the contents of a checkpoint of the current state; tensors are not copied."""
     moments, state = None, {"step": step, **(metadata or {})}
     if optimizer is not None:
         moments = _optimizer_tensors(model, optimizer)
@@ -69,8 +69,8 @@ def contents_of(
 
 
 def write_contents(path: Path, contents: Contents, group: ProcessGroup = None) -> None:
-    """Write a checkpoint directory, complete or not at all; of a model in shards, all ranks together."""
-    if contents.in_shards:
+    """Write a checkpoint directory atomically; if the contents are sharded, all ranks must call this."""
+    if contents.is_sharded:
         tensors = {**contents.weights, **(contents.moments or {})}
         write_sharded(path, tensors, {STATE_FILE: contents.state}, group=group)
         return
@@ -89,25 +89,38 @@ def save_checkpoint(
     step: int = 0,
     metadata: CheckpointState | None = None,
 ) -> None:
-    """Write a checkpoint; of a model with frozen weights, only the trained ones. `metadata` is any JSON."""
+    """Write a checkpoint directory atomically.
+
+    Only trained weights are written; frozen ones come from the base model.
+
+    Args:
+        path: The directory to write. An existing checkpoint there is replaced.
+        model: The model whose trained weights are saved.
+        optimizer: The optimizer whose state is saved, if any.
+        step: The step that the checkpoint belongs to.
+        metadata: JSON values to store with the checkpoint; `load_checkpoint` returns them.
+
+    Raises:
+        CheckpointError: If the step, the metadata or the optimizer state cannot be stored.
+    """
     _check_state(step, metadata)
     write_contents(Path(path), contents_of(model, optimizer, step, metadata))
 
 
 def _check_state(step: int, metadata: CheckpointState | None) -> None:
-    """Refuse what would come back as something else, or not at all."""
+    """Raise an error for a step or metadata that a JSON file would not return unchanged."""
     if not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"the step of a checkpoint is a whole number from 0, not {step!r}")
+        raise CheckpointError(f"the step of a checkpoint must be an integer >= 0, not {step!r}")
     if "step" in (metadata or {}):
         raise CheckpointError(
-            "metadata must not have a 'step'", hint="it is an argument of its own: step=..."
+            "metadata must not have the key 'step'", hint="pass it as the argument step=..."
         )
     if not isinstance(metadata, dict | None) or not all(isinstance(name, str) for name in metadata or {}):
-        raise CheckpointError("metadata must have names for keys, as an object in JSON has")
+        raise CheckpointError("metadata must be a dictionary whose keys are strings")
     try:
         json.dumps(metadata)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"metadata cannot be written as JSON: {error}") from error
+        raise CheckpointError(f"metadata is not JSON-serializable: {error}") from error
 
 
 def load_checkpoint(
@@ -117,9 +130,21 @@ def load_checkpoint(
     *,
     world: World = SOLO,
 ) -> CheckpointState:
-    """Restore what `save_checkpoint` wrote, all of it or nothing, and return its metadata.
+    """Load a checkpoint into a model and an optimizer, and return its state.
 
-    Ranks that do so together check a share of the files each.
+    The whole checkpoint is validated before anything is changed.
+
+    Args:
+        path: The directory of the checkpoint.
+        model: The model to load the trained weights into.
+        optimizer: The optimizer to restore; None to load the weights only.
+        world: The ranks that load the checkpoint together; each validates a share of the files.
+
+    Returns:
+        The step and the metadata that `save_checkpoint` stored.
+
+    Raises:
+        CheckpointError: If the checkpoint is incomplete or damaged, or does not fit the model.
     """
     path = Path(path)
     with world.abreast():
@@ -132,10 +157,9 @@ def load_checkpoint(
 
 
 def read_state(path: Path) -> CheckpointState:
-    """The part of a checkpoint that is not tensors."""
-    return read_json(
-        path / STATE_FILE, most=math.inf
-    )  # it may hold a rollout, and the manifest vouches for it
+    """Return the state of a checkpoint: everything that is not a tensor."""
+    # No size limit: the state may contain a rollout, and the manifest covers it.
+    return read_json(path / STATE_FILE, most=math.inf)
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -149,7 +173,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def _optimizer_values(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:  # Any: JSON values
-    """Return the numbers that an optimizer keeps beside its tensors; anything else is an error."""
+    """Return the values of an optimizer's state that are not tensors; raises an error for non-JSON values."""
     values = {
         entry: value
         for entry, value in _optimizer_entries(model, optimizer)
@@ -158,15 +182,15 @@ def _optimizer_values(
     for entry, value in values.items():
         if not isinstance(value, bool | int | float | str):
             raise CheckpointError(
-                f"{type(optimizer).__name__} keeps {entry} as {type(value).__name__}, which cannot be saved",
-                hint="train without a directory, or with an optimizer whose state is tensors and numbers",
+                f"{type(optimizer).__name__} stores {entry} as {type(value).__name__}, which cannot be saved",
+                hint="train without a directory, or use an optimizer whose state is tensors and numbers",
             )
     return values
 
 
 def _optimizer_entries(
     model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Any]]:  # Any: whatever an optimizer keeps
+) -> Iterator[tuple[str, Any]]:  # Any: values of an optimizer's state
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -183,7 +207,7 @@ def _restore_optimizer(
     parameters = dict(model.named_parameters())
     if has_shards(path) or any(is_cut(parameter) for parameter in parameters.values()):
         tensors = {
-            entry: _room_for(stored, _parameter_of(entry, parameters, path))
+            entry: _empty_buffer(stored, _parameter_of(entry, parameters, path))
             for entry, stored in stored_tensors(path).items()
             if MOMENT in entry
         }
@@ -207,19 +231,19 @@ def _restore_optimizer(
 def _parameter_of(entry: str, parameters: Mapping[str, nn.Parameter], path: Path) -> nn.Parameter:
     name = entry.rpartition(MOMENT)[0]
     if name not in parameters:
-        raise CheckpointError(f"{path / OPTIMIZER} does not fit this model: {name}")
+        raise CheckpointError(f"{path / OPTIMIZER} does not fit this model, which has no parameter {name}")
     return parameters[name]
 
 
-def _room_for(stored: StoredTensor, parameter: nn.Parameter) -> torch.Tensor:
-    """For what an optimizer remembers: of a parameter in shards the part that goes with it, or the whole."""
+def _empty_buffer(stored: StoredTensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a buffer for optimizer state: sharded like its parameter if their shapes agree, else full."""
     if is_cut(parameter) and stored.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 
 def random_state() -> CheckpointState:
-    """The state of every random stream a run draws from."""
+    """Return the states of all random generators that a run uses, as JSON values."""
     kind, words, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     return {
@@ -230,8 +254,24 @@ def random_state() -> CheckpointState:
     }
 
 
+def gather_random_states(world: World) -> CheckpointState:
+    """Return the random states of all ranks, under the keys that checkpoints store them with."""
+    main, *other_ranks = world.gather(random_state())
+    return {"random": main, **({"random_elsewhere": other_ranks} if other_ranks else {})}
+
+
+def restore_random_states(state: CheckpointState, world: World) -> None:
+    """Restore the random state of this rank from a checkpoint.
+
+    A rank that the checkpoint has no state for, because the run had fewer ranks, keeps its seed.
+    """
+    states = [state["random"], *state.get("random_elsewhere", ())]
+    if world.rank < len(states):
+        restore_random_state(states[world.rank])
+
+
 def restore_random_state(state: CheckpointState) -> None:
-    """Set every random stream to what `random_state` returned."""
+    """Restore the random generators from what `random_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, words, position, has_gauss, gauss = state["numpy"]
@@ -242,7 +282,7 @@ def restore_random_state(state: CheckpointState) -> None:
 
 
 def _random_devices() -> list[int]:
-    """The GPUs this process draws from: one of several processes leaves the others' GPUs alone."""
+    """Return the GPUs whose generators this process uses: in a distributed run only its own."""
     if not torch.cuda.is_available():
         return []
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -259,41 +299,45 @@ def _unpack(packed: str) -> torch.Tensor:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives in a run."""
+    """Return the path of a step's checkpoint in a run directory."""
     return directory / CHECKPOINTS / f"step-{step:06d}"
 
 
-def _by_step(directory: Path) -> list[Path]:
-    numbered = [(path, _NAME.fullmatch(path.name)) for path in (directory / CHECKPOINTS).glob("step-*")]
-    steps = {path: int(name["step"]) for path, name in numbered if name is not None}
+def _sorted_checkpoints(directory: Path) -> list[Path]:
+    paths = (directory / CHECKPOINTS).glob("step-*")
+    matches = [(path, _DIRECTORY_NAME.fullmatch(path.name)) for path in paths]
+    steps = {path: int(match["step"]) for path, match in matches if match is not None}
     return sorted(steps, key=steps.__getitem__)
 
 
 def newest_valid(directory: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None when none was ever saved.
+    """Return the newest valid checkpoint of a run, or None if the run has no checkpoints.
 
-    Broken ones are named with the reason and set aside, so that they count for nothing later.
+    Newer damaged checkpoints are logged with the reason and renamed to `broken-step-...`.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none is valid.
     """
-    candidates = _by_step(directory)[::-1]
+    candidates = _sorted_checkpoints(directory)[::-1]
     for candidate in candidates:
         try:
             check_manifest(candidate)
         except CheckpointError as error:
-            log.warning("skipped checkpoint %s: %s", candidate.name, error.message)
+            log.warning("skipping damaged checkpoint %s: %s", candidate.name, error.message)
             continue
         for broken in candidates[: candidates.index(candidate)]:
             replace_directory(broken, broken.with_name(f"broken-{broken.name}"))
         return candidate
     if candidates:
-        raise CheckpointError(f"{directory}: {len(candidates)} checkpoints found, none of them whole")
+        raise CheckpointError(f"{directory}: none of the {len(candidates)} checkpoints is valid")
     return None
 
 
 def prune(directory: Path, *, keep: int, best_steps: Sequence[int]) -> None:
-    """Remove all but the newest `keep` checkpoints and the last of the best ones that could be saved."""
-    paths = _by_step(directory)
+    """Delete all checkpoints except the newest `keep` and the best one that was saved."""
+    paths = _sorted_checkpoints(directory)
     best = [path for step in best_steps if (path := checkpoint_path(directory, step)) in paths]
-    spared = {*paths[-keep:], *best[-1:]}
+    retained = {*paths[-keep:], *best[-1:]}
     for path in paths:
-        if path not in spared:
+        if path not in retained:
             remove_directory(path)

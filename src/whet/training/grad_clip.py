@@ -1,4 +1,4 @@
-"""The gradient norm over all parameters and ranks, and clipping by it."""
+"""Gradient norm over all parameters and ranks, and gradient clipping."""
 
 from collections.abc import Sequence
 
@@ -9,44 +9,43 @@ from whet.parallel.gradient_sync import by_mesh
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, in float32 or wider; some of them may be in shards."""
-    norms = [torch.linalg.vector_norm(torch.stack(_norms(kind))) for kind in by_mesh(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    """Return the global norm of gradients, some of which may be sharded, in float32 or wider."""
+    norms = [torch.linalg.vector_norm(torch.stack(_norms(group))) for group in by_mesh(gradients)]
+    full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return full[0] if len(full) == 1 else torch.linalg.vector_norm(torch.stack(full))
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each gradient; not in bf16, which would round the sum of them all to three digits."""
-    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Return the norm of each gradient; never in bf16, which would round the global norm to three digits."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault(gradient.dtype, []).append(gradient)
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     norms: list[torch.Tensor] = []
-    for dtype, found in alike.items():
+    for dtype, group in by_dtype.items():
         wide = torch.promote_types(dtype, torch.float32)
         if wide == dtype:
-            norms += torch._foreach_norm(found, 2.0)
-        elif isinstance(
-            found[0], DTensor
-        ):  # for many of them at once torch 2.15 takes a dtype for a dimension
-            norms += [torch.linalg.vector_norm(each, dtype=wide) for each in found]
+            norms += torch._foreach_norm(group, 2.0)
+        elif isinstance(group[0], DTensor):
+            # torch 2.15's _foreach_norm of DTensors mistakes the dtype for a dimension
+            norms += [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in group]
         else:
-            norms += torch._foreach_norm(found, 2.0, dtype=wide)
+            norms += torch._foreach_norm(group, 2.0, dtype=wide)
     return norms
 
 
 def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply all gradients."""
-    for kind in by_mesh(gradients) if factor != 1.0 else ():
-        torch._foreach_mul_(kind, factor)
+    """Multiply all gradients by a factor, in place."""
+    for group in by_mesh(gradients) if factor != 1.0 else ():
+        torch._foreach_mul_(group, factor)
 
 
-def excess(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients of this norm are divided by, so that it is at most a limit."""
+def clip_divisor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the divisor that reduces a gradient norm to at most `limit`; at least 1."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 def clip(gradients: Sequence[torch.Tensor], limit: float, norm: torch.Tensor) -> None:
-    """Divide gradients, whose norm is known, so that it is at most a limit."""
-    factor = 1.0 / excess(norm, limit)
-    for kind in by_mesh(gradients):
-        torch._foreach_mul_(kind, factor)
+    """Scale gradients with the given norm in place, so that their norm is at most `limit`."""
+    factor = 1.0 / clip_divisor(norm, limit)
+    for group in by_mesh(gradients):
+        torch._foreach_mul_(group, factor)

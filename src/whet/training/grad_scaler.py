@@ -1,31 +1,31 @@
-"""Loss scaling: fp16 gradients are made larger, so that small ones do not vanish, and smaller again in time.
+"""Loss scaling for fp16: scale the loss before the backward pass so that small gradients do not underflow.
 
-All scales are powers of two: multiplying by one and dividing by it again changes no bit.
+All scales are powers of two, so that scaling and unscaling are exact.
 """
 
 import math
 from dataclasses import dataclass
 
 GROWTH_STEPS = 2000  # steps without an overflow before a larger scale is tried
-_LARGEST = 2.0**24
+_MAX_SCALE = 2.0**24
 
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied with before the backward pass; part of a run's state. 1: no scaling."""
+    """The factor of the loss before the backward pass, stored in checkpoints; 1 means no scaling."""
 
     value: float = 1.0
     good_steps: int = 0
 
     def shrink_after(self, loss: float) -> bool:
-        """After a gradient that is not finite: True where the scale may be to blame, and is smaller now."""
+        """Halve the scale after a non-finite gradient; return False if the scale cannot be the cause."""
         if self.value <= 2.0 or not math.isfinite(loss):
             return False
         self.value, self.good_steps = self.value / 2, 0
         return True
 
     def note_good_step(self) -> None:
-        """After an update: once in a while, try a larger scale."""
+        """Count an applied update, and double the scale after GROWTH_STEPS of them."""
         self.good_steps += 1
         if self.value > 1.0 and self.good_steps >= GROWTH_STEPS:
-            self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
+            self.value, self.good_steps = min(self.value * 2, _MAX_SCALE), 0

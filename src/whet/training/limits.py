@@ -1,4 +1,4 @@
-"""Limits of a run: memory and time stop it with a checkpoint, a spent budget ends it."""
+"""Limits of a run: memory and time limits stop it with a checkpoint, a spent budget finishes it."""
 
 import time
 
@@ -8,18 +8,18 @@ from whet.training.callbacks import Callback, Metrics, RunView, StopRun
 
 
 class MemoryLimit(Callback):
-    """Stops cleanly, with a checkpoint, when memory in use reaches a limit: before the machine swaps."""
+    """Stops the run with a checkpoint when memory use reaches `limit_gib`, before the machine swaps."""
 
     def __init__(self, limit_gib: float) -> None:
         self.limit_gib = limit_gib
 
     def on_train_begin(self, run: RunView) -> StopRun | None:
-        """Measure where the run computes."""
+        """Check the memory of the run's device."""
         self.device = run.device
         return self._check()
 
     def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Measure after each step."""
+        """Check the memory after each step."""
         return self._check()
 
     def _check(self) -> StopRun | None:
@@ -27,12 +27,12 @@ class MemoryLimit(Callback):
         if used < self.limit_gib:
             return None
         return StopRun(
-            f"{used:.2f} GiB in use, and run.max_memory is {self.limit_gib:g} GiB", unfinished=True
+            f"{used:.2f} GiB of memory in use, run.max_memory is {self.limit_gib:g} GiB", unfinished=True
         )
 
 
 class TimeLimit(Callback):
-    """Stops cleanly, with a checkpoint, when it has gone on for its time since it was started or resumed."""
+    """Stops the run with a checkpoint `minutes` after it was started or resumed."""
 
     def __init__(self, minutes: float) -> None:
         self.minutes = minutes
@@ -42,14 +42,20 @@ class TimeLimit(Callback):
         self.deadline = time.monotonic() + self.minutes * 60
 
     def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Look at the clock."""
+        """Stop after the deadline."""
         if time.monotonic() < self.deadline:
             return None
-        return StopRun(f"run.max_time of {self.minutes:g} minutes is over", unfinished=True)
+        return StopRun(f"run.max_time of {self.minutes:g} minutes is reached", unfinished=True)
 
 
 class Budget(Callback):
-    """Ends a run, as finished, when its steps together have cost enough; resumed ones go on counting."""
+    """Finishes a run when its steps have spent a budget; the count continues when a run is resumed.
+
+    Args:
+        flops: The budget in FLOPs.
+        minutes: The budget in minutes.
+        flops_per_token: The FLOPs that training takes per token; needed with `flops`.
+    """
 
     def __init__(
         self,
@@ -59,13 +65,13 @@ class Budget(Callback):
         flops_per_token: float | None = None,
     ) -> None:
         if flops is not None and flops_per_token is None:
-            raise ConfigError("a budget of FLOPs needs to know how many a token takes")
+            raise ConfigError("a budget in FLOPs needs flops_per_token")
         self.flops = flops
         self.minutes = minutes
         self.flops_per_token = flops_per_token
 
     def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Add up."""
+        """Stop if the budget is spent."""
         if self.flops is not None and self.flops_per_token is not None:
             spent = self.flops_per_token * metrics["tokens_total"]
             if spent >= self.flops:

@@ -1,4 +1,4 @@
-"""The loss of an objective: normalised by the weights of a whole step, and over a whole split."""
+"""Loss of an objective over a training step or an evaluation, normalized by the total weights."""
 
 import contextlib
 import itertools
@@ -17,43 +17,51 @@ from whet.models.language_model import Trainable, evaluating
 from whet.objectives.objective import Loss, Objective
 from whet.parallel.gradient_sync import is_sharded
 from whet.parallel.process_group import SOLO, World
+from whet.training.callback_list import CallbackList
+from whet.training.callbacks import EvaluationStoppedError, Metrics
 
 
 def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
-    """Supervised units of each term over all batches; none at all is an error, never a NaN."""
+    """Return the sum of the weights of each loss term over all batches.
+
+    Raises:
+        DataError: If no term has a weight, because the mean would be NaN.
+    """
     totals: dict[str, float] = dict.fromkeys(objective.coefficients, 0.0)
     for batch in batches:
         for term, weight in objective.weights(batch).items():
             totals[term] += weight
     if not any(weight for term, weight in totals.items() if term not in objective.auxiliary):
         origins = ", ".join(origin for batch in batches for origin in batch.origins)
-        raise DataError(f"a batch has no supervised token (records: {origins})")
+        raise DataError(f"a batch has no supervised tokens (records: {origins})")
     return totals
 
 
 def loss_weight(objective: Objective, batches: Sequence[Batch]) -> float:
-    """Return how many units (supervised tokens, pairs, texts) the loss over some batches is a mean over."""
-    counted = {t for t, factor in objective.coefficients.items() if factor and t not in objective.auxiliary}
+    """Return the number of units (supervised tokens, pairs or texts) that the loss is averaged over."""
+    main_terms = {
+        t for t, factor in objective.coefficients.items() if factor and t not in objective.auxiliary
+    }
     return sum(
-        weight for batch in batches for term, weight in objective.weights(batch).items() if term in counted
+        weight for batch in batches for term, weight in objective.weights(batch).items() if term in main_terms
     )
 
 
 def taken(world: World, batches: Sequence[Batch], *, matched: bool) -> Iterator[tuple[int, Batch, bool]]:
-    """This rank's share of some batches, each with its place, and whether it counts.
+    """Yield the batches that this rank computes, each with its index and whether its result counts.
 
-    `matched`: all ranks make the same forward passes at the same time, so nobody waits for ever. Then the
-    parts of a mix, which need different ones, are shared out one after the other.
+    With `matched`, every rank runs the same sequence of forward passes, which sharded models need to avoid
+    deadlocks. The parts of a mix need different forward passes, so they are distributed one after the other.
     """
     if not matched:
         yield from world.rounds(batches)
         return
     start = 0
     for _, group in itertools.groupby(batches, key=lambda batch: batch.part):
-        found = list(group)
-        for place, batch, counts in world.rounds(found, matched=True):
-            yield start + place, batch, counts
-        start += len(found)
+        part_batches = list(group)
+        for index, batch, counts in world.rounds(part_batches, matched=True):
+            yield start + index, batch, counts
+        start += len(part_batches)
 
 
 def weighted_loss(
@@ -64,18 +72,21 @@ def weighted_loss(
     weights: dict[str, float],
     precision: Precision,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A micro-batch's share of the loss (coefficient * sum / total weight, over terms) and of the metrics."""
+    """Return a micro-batch's share of the step's loss and of its metrics.
+
+    The loss is the sum over terms of coefficient * term / weight; `weights` are those of the whole step.
+    """
     return _shares(computed_loss(model, objective, batch, precision=precision), objective, weights)
 
 
 def computed_loss(model: Trainable, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
-    """What an objective makes of a micro-batch, in the run's precision."""
+    """Return the loss sums of a micro-batch, computed in the run's precision."""
     with in_precision(precision, batch.tokens.device):
         return objective.loss(model, batch)
 
 
 def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
-    """Within this, a model computes in the precision of a run."""
+    """Return an autocast context for a run's precision; disabled if compute and trained dtypes are equal."""
     mixed = precision.compute != precision.trained
     return torch.autocast(device.type, dtype=precision.compute, enabled=mixed)
 
@@ -92,13 +103,15 @@ def _shares(
     metrics = {
         name: value.detach() / weight
         for name, value in result.metrics.items()
-        if (weight := weights[result.units.get(name, first)])  # of no units there is no mean
+        if (weight := weights[result.units.get(name, first)])  # a metric without units has no mean
     }
-    for name, shares in objective.reports.items():  # of the means of several terms
-        there = {term: share for term, share in shares.items() if term in result.sums}
-        if not there:  # those of another part of a mix
+    for name, shares in objective.reports.items():  # sums of the means of several terms
+        present = {term: share for term, share in shares.items() if term in result.sums}
+        if not present:  # it belongs to another part of a mix
             continue
-        parts = [share / weights[term] * result.sums[term] for term, share in there.items() if weights[term]]
+        parts = [
+            share / weights[term] * result.sums[term] for term, share in present.items() if weights[term]
+        ]
         metrics[name] = torch.stack(parts).sum().detach() if parts else torch.zeros_like(terms[0])
     return torch.stack(terms).sum(), metrics
 
@@ -112,9 +125,11 @@ def evaluate_loss(
     pause: Callable[[], None] = lambda: None,
     world: World = SOLO,
 ) -> dict[str, Any]:  # Any: numbers, and lists of numbers
-    """eval_loss, eval_perplexity, eval_bits_per_byte, eval_s, and the objective's own numbers as eval_*.
+    """Return the evaluation metrics of a model over `batches`.
 
-    `pause` is called before each batch, and may raise.
+    They are eval_loss, eval_perplexity and eval_bits_per_byte where they apply, eval_s (the duration in
+    seconds), and the objective's metrics with the prefix `eval_`. `pause` is called before each batch and may
+    raise to abort the evaluation.
     """
     started = time.perf_counter()
     batches = list(batches)
@@ -122,7 +137,7 @@ def evaluate_loss(
     sums: dict[str, torch.Tensor] = defaultdict(
         lambda: torch.zeros((), device=model.device, dtype=torch.float64)
     )
-    mine: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     matched = is_sharded(model)
     with evaluating(model), world.abreast() if not matched else contextlib.nullcontext():
         for _, batch, counts in taken(world, batches, matched=matched):
@@ -131,20 +146,61 @@ def evaluate_loss(
             result = computed_loss(model, objective, batch.to(model.device), precision=precision)
             if not counts:
                 continue
-            mine += [] if result.outputs is None else [result.outputs.cpu()]
+            outputs += [] if result.outputs is None else [result.outputs.cpu()]
             loss, metrics = _shares(result, objective, weights)
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums[name] + value
     totals = world.sums({name: value.tolist() for name, value in sums.items()})
-    found: dict[str, Any] = {f"eval_{name}": value for name, value in totals.items()}
+    results: dict[str, Any] = {f"eval_{name}": value for name, value in totals.items()}
     likelihood = objective.likelihood
-    mean = found[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
+    mean = results[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
     if likelihood:
-        found["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
+        results["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
     sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]
     if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
-        found["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
-    if world.from_main(bool(mine)):
-        found |= objective.summarise(world.in_order(mine, len(batches)), batches)
-    return {**found, "eval_s": time.perf_counter() - started}
+        results["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
+    if world.from_main(bool(outputs)):
+        results |= objective.summarise(world.in_order(outputs, len(batches)), batches)
+    return {**results, "eval_s": time.perf_counter() - started}
+
+
+class Evaluation:
+    """Runs the evaluations of a run, and lets callbacks abort them."""
+
+    def __init__(self, callbacks: CallbackList, world: World) -> None:
+        self.callbacks = callbacks
+        self.world = world
+
+    def loss(
+        self, model: Trainable, objective: Objective, batches: Iterable[Batch], *, precision: Precision
+    ) -> Metrics:
+        """Return the loss over batches and the metrics of the objective; see `evaluate_loss`."""
+        return evaluate_loss(
+            model, objective, batches, precision=precision, pause=self.pause_point, world=self.world
+        )
+
+    def run(self, evaluators: Iterable[Callable[[], Metrics]]) -> Metrics | None:
+        """Return the metrics of all evaluators and their duration, or None if a callback aborted them."""
+        start = time.perf_counter()
+        metrics: Metrics = {}
+        try:
+            for evaluator in evaluators:
+                metrics |= evaluator()
+        except EvaluationStoppedError:
+            self.callbacks.agree_on_stop()
+            return None
+        metrics["eval_s"] = time.perf_counter() - start
+        return metrics
+
+    def pause_point(self) -> None:
+        """Send a heartbeat, and abort the evaluation if a callback asks to stop."""
+        self.world.watch.doing("evaluating")
+        self.callbacks.pause()
+
+    def pause_between_completions(self) -> None:
+        """Do the same between generated completions; tensor-parallel ranks stop after all completions."""
+        if self.world.tensor > 1:
+            self.world.watch.doing("generating")
+        else:
+            self.pause_point()

@@ -1,18 +1,20 @@
-"""Gradients of a step before its update: a GPU may be given the next ones while the host reads numbers.
+"""Prefetching: queue the forward and backward pass of the next step before reading the metrics of this one.
 
-Between two updates no weight changes, so the forward and backward pass of the next step can be queued before
-the numbers of this one are waited for. The device is then never idle between steps. Where the run stood
-before is kept: whoever needs it (a checkpoint, a stop) gets it back, as if nothing had been computed ahead.
+No weight changes between two updates, so the next gradients can be queued while the host waits for metrics.
+A GPU is then never idle between steps. The data position and the random state from before a prefetched step
+are stored, so that a checkpoint or a stop can cancel the prefetch without a trace.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from whet.data.batches import Step, StepStream
+from whet.hardware import Precision
+from whet.ops.dispatch import Paths
 from whet.parallel.process_group import World
 
 if TYPE_CHECKING:
@@ -20,73 +22,124 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A step whose gradients are computed, or queued, and whose update is not."""
+class ComputedStep:
+    """A step whose gradients are computed or queued, but not yet applied."""
 
     step: Step
-    sums: dict[str, torch.Tensor]  # on the device: the loss, and the objective's metrics
-    began: "Mark"  # where its work starts in the device's queue
-    position: dict[str, Any] | None = None  # where the stream stood before this step; Any: JSON values
-    random: tuple[torch.Tensor, ...] = ()  # what `device_random` was before this step
+    sums: dict[str, torch.Tensor]  # on the device: the loss and the objective's metrics
+    started: "DeviceEvent"  # recorded before the step's first kernel
+    position: dict[str, Any] | None = None  # of the stream before this step; Any: JSON values
+    rng_state: tuple[torch.Tensor, ...] = ()  # `forward_rng_state` before this step
+
+
+@dataclass(frozen=True)
+class AppliedStep:
+    """The results of a step after its update."""
+
+    metrics: dict[str, Any]  # loss, metrics of the objective, skipped, loss_scale; Any: numbers or lists
+    norm: float  # of the gradients, before clipping
+    skipped: bool  # the loss or a gradient is non-finite, and no weight changed
+    device_seconds: float | None  # by the device's clock; None without CUDA
+
+
+def supports_prefetch(paths: Paths, device: torch.device, precision: Precision, world: World) -> bool:
+    """Return whether steps may be prefetched on a device.
+
+    A CPU gains nothing, fp16 may have to compute a step twice, and several ranks must agree between steps.
+    """
+    return paths.prefetch and device.type == "cuda" and precision.compute != torch.float16 and world.size == 1
 
 
 class StepQueue:
-    """The steps of a stream with their gradients, the next of which may be computed before it is needed."""
+    """Computes the gradients of a stream's steps, optionally one step before they are needed."""
 
     def __init__(self, stream: StepStream, train_step: "TrainStep") -> None:
         self.stream = stream
         self.train_step = train_step
-        self.prefetched: Computed | None = None
+        self.prefetched: ComputedStep | None = None
 
-    def take(self) -> Computed:
-        """Return the next step; raises StopIteration where the stream ends."""
+    def next_step(self) -> ComputedStep:
+        """Return the next step with its gradients; raises StopIteration at the end of the stream."""
         computed, self.prefetched = self.prefetched or self._compute(), None
         return computed
 
     def prefetch(self) -> None:
-        """Compute the next step now, if there is one."""
+        """Compute the gradients of the next step now, if there is one."""
         try:
             self.prefetched = self._compute()
         except StopIteration:
             self.prefetched = None
 
+    def compute(self, step: Step) -> ComputedStep:
+        """Compute the gradients of a step that is not from the stream."""
+        started = DeviceEvent(self.train_step.device)
+        return ComputedStep(step, self.train_step.gradients(step), started)
+
+    def apply(
+        self, computed: ComputedStep, *, lr: float, before_update: Callable[[], None], prefetch: bool
+    ) -> AppliedStep:
+        """Update the weights, and return the metrics of the step.
+
+        An fp16 overflow repeats the step with a smaller loss scale. With `prefetch`, the next step is queued
+        before the metrics are read.
+        """
+        train_step, loss_scale = self.train_step, self.train_step.loss_scale
+        scale_before = loss_scale.value
+        pending = train_step.update(computed.sums, lr=lr, before_update=before_update)
+        if prefetch:
+            self.prefetch()
+        metrics, norm, skipped = pending.read()
+        while skipped and loss_scale.shrink_after(metrics["loss"]):
+            sums = train_step.gradients(computed.step)
+            pending = train_step.update(sums, lr=lr, before_update=before_update)
+            metrics, norm, skipped = pending.read()
+        if skipped:
+            loss_scale.value = scale_before  # the loss scale was not the cause
+            metrics["skipped"] = True
+        else:
+            loss_scale.note_good_step()
+        if train_step.precision.compute == torch.float16:
+            metrics["loss_scale"] = loss_scale.value
+        device_seconds = computed.started.seconds_until(pending.results.completed)
+        return AppliedStep(metrics, norm, skipped, device_seconds)
+
     def cancel(self) -> None:
-        """Forget what was prefetched: stream, gradients and random numbers are as after the last update."""
+        """Drop a prefetched step, and restore the data position and random state from before it."""
         if self.prefetched is not None:
             self.train_step.clear_gradients()
             self.rewind(self.prefetched)
-            restore_device_random(self.train_step.device, self.prefetched.random)
+            restore_forward_rng_state(self.train_step.device, self.prefetched.rng_state)
             self.prefetched = None
 
-    def rewind(self, computed: Computed) -> None:
-        """Put the stream back to before a step."""
+    def rewind(self, computed: ComputedStep) -> None:
+        """Move the stream back to before a step."""
         if computed.position is not None:
             self.stream.seek(computed.position)
 
-    def _compute(self) -> Computed:
+    def _compute(self) -> ComputedStep:
         device, world = self.train_step.device, self.train_step.world
-        began, random = Mark(device), device_random(device)
+        started, rng_state = DeviceEvent(device), forward_rng_state(device)
         position = self.stream.state()
-        with world.watch.patiently("preparing a step"):  # an epoch's order, or rollouts
+        with world.watch.patiently("preparing a step"):  # may shuffle an epoch or generate rollouts
             step = next(self.stream)
-        return Computed(step, self.train_step.gradients(step), began, position, random)
+        return ComputedStep(step, self.train_step.gradients(step), started, position, rng_state)
 
 
-def device_random(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The random streams that a forward pass draws from."""
-    own = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
-    return (torch.get_rng_state(), *own)
+def forward_rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the states of the random generators that a forward pass uses."""
+    device_states = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return (torch.get_rng_state(), *device_states)
 
 
-def restore_device_random(device: torch.device, state: tuple[torch.Tensor, ...]) -> None:
-    """Set them to what they were."""
+def restore_forward_rng_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> None:
+    """Restore what `forward_rng_state` returned."""
     torch.set_rng_state(state[0])
-    for own in state[1:]:
-        torch.cuda.set_rng_state(own, device)
+    for device_state in state[1:]:
+        torch.cuda.set_rng_state(device_state, device)
 
 
-class Mark:
-    """A moment in the queue of a device: a GPU reaches it when all that was queued before is done."""
+class DeviceEvent:
+    """A CUDA event on the current stream; on other devices, which do not queue work, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -95,22 +148,19 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Return when the device has reached it."""
+        """Wait until the device has completed all work queued before the event."""
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_until(self, later: "Mark") -> float | None:
-        """Seconds on the device's own clock; None where the host computes, and its clock is right.
-
-        Both must have been reached.
-        """
+    def seconds_until(self, later: "DeviceEvent") -> float | None:
+        """Return the seconds between two completed events by the device's clock; None without CUDA."""
         if self._event is None or later._event is None:
             return None
         return self._event.elapsed_time(later._event) / 1000
 
 
-class Reading:
-    """Numbers and vectors on their way from the device, of which nobody has to wait for yet."""
+class HostCopy:
+    """An asynchronous copy of tensors from the device to the host."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
@@ -119,51 +169,51 @@ class Reading:
             self._host = torch.empty(flat.shape, pin_memory=True).copy_(flat, non_blocking=True)
         else:
             self._host = flat.cpu()
-        self.arrived = Mark(flat.device)
+        self.completed = DeviceEvent(flat.device)
 
-    def values(self) -> list[Any]:  # Any: a number, or the list of a vector's numbers
-        """All of them, as soon as they are there."""
-        self.arrived.wait()
+    def values(self) -> list[Any]:  # Any: a number, or a list of numbers
+        """Wait for the copy and return its values, one entry per tensor."""
+        self.completed.wait()
         parts = self._host.split([shape.numel() for shape in self._shapes])
         return [part.view(shape).tolist() for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class PendingUpdate:
-    """An update that the device may still be making."""
+    """An optimizer update that the device may still be computing."""
 
-    def __init__(self, reading: Reading, names: Sequence[str], world: World) -> None:
-        self.reading = reading
+    def __init__(self, results: HostCopy, names: Sequence[str], world: World) -> None:
+        self.results = results
         self._names = names
         self._world = world
 
-    def read(self) -> tuple[dict[str, Any], float, bool]:  # Any: numbers, or lists of them
-        """Wait for its metrics and its gradient norm, and whether it was skipped."""
-        skipped, norm, *values = self.reading.values()
+    def read(self) -> tuple[dict[str, Any], float, bool]:  # Any: numbers or lists of numbers
+        """Wait for the update; return its metrics, its gradient norm and whether it was skipped."""
+        skipped, norm, *values = self.results.values()
         return self._world.sums(dict(zip(self._names, values, strict=True))), norm, bool(skipped)
 
 
 class StepClock:
-    """When steps begin and end: a step ends when the device is done with it, not when the host knows.
+    """Measures the duration of steps and of the run.
 
-    The host learns of it late where it was queueing the next step meanwhile: the time that takes belongs to
-    the next step, which would else seem to take none when it is the last.
+    A step ends when the device has completed it. While the host is queueing the next step it notices that
+    late, and that time belongs to the next step.
     """
 
     def __init__(self) -> None:
-        self.began = self.step_ended = time.perf_counter()
+        self.run_start = self.step_end = time.perf_counter()
 
     def start(self, elapsed_s: float) -> None:
-        """Start a run that has taken some seconds already."""
-        self.began = time.perf_counter() - elapsed_s
+        """Start the clock of a run that took `elapsed_s` seconds before it was resumed."""
+        self.run_start = time.perf_counter() - elapsed_s
 
-    def step_began(self, *, prefetched: bool) -> float:
-        """Return when the next step began: with the end of the last one where it was queued before."""
-        return self.step_ended if prefetched else time.perf_counter()
+    def start_step(self, *, prefetched: bool) -> float:
+        """Return the start time of the next step; a prefetched step starts when the previous one ends."""
+        return self.step_end if prefetched else time.perf_counter()
 
-    def end_step(self, began: float, on_device: float | None) -> tuple[float, float]:
-        """Return the seconds of a step and of the run, given the step's seconds on the device if known."""
-        ended = time.perf_counter()
-        if on_device is not None:
-            ended = min(ended, began + on_device)
-        self.step_ended = ended
-        return ended - began, ended - self.began
+    def end_step(self, start: float, device_seconds: float | None) -> tuple[float, float]:
+        """Return the seconds of a step and of the run; `device_seconds` is measured by the device."""
+        end = time.perf_counter()
+        if device_seconds is not None:
+            end = min(end, start + device_seconds)
+        self.step_end = end
+        return end - start, end - self.run_start

@@ -1,1 +1,1 @@
-"""What is measured and logged during training."""
+"""Measurements and logging during training."""

@@ -1,4 +1,4 @@
-"""What modules take and give, caught on the way."""
+"""Capture the inputs and outputs of modules."""
 
 import contextlib
 import difflib
@@ -17,74 +17,84 @@ Keep = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ActivationCapture:
-    """Inputs and outputs of chosen modules, for the time of a `with` block.
+    """Captures the inputs and outputs of modules within a `with` block.
 
         with ActivationCapture(model, ["layers.*.mlp"]) as captured:
             model(tokens)
         captured.outputs["layers.0.mlp"]  # [B, T, D]
 
-    `modules` are names, as in `model.named_modules()`, or patterns; without any, the model's layers. What is
-    kept is detached and on its device, of a module that is called several times the last; `keep` may make
-    less of it. Names come in the order of the model: layer 2 before layer 10.
+    Captured tensors are detached and stay on their device. If a module is called several times, the last call
+    counts. Names are in the order of the model: layer 2 comes before layer 10.
+
+    Args:
+        model: The model.
+        modules: Names of modules, as in `model.named_modules()`, or patterns such as `layers.*.mlp`; by
+            default the layers of the model.
+        keep: A function that reduces a tensor before it is stored.
+
+    Raises:
+        ConfigError: If a name or pattern matches no module.
     """
 
     def __init__(
         self, model: nn.Module, modules: Iterable[str] | None = None, *, keep: Keep | None = None
     ) -> None:
         self.model = model
-        self.modules = chosen_modules(model, modules)
+        self.modules = select_modules(model, modules)
         self.keep: Keep = keep or (lambda tensor: tensor)
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
-        self._held = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "ActivationCapture":
         if isinstance(self.model, LanguageModel):
-            self._held.enter_context(uncompiled(self.model))  # a compiled layer sees no new hooks
+            self._stack.enter_context(uncompiled(self.model))  # hooks have no effect on compiled layers
         for name, module in self.modules.items():
-            handle = module.register_forward_hook(self._catcher(name))
-            self._held.callback(handle.remove)
+            handle = module.register_forward_hook(self._make_hook(name))
+            self._stack.callback(handle.remove)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.close()
-        for found in (self.inputs, self.outputs):
-            ordered = [(name, found[name]) for name in self.modules if name in found]
-            found.clear()
-            found.update(ordered)
+        self._stack.close()
+        for captured in (self.inputs, self.outputs):
+            ordered = [(name, captured[name]) for name in self.modules if name in captured]
+            captured.clear()
+            captured.update(ordered)
 
     def norms(self) -> dict[str, float]:
-        """The root mean square of each output."""
+        """Return the root mean square of each output."""
         return {name: float(x.float().square().mean().sqrt()) for name, x in self.outputs.items()}
 
-    def _catcher(self, name: str) -> Callable[[nn.Module, Any, Any], None]:  # Any: what modules take and give
-        def catch(_: nn.Module, inputs: Any, output: Any) -> None:
-            for found, value in ((self.inputs, inputs), (self.outputs, output)):
+    def _make_hook(
+        self, name: str
+    ) -> Callable[[nn.Module, Any, Any], None]:  # Any: inputs and outputs of modules
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            for captured, value in ((self.inputs, inputs), (self.outputs, output)):
                 first = value[0] if isinstance(value, tuple) and value else value
                 if isinstance(first, torch.Tensor):
-                    found[name] = self.keep(first.detach())
+                    captured[name] = self.keep(first.detach())
 
-        return catch
+        return hook
 
 
-def chosen_modules(model: nn.Module, wanted: Iterable[str] | None) -> dict[str, nn.Module]:
-    """Modules by their names; a name or pattern that fits none is an error."""
-    every = dict(model.named_modules())
-    if wanted is None:
+def select_modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
+    """Return the modules that match names or patterns, by name; without patterns, the layers."""
+    named_modules = dict(model.named_modules())
+    if patterns is None:
         layers = {id(block) for block in model.blocks()} if isinstance(model, LanguageModel) else set()
         if not layers:
-            raise ConfigError(f"{type(model).__name__} has no layers to capture: name the modules")
-        return {name: module for name, module in every.items() if id(module) in layers}
-    chosen = set()
-    for pattern in wanted:
-        fitting = [name for name in every if fnmatchcase(name, pattern)]
-        if not fitting:
-            near = difflib.get_close_matches(pattern, every, n=1)
+            raise ConfigError(f"{type(model).__name__} has no layers to capture. Pass the names of modules.")
+        return {name: module for name, module in named_modules.items() if id(module) in layers}
+    selected = set()
+    for pattern in patterns:
+        matches = [name for name in named_modules if fnmatchcase(name, pattern)]
+        if not matches:
+            similar = difflib.get_close_matches(pattern, named_modules, n=1)
             raise ConfigError(
-                f"no module of {type(model).__name__} is called {pattern!r}",
-                hint=f"did you mean {near[0]!r}?" if near else "model.named_modules() lists them",
+                f"no module of {type(model).__name__} matches {pattern!r}",
+                hint=f"did you mean {similar[0]!r}?" if similar else "model.named_modules() lists them",
             )
-        chosen |= set(fitting)
-    return {name: module for name, module in every.items() if name in chosen}
+        selected |= set(matches)
+    return {name: module for name, module in named_modules.items() if name in selected}

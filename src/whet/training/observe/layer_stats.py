@@ -1,4 +1,4 @@
-"""Statistics by layer: norms, attention entropy, effective rank, gradient noise."""
+"""Statistics of layers: norms, attention entropy, effective rank and gradient noise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch import nn
 from whet.models.language_model import LanguageModel
 
 T = TypeVar("T")
-_SMALL = 256  # rows or columns
+_MAX_HOST_SIDE = 256  # matrices with at most this many rows or columns are decomposed on the CPU
 
 
 class Layers:
-    """Which layer each parameter belongs to. A model without blocks counts the modules it is made of."""
+    """Maps parameters to layers: the blocks of a language model, or the child modules of another model."""
 
     def __init__(self, model: nn.Module) -> None:
-        blocks = list(model.blocks()) if isinstance(model, LanguageModel) else _parts(model)
+        blocks = list(model.blocks()) if isinstance(model, LanguageModel) else _child_modules(model)
         self._count = len(blocks)
         self._layer_of = {id(p): layer for layer, block in enumerate(blocks) for p in block.parameters()}
 
@@ -27,37 +27,40 @@ class Layers:
     def root_sums(
         self, parameters: Sequence[torch.Tensor], norms: Sequence[float | None]
     ) -> tuple[list[float | None], float]:
-        """The norm of each layer from those of its parameters (None: it has none), and that of the rest."""
-        gathered = self.gathered(parameters, [[] if norm is None else [norm] for norm in norms])
+        """Return the norm of each layer from the norms of its parameters, and that of all other parameters.
+
+        A layer without norms has None.
+        """
+        by_layer = self.collect(parameters, [[] if norm is None else [norm] for norm in norms])
         rest = [n for p, n in zip(parameters, norms, strict=True) if id(p) not in self._layer_of and n]
-        return [_root_sum(found) if found else None for found in gathered], _root_sum(rest)
+        return [_root_sum(values) if values else None for values in by_layer], _root_sum(rest)
 
-    def gathered(self, parameters: Sequence[torch.Tensor], items: Sequence[Sequence[T]]) -> list[list[T]]:
-        """What the parameters of each layer bring; what is outside the layers is left out."""
-        found: list[list[T]] = [[] for _ in range(self._count)]
-        for parameter, each in zip(parameters, items, strict=True):
+    def collect(self, parameters: Sequence[torch.Tensor], items: Sequence[Sequence[T]]) -> list[list[T]]:
+        """Join the items of each layer's parameters; parameters outside the layers are left out."""
+        by_layer: list[list[T]] = [[] for _ in range(self._count)]
+        for parameter, values in zip(parameters, items, strict=True):
             if (layer := self._layer_of.get(id(parameter))) is not None:
-                found[layer] += each
-        return found
+                by_layer[layer] += values
+        return by_layer
 
 
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """Children, and the members of those that are lists."""
-    found: list[nn.Module] = []
+def _child_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the child modules with parameters; a ModuleList is replaced by its members."""
+    modules: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else [child]
-    return [part for part in found if any(True for _ in part.parameters())]
+        modules += list(child) if isinstance(child, nn.ModuleList) else [child]
+    return [module for module in modules if any(True for _ in module.parameters())]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of at least one."""
+    """Return the mean of at least one value."""
     return sum(values) / len(values)
 
 
-def spread(values: Sequence[float]) -> float:
-    """Their standard deviation, as of a whole population."""
-    middle = mean(values)
-    return float(mean([(value - middle) ** 2 for value in values]) ** 0.5)
+def standard_deviation(values: Sequence[float]) -> float:
+    """Return the population standard deviation of at least one value."""
+    average = mean(values)
+    return float(mean([(value - average) ** 2 for value in values]) ** 0.5)
 
 
 def _root_sum(norms: Sequence[float]) -> float:
@@ -65,18 +68,19 @@ def _root_sum(norms: Sequence[float]) -> float:
 
 
 def attention_entropy(weights: torch.Tensor) -> torch.Tensor:
-    """Shannon's entropy, in nats, of distributions over the last dimension."""
+    """Return the Shannon entropy in nats of distributions over the last dimension."""
     return torch.special.entr(weights.float()).sum(-1)
 
 
 def effective_rank(matrices: torch.Tensor) -> torch.Tensor:
-    """exp(entropy of the normalised singular values) of matrices [..., rows, columns]; NaN of zeros.
+    """Return exp(entropy of the normalized singular values) of matrices [..., rows, columns].
 
-    Roy and Vetterli, 2007. The singular values are the roots of the eigenvalues of the smaller Gram matrix,
-    in float64: several times as fast, and what is lost (values under 1e-8 of the largest) weighs nothing.
+    Defined by Roy and Vetterli, 2007; NaN for zero matrices. The singular values are computed as square roots
+    of the eigenvalues of the smaller Gram matrix in float64. That is several times faster, and values below
+    1e-8 of the largest, which it loses, do not matter.
     """
-    # a GPU is slower at small ones, and Apple's has no float64
-    on_host = matrices.device.type == "mps" or min(matrices.shape[-2:]) <= _SMALL
+    # small matrices are faster on the CPU, and MPS has no float64
+    on_host = matrices.device.type == "mps" or min(matrices.shape[-2:]) <= _MAX_HOST_SIDE
     wide = matrices.detach().to("cpu" if on_host else matrices.device, torch.float64)
     flat = wide if wide.shape[-2] <= wide.shape[-1] else wide.mT
     values = torch.linalg.eigvalsh(flat @ flat.mT).clamp(min=0).sqrt()
@@ -86,23 +90,28 @@ def effective_rank(matrices: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GradientNoiseScale:
-    """What batches of several sizes tell about the gradient."""
+    """Estimates of the gradient and its noise."""
 
     signal: float  # squared norm of the true gradient
-    noise: float  # trace of the covariance of one unit's gradient
+    noise: float  # trace of the covariance of the gradient of one unit (token, pair or text)
 
     @property
     def scale(self) -> float | None:
-        """Units in a batch whose noise is as large as the gradient; None where noise is all that is seen."""
+        """Batch size in units at which noise equals signal; None if the estimated signal is not positive."""
         return self.noise / self.signal if self.signal > 0 else None
 
 
 def gradient_noise(
     sizes: Sequence[float], squared_norms: Sequence[float], squared_norm_of_all: float
 ) -> GradientNoiseScale:
-    """Unbiased estimates from the mean gradients of parts and that of all together (arXiv 1812.06162, A.1).
+    """Return unbiased estimates from the mean gradients of small batches and of all (arXiv 1812.06162, A.1).
 
-    In expectation, a part of b units has a squared norm of signal + noise / b, and all B signal + noise / B.
+    The expected squared norm is signal + noise / b for a batch of b units.
+
+    Args:
+        sizes: The number of units in each small batch.
+        squared_norms: The squared norm of the mean gradient of each small batch.
+        squared_norm_of_all: The squared norm of the mean gradient of all batches together.
     """
     total = sum(sizes)
     small = sum(size / total * norm for size, norm in zip(sizes, squared_norms, strict=True))

@@ -1,12 +1,12 @@
-"""What a training row says of the steps since the row before it."""
+"""Aggregation of the metrics of several steps to one training row."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-WindowMetrics = dict[str, Any]  # Any: numbers, lists of numbers, texts
+WindowMetrics = dict[str, Any]  # Any: numbers, lists of numbers, strings
 
-# of the last step: the state of the run, and rates that are means over several steps already
+# the value of the last step: state of the run, and rates that are already means over several steps
 _LAST = frozenset(
     (
         *("lr", "loss_scale", "tokens_total", "supervised_tokens_total", "flops_total", "elapsed_s"),
@@ -14,19 +14,18 @@ _LAST = frozenset(
     )
 )
 _TOTALS = frozenset(("tokens", "supervised_tokens", "skipped"))
-_LARGEST = frozenset(("peak_gib", "mismatch_max"))
-_WEIGHTED = frozenset(("final_loss",))  # the loss under another name
+_MAXIMA = frozenset(("peak_gib", "mismatch_max"))
+_WEIGHTED = frozenset(("final_loss",))  # the same loss with another name
 
 
 @dataclass
 class LogWindow:
-    """Sums over the steps since the last row.
+    """Sums of metrics over the steps since the last training row.
 
-    A row has the mean of the loss and of the objective's other metrics, weighted by what each step's loss is
-    a mean over (its supervised tokens, pairs or texts), the plain mean of other numbers, totals of `tokens`,
-    `supervised_tokens` and `skipped`, and the last step's value of everything that is not a number or is a
-    state of the run. Values that are not finite (of skipped steps) are left out of means. A row of one step
-    is the step's.
+    The loss and the metrics of the objective are averaged over supervised tokens, pairs or texts. Other
+    numbers are averaged over steps, and `tokens`, `supervised_tokens` and `skipped` are added up. State of
+    the run and values that are not numbers are those of the last step. Non-finite values, which skipped steps
+    have, do not count. A row of one step has the metrics of that step.
     """
 
     steps: int = 0
@@ -34,14 +33,14 @@ class LogWindow:
     weights: dict[str, float] = field(default_factory=dict)
 
     def add(self, metrics: WindowMetrics, *, weight: float, weighted: frozenset[str]) -> None:
-        """Add a step, whose loss is a mean over `weight` units, as are all metrics that are `weighted`."""
+        """Add a step whose loss and `weighted` metrics are averaged over `weight` units."""
         self.steps += 1
         for name, value in metrics.items():
             if name in _TOTALS:
                 self.sums[name] = self.sums.get(name, 0) + value
             elif type(value) not in (int, float) or name in _LAST or name.startswith("exp_"):
                 continue
-            elif name in _LARGEST:
+            elif name in _MAXIMA:
                 self.sums[name] = max(self.sums.get(name, -math.inf), value)
             elif math.isfinite(value):
                 units = weight if name in weighted or name in _WEIGHTED else 1.0
@@ -49,7 +48,7 @@ class LogWindow:
                 self.weights[name] = self.weights.get(name, 0.0) + units
 
     def row(self, metrics: WindowMetrics) -> WindowMetrics:
-        """Return the row, whose last step has these metrics."""
+        """Return the training row, given the metrics of its last step."""
         if self.steps == 1:
             return metrics
         means = {

@@ -1,6 +1,7 @@
-"""Rows of a run, sent elsewhere as well: by a thread of its own, so that no sink can stop or slow the run.
+"""Sinks: send the metrics rows of a run to an experiment tracker.
 
-A call that fails is tried again; rows that a sink did not take go to a file in the run's directory.
+Each sink has its own thread, so that it can neither stop nor slow the run. A failed call is retried. Rows
+that a sink does not accept are written to a file in the run directory.
 """
 
 import contextlib
@@ -25,34 +26,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("whet")
 
-_ROWS = 1000  # that may wait
-_LAST_S = 30.0  # for what still waits when the run is over
-_RETRY_S = (0.5, 2.0, 8.0)  # waits of the sink's thread before it tries a call again
+_MAX_QUEUED_ROWS = 1000
+_CLOSE_TIMEOUT_S = 30.0  # for rows that are still queued when the run ends
+_RETRY_DELAYS_S = (0.5, 2.0, 8.0)
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What a sink is told of a run before its first row."""
+class RunInfo:
+    """Description of a run, which a sink gets before the first row."""
 
     name: str
-    project: str  # the directory that the run's directory is in
+    project: str  # name of the parent of the run directory
     directory: Path
     config: dict[str, Any]  # Any: JSON values
-    step: int  # rows come after this one
-    identity: str | None  # what the sink called an earlier part of this run
+    step: int  # step that the run starts or resumes from
+    identity: str | None  # the sink's id of this run, if it is resumed
 
 
 class Sink(Protocol):
-    """Somewhere rows go. Called on one thread; a call that raises is repeated before the sink is given up."""
+    """Interface to an experiment tracker, called from one thread; a call that raises is retried."""
 
-    def start(self, run: RunFacts) -> str | None:
-        """Open, and say by what this run can be found again when it is resumed."""
+    def start(self, run: RunInfo) -> str | None:
+        """Open the run, and return an id to find it by when it is resumed."""
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        """Take a row."""
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write one row."""
 
     def finish(self) -> None:
-        """Close; the run is over, or goes on another time."""
+        """Close the run, which has ended or will be resumed later."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +63,32 @@ class _Row:
 
 
 class SinkCallback(RowCallback):
-    """Hands rows to a sink."""
+    """Sends metrics rows to a sink in a background thread."""
 
     state_key = "sink"
 
-    def __init__(self, name: str, sink: Sink, *, every: int = 1, last_s: float = _LAST_S) -> None:
+    def __init__(
+        self, name: str, sink: Sink, *, every: int = 1, close_timeout_s: float = _CLOSE_TIMEOUT_S
+    ) -> None:
         super().__init__(every)
         self.name = name
         self.sink = sink
-        self.last_s = last_s
+        self.close_timeout_s = close_timeout_s
         self.identity: str | None = None
-        self.path: Path | None = None  # of the rows that the sink did not take
-        self._rows: queue.Queue[_Row | None] = queue.Queue(_ROWS)  # None: there are no more
-        self._current: _Row | None = None  # the one being handed over
-        self._writing = threading.Lock()
+        self.path: Path | None = None  # file for rows that the sink did not accept
+        self._rows: queue.Queue[_Row | None] = queue.Queue(_MAX_QUEUED_ROWS)  # None: the end
+        self._current: _Row | None = None  # the row being written
+        self._file_lock = threading.Lock()
         self._closing = threading.Event()
-        self._failed = self._behind = False
+        self._failed = self._queue_full = False
         self._thread: threading.Thread | None = None
 
     def on_train_begin(self, run: RunView) -> None:
-        """Open it, in the background."""
+        """Start the thread, which opens the sink."""
         super().on_train_begin(run)
         config = run.config
         directory = run.directory or (Path() if config is None else config.directory)
-        facts = RunFacts(
+        info = RunInfo(
             name=directory.resolve().name if config is None else config.run.name,
             project=directory.resolve().parent.name,
             directory=directory,
@@ -97,104 +100,105 @@ class SinkCallback(RowCallback):
         self._closing.clear()
         self._failed = False
         self._thread = threading.Thread(
-            target=self._work, args=(facts,), name=f"whet-{self.name}", daemon=True
+            target=self._run_sink, args=(info,), name=f"whet-{self.name}", daemon=True
         )
         self._thread.start()
 
     def on_train_end(self, result: "RunResult") -> None:
-        """Queue the test numbers, close it, and wait a little."""
+        """Queue the test metrics, and close the sink."""
         super().on_train_end(result)
         if (test := result.summary.get("test")) is not None:
-            self.take(result.steps, {f"test_{name}": value for name, value in test.items()})
+            self.write_row(result.steps, {f"test_{name}": value for name, value in test.items()})
         self.close()
 
     def close(self) -> None:
-        """Let it finish what it has, for a while; what it did not take by then goes to the file."""
+        """Wait for the queued rows up to a timeout; the remaining ones are written to the file."""
         if self._thread is None:
             return
         self._closing.set()
-        deadline = time.monotonic() + self.last_s
-        with contextlib.suppress(queue.Full):  # then it hangs, and is left below
-            self._rows.put(None, timeout=self.last_s)
+        deadline = time.monotonic() + self.close_timeout_s
+        with contextlib.suppress(queue.Full):  # the sink hangs, and is abandoned below
+            self._rows.put(None, timeout=self.close_timeout_s)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._leave()
+            self._abandon()
         self._thread = None
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
-        """The steps since the last row, and by what the sink knows this run."""
-        known = {} if self.identity is None else {"sink": self.name, "identity": self.identity}
-        return super().state() | known
+        """Return the sums since the last row, and the sink's id of this run."""
+        identity = {} if self.identity is None else {"sink": self.name, "identity": self.identity}
+        return super().state() | identity
 
     def restore(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Continue the row; under the same name, if it is the same sink."""
+        """Restore the sums, and the id if the sink is the same."""
         super().restore(state)
         if state.get("sink") == self.name:
             self.identity = state["identity"]
 
-    def take(self, step: int, metrics: Metrics) -> None:
+    def write_row(self, step: int, metrics: Metrics) -> None:
         """Queue a row."""
         row = _Row(step, dict(metrics))
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            if not self._behind:
-                self._behind = True
+            if not self._queue_full:
+                self._queue_full = True
                 log.warning(
-                    "the sink %s is %d rows behind: the next ones go to %s", self.name, _ROWS, self.path
+                    "the queue of sink %s is full (%d rows): further rows are written to %s",
+                    *(self.name, _MAX_QUEUED_ROWS, self.path),
                 )
-            self._keep(row)
+            self._write_to_file(row)
 
-    def _work(self, facts: RunFacts) -> None:
-        self._attempt(lambda: self._start(facts))
+    def _run_sink(self, info: RunInfo) -> None:
+        self._call_with_retries(lambda: self._start(info))
         while (row := self._rows.get()) is not None:
             self._current = row
-            if not self._attempt(functools.partial(self._write, row)):
-                self._keep(row)
+            if not self._call_with_retries(functools.partial(self._write, row)):
+                self._write_to_file(row)
             self._current = None
-        self._attempt(self._finish)
+        self._call_with_retries(self._finish)
 
-    def _start(self, facts: RunFacts) -> None:
-        self.identity = self.sink.start(facts)
+    def _start(self, info: RunInfo) -> None:
+        self.identity = self.sink.start(info)
 
     def _write(self, row: _Row) -> None:
-        self.sink.write(row.step, dict(flat_numbers(row.metrics)))
+        self.sink.write(row.step, dict(flatten_metrics(row.metrics)))
 
     def _finish(self) -> None:
         self.sink.finish()
 
-    def _attempt(self, call: Callable[[], None]) -> bool:
-        """Call the sink, again where that fails, unless it has been given up; return whether it worked."""
-        waits = iter(_RETRY_S)
+    def _call_with_retries(self, call: Callable[[], None]) -> bool:
+        """Call the sink, with retries unless it has failed before; return whether the call succeeded."""
+        delays = iter(_RETRY_DELAYS_S)
         while not self._failed:
             try:
                 call()
-            except BaseException as error:  # some libraries want to exit the process
-                wait = next(waits, None) if isinstance(error, Exception) else None
-                if wait is None:
-                    self._give_up(error)
+            except BaseException as error:  # some libraries raise SystemExit
+                delay = next(delays, None) if isinstance(error, Exception) else None
+                if delay is None:
+                    self._disable(error)
                 else:
-                    self._closing.wait(wait)  # not at all once the run is over
+                    self._closing.wait(delay)  # returns at once after the run has ended
             else:
                 return True
         return False
 
-    def _give_up(self, error: BaseException) -> None:
+    def _disable(self, error: BaseException) -> None:
         self._failed = True
         reason = (str(error).strip().splitlines() or [""])[0]
         log.warning(
-            "the sink %s failed: %s: %s; rows that it did not take go to %s",
+            "sink %s failed: %s: %s; its rows are written to %s instead",
             *(self.name, type(error).__name__, reason, self.path),
         )
         with contextlib.suppress(BaseException):
             self.sink.finish()
 
-    def _leave(self) -> None:
-        """Take from a sink that hangs what it was not given yet."""
+    def _abandon(self) -> None:
+        """Stop waiting for a sink that hangs, and write its queued rows to the file."""
         self._failed = True
         log.warning(
-            "the sink %s was not done %g s after the run: the rest of its rows is in %s",
-            *(self.name, self.last_s, self.path),
+            "sink %s did not finish within %g s after the run: its remaining rows are in %s",
+            *(self.name, self.close_timeout_s, self.path),
         )
         rows = [] if self._current is None else [self._current]
         with contextlib.suppress(queue.Empty):
@@ -202,25 +206,25 @@ class SinkCallback(RowCallback):
                 rows += [row for row in [self._rows.get_nowait()] if row is not None]
         self._rows.put_nowait(None)
         for row in rows:
-            self._keep(row)
+            self._write_to_file(row)
 
-    def _keep(self, row: _Row) -> None:
-        """Write a row to the file; a disk that is full costs rows here, never the run."""
+    def _write_to_file(self, row: _Row) -> None:
+        """Write a row to the file; write errors are ignored, so that a full disk does not stop the run."""
         assert self.path is not None
-        line = json.dumps({"step": row.step, **dict(flat_numbers(row.metrics))})
-        with self._writing, contextlib.suppress(OSError, StorageError):
+        line = json.dumps({"step": row.step, **dict(flatten_metrics(row.metrics))})
+        with self._file_lock, contextlib.suppress(OSError, StorageError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append_text(self.path, line + "\n")
 
 
-def flat_numbers(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a row under a name of its own: those of lists and mappings as name/place."""
+def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield all numbers of a row with their names; entries of lists and dictionaries are named `name/key`."""
     for name, value in metrics.items():
         if isinstance(value, bool | int | float):
             yield f"{prefix}{name}", float(value)
         elif isinstance(value, list | tuple):
-            yield from flat_numbers(
-                {str(place): item for place, item in enumerate(value)}, f"{prefix}{name}/"
+            yield from flatten_metrics(
+                {str(index): item for index, item in enumerate(value)}, f"{prefix}{name}/"
             )
         elif isinstance(value, dict):
-            yield from flat_numbers(value, f"{prefix}{name}/")
+            yield from flatten_metrics(value, f"{prefix}{name}/")

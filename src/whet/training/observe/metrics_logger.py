@@ -1,4 +1,4 @@
-"""metrics.jsonl: one row per logged step and evaluation, and the summary."""
+"""Logger for metrics.jsonl: one entry per logged step and evaluation, and the run summary."""
 
 import json
 import logging
@@ -17,39 +17,44 @@ log = logging.getLogger("whet")
 
 
 class MetricsLogger(RowCallback):
-    """Rows of metrics.jsonl, flushed one by one, and the summary."""
+    """Writes metrics rows to a JSON Lines file, flushed one by one, and the run summary at the end.
+
+    Args:
+        path: The file to append to.
+        every: Write a training row every this many steps; it aggregates the steps since the previous row.
+    """
 
     state_key = "metrics-logger"
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
         super().__init__(every)
         self.path = Path(path)
-        self._waiting: list[str] = []  # rows that a full disk did not take
+        self._pending: list[str] = []  # lines that could not be written yet
 
-    def take(self, step: int, metrics: Metrics) -> None:
-        """Append a row."""
+    def write_row(self, step: int, metrics: Metrics) -> None:
+        """Append one row."""
         self._write({"step": step, **metrics})
 
     def on_train_end(self, result: "RunResult") -> None:
-        """Append the summary; rows that are still not on disk are an error now."""
+        """Append the summary; raises StorageError if pending rows still cannot be written."""
         super().on_train_end(result)
-        sync_rows(self.path.parent)  # a summary says that everything before it is there
-        self._waiting.append(_line({"summary": result.summary}))
-        self._append_waiting()
+        sync_rows(self.path.parent)  # a summary implies that all earlier rows are on disk
+        self._pending.append(_line({"summary": result.summary}))
+        self._append_pending()
         sync_file(self.path)
 
     def _write(self, row: Metrics) -> None:
-        """Append a row, or keep it for the next time where the disk does not take it."""
-        self._waiting.append(_line(row))
+        """Append a row, or store it until the next write if the disk is full."""
+        self._pending.append(_line(row))
         try:
-            self._append_waiting()
+            self._append_pending()
         except StorageError as error:
-            if len(self._waiting) == 1:  # said once, however long it lasts
-                log.warning("%s; its rows are kept and written later", error.message)
+            if len(self._pending) == 1:  # log only the first of several failures in a row
+                log.warning("%s; its rows are kept in memory and written later", error.message)
 
-    def _append_waiting(self) -> None:
-        append_text(self.path, "".join(self._waiting))
-        self._waiting.clear()
+    def _append_pending(self) -> None:
+        append_text(self.path, "".join(self._pending))
+        self._pending.clear()
 
 
 def _line(row: Metrics) -> str:
@@ -57,7 +62,7 @@ def _line(row: Metrics) -> str:
 
 
 def _jsonable(value: Any) -> Any:  # Any: JSON values
-    """JSON has no NaN or infinity: they are written as their names."""
+    """Replace NaN and infinity, which JSON does not have, by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

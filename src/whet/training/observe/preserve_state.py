@@ -1,4 +1,4 @@
-"""Looking at a run without leaving a trace in it."""
+"""Run a model during training without changing the state of the run."""
 
 import contextlib
 import random
@@ -13,24 +13,24 @@ from whet.models.transformers_bridge import Bridge
 
 
 @contextlib.contextmanager
-def preserve_state(learner: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a `with` block, after which every random stream and every mode is as it was.
+def preserve_state(trained_module: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode for a `with` block, then restore the modes and all random states.
 
-    Compiled layers run as they are: new shapes and modes would use up their recompilations. Gradients must be
-    asked for with `torch.autograd.grad`, which leaves `.grad` alone.
+    Compiled layers run uncompiled, because new shapes and modes would count against their recompile limit.
+    Gradients must be computed with `torch.autograd.grad`, which does not change `.grad`.
     """
-    modes = [(module, module.training) for module in learner.modules()]
+    modes = [(module, module.training) for module in trained_module.modules()]
     python, numpy = random.getstate(), np.random.get_state()
     device = next(model.parameters()).device
-    with contextlib.ExitStack() as held:
-        held.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        held.callback(random.setstate, python)
-        held.callback(np.random.set_state, numpy)
-        held.callback(_set_modes, modes)
-        # transformers recomputes activations in training mode only, and without that they may not fit
-        learner.train(isinstance(model, Bridge) and model.grad_checkpoint)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.callback(random.setstate, python)
+        stack.callback(np.random.set_state, numpy)
+        stack.callback(_set_modes, modes)
+        # transformers uses activation checkpointing in training mode only; without it, memory may not suffice
+        trained_module.train(isinstance(model, Bridge) and model.grad_checkpoint)
         if isinstance(model, LanguageModel):
-            held.enter_context(uncompiled(model))
+            stack.enter_context(uncompiled(model))
         yield
 
 

@@ -1,4 +1,4 @@
-"""The batches that probes look at: the same ones throughout a run, and in every part of it."""
+"""The fixed batches that probes are measured on, also after a resume."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,34 +7,34 @@ import torch
 from whet.data.batches import Batch, StepStream
 from whet.objectives.objective import Objective
 
-PIECES = 4  # parts whose gradients are compared
-TEXT_TOKENS = 512  # at most so many are looked at one by one
+PIECES = 4  # small batches whose gradients are compared
+TEXT_TOKENS = 512  # limit for probes that run documents one by one
 
 
 def probe_batches(stream: StepStream, objective: Objective) -> list[list[Batch]]:
-    """From each of the first steps of a stream, one micro-batch (of a mix, one of each part).
+    """Return one micro-batch from each of the first steps of a stream; for a mix, one of each part.
 
-    The stream is left where it was. No piece is larger than what a step has at once.
+    The position of the stream does not change.
     """
     before = stream.state()
     try:
         steps = [next(stream) for _ in range(PIECES)]
     finally:
         stream.seek(before)
-    found = [_first_of_each_part(step, objective) for step in steps]
-    return [piece for piece in found if piece]
+    pieces = [_first_of_each_part(step, objective) for step in steps]
+    return [piece for piece in pieces if piece]
 
 
 def _first_of_each_part(step: Iterable[Batch], objective: Objective) -> list[Batch]:
-    chosen: dict[str | None, Batch] = {}
+    selected: dict[str | None, Batch] = {}
     for batch in step:
-        if batch.part not in chosen and units(objective, [batch]):
-            chosen[batch.part] = batch
-    return list(chosen.values())
+        if batch.part not in selected and loss_units(objective, [batch]):
+            selected[batch.part] = batch
+    return list(selected.values())
 
 
-def units(objective: Objective, batches: Iterable[Batch]) -> float:
-    """What the loss of these batches is a mean over: tokens, pairs or texts, those of its first term."""
+def loss_units(objective: Objective, batches: Iterable[Batch]) -> float:
+    """Return the number of tokens, pairs or texts that the first term of the loss is averaged over."""
     auxiliary = objective.auxiliary
     total = 0.0
     for batch in batches:
@@ -43,19 +43,19 @@ def units(objective: Objective, batches: Iterable[Batch]) -> float:
     return total
 
 
-def texts_of(batches: Sequence[Batch], *, tokens: int = TEXT_TOKENS) -> list[torch.Tensor]:
-    """The documents [1, length] of some batches, without padding, up to so many tokens in all."""
-    found: list[torch.Tensor] = []
-    left = tokens
-    for document in _documents(batches):
-        if left <= 0:
+def documents_of(batches: Sequence[Batch], *, tokens: int = TEXT_TOKENS) -> list[torch.Tensor]:
+    """Return the documents [1, length] of batches without padding, up to `tokens` tokens in total."""
+    documents: list[torch.Tensor] = []
+    remaining = tokens
+    for document in _split_documents(batches):
+        if remaining <= 0:
             break
-        found.append(document[None, :left])
-        left -= len(document)
-    return found
+        documents.append(document[None, :remaining])
+        remaining -= len(document)
+    return documents
 
 
-def _documents(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+def _split_documents(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
     for batch in batches:
         real = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.real is None else batch.real
         for row, tokens in enumerate(batch.tokens):

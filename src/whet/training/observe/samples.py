@@ -1,4 +1,4 @@
-"""What the model says on the way: the same prompts before, during and after a run."""
+"""Sample completions of fixed prompts before, during and after a run."""
 
 import contextlib
 import json
@@ -23,13 +23,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("whet")
 
-_SHOWN = 160  # characters of a line
+_MAX_LOGGED_CHARS = 160
 
 
-class SampleGenerations(ModelCallback, Injector):  # so that its last rows are written before the summary
-    """Greedy answers to some prompts, as rows {step, prompt, completion} of a file.
+class SampleGenerations(ModelCallback, Injector):  # an Injector runs before the summary is written
+    """Generates greedy completions of prompts, and writes them as rows {step, prompt, completion} to a file.
 
-    Before the first step, every `every` steps, and after the last with the weights that `final/` has.
+    Completions are generated before the first step, every `every` steps, and after the last step with the
+    weights of `final/`.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        prompts: The prompts to complete.
+        path: The JSON Lines file to append to.
+        every: The number of steps between samples; None for samples only at the start and the end.
+        max_tokens: The maximum length of a completion.
     """
 
     def __init__(
@@ -46,42 +54,43 @@ class SampleGenerations(ModelCallback, Injector):  # so that its last rows are w
         self.path = Path(path)
         self.every = every
         self.max_tokens = max_tokens
-        self._written: int | None = None
+        self._written_step: int | None = None
 
     def on_train_begin(self, run: RunView) -> None:
-        """What it says untrained; of a resumed run, rows after its checkpoint come again."""
+        """Write the samples of the untrained model; a resumed run repeats the rows after its checkpoint."""
         model, step = self._model(), run.step
         self._encoded = [encode_prompt(self.tokenizer, prompt) for prompt in self.prompts]
         check_prompts(model, self._encoded)
         ended = self.trainer.is_last(step) or self.trainer.stop is not None
-        kept = step - 1 if ended and not self.touches_model(step) else step  # the last rows come again, too
+        # the rows of the last step are written again, too
+        last_kept = step - 1 if ended and not self.touches_model(step) else step
         with contextlib.suppress(StorageError):
             if run.is_main:
-                set_aside_later_rows(self.path, step=kept if step else -1, evaluated_step=None)
+                set_aside_later_rows(self.path, step=last_kept if step else -1, evaluated_step=None)
         if step == 0:
             self._write(0)
 
     def touches_model(self, step: int) -> bool:
-        """Where answers are due; those of the last step come at the end."""
+        """Return whether samples are due after this step; those of the last step are written at the end."""
         return self.every is not None and step % self.every == 0 and not self.trainer.is_last(step)
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """What it says now."""
+        """Write samples, if they are due."""
         if self.touches_model(step):
             self._write(step)
 
     def on_train_end(self, result: "RunResult") -> None:
-        """What it says at last."""
-        early = self.trainer.settings.restores_best  # then these may be the weights of another step
-        if not result.unfinished and (early or self._written != result.steps):
+        """Write samples of the final weights."""
+        restored = self.trainer.settings.restores_best  # the weights may be those of an earlier step
+        if not result.unfinished and (restored or self._written_step != result.steps):
             self._write(result.steps)
 
     def _write(self, step: int) -> None:
-        self._written = step
-        with gathered(self.trainer.model):  # by all ranks, for the one that answers
+        self._written_step = step
+        with gathered(self.trainer.model):  # a collective of all ranks, for rank 0
             if not self.trainer.world.is_main:
                 return
-            completions = self._complete()
+            completions = self._generate()
         rows = [
             {"step": step, "prompt": prompt, "completion": completion}
             for prompt, completion in zip(self.prompts, completions, strict=True)
@@ -89,26 +98,28 @@ class SampleGenerations(ModelCallback, Injector):  # so that its last rows are w
         try:
             append_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         except StorageError as error:
-            log.warning("%s; these samples are not kept", error.message)
+            log.warning("%s; these samples are lost", error.message)
         for row in rows:
-            log.info("step %d: %s -> %s", step, _short(str(row["prompt"])), _short(str(row["completion"])))
+            log.info(
+                "step %d: %s -> %s", step, _truncate(str(row["prompt"])), _truncate(str(row["completion"]))
+            )
 
     def _model(self) -> LanguageModel:
         if not isinstance(self.trainer.model, LanguageModel):
-            raise ConfigError("samples are answers of a language model, and this model is not one")
+            raise ConfigError("samples need a language model, and this model is not one")
         return self.trainer.model
 
-    def _complete(self) -> list[str]:
+    def _generate(self) -> list[str]:
         model = self._model()
         with preserve_state(self.trainer.learner, model), gathered(model):
-            found = generate_tokens(
+            completions = generate_tokens(
                 model,
                 self._encoded,
                 max_tokens=self.max_tokens,
                 stop_tokens=stop_tokens(model, self.tokenizer),
             )
-        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
+        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+def _truncate(text: str) -> str:
+    return repr(text if len(text) <= _MAX_LOGGED_CHARS else f"{text[:_MAX_LOGGED_CHARS]}...")

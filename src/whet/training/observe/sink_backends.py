@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and trackio as sinks: each a few calls of its library."""
+"""Sinks for TensorBoard, Weights & Biases, MLflow and trackio."""
 
 import importlib.util
 import math
@@ -6,41 +6,41 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Any  # everywhere below: what these libraries hand out
+from typing import Any  # objects of these libraries, everywhere below
 
 from whet.config.log import SinkName
 from whet.errors import ConfigError
-from whet.training.observe.metric_sinks import RunFacts, Sink
+from whet.training.observe.metric_sinks import RunInfo, Sink
 
-_PARAMS = 100  # the most that MLflow takes at once
+_PARAMS_PER_CALL = 100  # limit of MLflow
 
 
 class TensorBoardSink:
-    """Event files in the run's own directory: tensorboard --logdir runs."""
+    """Writes TensorBoard event files to the run directory; view them with `tensorboard --logdir runs`."""
 
-    def start(self, run: RunFacts) -> None:
-        """Open a file of events; what an earlier part wrote after its checkpoint is hidden."""
+    def start(self, run: RunInfo) -> None:
+        """Open an event file; events after the checkpoint that a run resumes from are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: Any = SummaryWriter(
             str(run.directory / "tensorboard"), purge_step=run.step + 1 if run.step else None
         )
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        """Each number as a scalar."""
-        for name, value in numbers.items():
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write each value as a scalar."""
+        for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
     def finish(self) -> None:
-        """Flush and close."""
+        """Flush and close the event file."""
         self.writer.close()
 
 
 class WandbSink:
-    """A run of Weights & Biases, where its own settings (WANDB_MODE, WANDB_API_KEY, ...) put it."""
+    """Logs to Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_API_KEY, ...)."""
 
-    def start(self, run: RunFacts) -> str:
-        """Open a run, or the one that an earlier part opened."""
+    def start(self, run: RunInfo) -> str:
+        """Create a run, or reopen the one that is resumed."""
         import wandb
 
         identity = run.identity or uuid.uuid4().hex[:12]
@@ -52,24 +52,24 @@ class WandbSink:
             dir=str(run.directory),
             config=run.config,
         )
-        # rows after a checkpoint come again when a run is resumed, and wandb refuses steps that go back
+        # a resumed run repeats rows after its checkpoint, and wandb rejects decreasing steps
         self.run.define_metric("*", step_metric="step")
         return identity
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        """One row."""
-        self.run.log({"step": step, **numbers})
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log one row."""
+        self.run.log({"step": step, **values})
 
     def finish(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self.run.finish()
 
 
 class MlflowSink:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names."""
+    """Logs to the MLflow store that MLFLOW_TRACKING_URI names."""
 
-    def start(self, run: RunFacts) -> str:
-        """Open a run, or the one that an earlier part opened."""
+    def start(self, run: RunInfo) -> str:
+        """Create a run, or reopen the one that is resumed."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -79,47 +79,47 @@ class MlflowSink:
             self.client.update_run(self.identity, status="RUNNING")
             return self.identity
         experiment = self.client.get_experiment_by_name(run.project)
-        number = (
+        experiment_id = (
             self.client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         )
-        self.identity = str(self.client.create_run(number, run_name=run.name).info.run_id)
-        params = [Param(name, value) for name, value in _settings(run.config)]
-        for start in range(0, len(params), _PARAMS):
-            self.client.log_batch(self.identity, params=params[start : start + _PARAMS])
+        self.identity = str(self.client.create_run(experiment_id, run_name=run.name).info.run_id)
+        params = [Param(name, value) for name, value in _flatten_config(run.config)]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            self.client.log_batch(self.identity, params=params[start : start + _PARAMS_PER_CALL])
         return self.identity
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        """One row; MLflow's stores do not take what is not finite."""
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log one row without its non-finite values, which MLflow does not accept."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self.client.log_batch(
             self.identity, metrics=[Metric(name, value, now, step) for name, value in finite.items()]
         )
 
     def finish(self) -> None:
-        """Mark it as over."""
+        """Mark the run as terminated."""
         self.client.set_terminated(self.identity)
 
 
 class TrackioSink:
-    """A run of trackio, kept on this machine."""
+    """Logs to trackio, on this machine."""
 
-    def start(self, run: RunFacts) -> str:
-        """Open a run, or the one that an earlier part opened."""
+    def start(self, run: RunInfo) -> str:
+        """Create a run, or reopen the one that is resumed."""
         import trackio
 
         identity = run.identity or f"{run.name}-{uuid.uuid4().hex[:6]}"
         self.run: Any = trackio.init(project=run.project, name=identity, config=run.config, resume="allow")
         return identity
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        """One row."""
-        self.run.log(numbers, step=step)
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log one row."""
+        self.run.log(values, step=step)
 
     def finish(self) -> None:
-        """Store what is left."""
+        """Store the remaining data."""
         self.run.finish()
 
 
@@ -132,18 +132,18 @@ SINKS: dict[SinkName, type[Sink]] = {
 
 
 def check_sinks(names: Iterable[SinkName]) -> None:
-    """Refuse sinks whose package is not installed: better now than a run that is nowhere to be seen."""
+    """Raise an error for sinks whose package is not installed, before the run starts."""
     for name in names:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"log.sinks: {name} is not installed",
-                hint=f'pip install "whet[{name}]", or take it out of log.sinks',
+                hint=f'pip install "whet[{name}]", or remove it from log.sinks',
             )
 
 
-def _settings(config: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flatten_config(config: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{name}.")
+            yield from _flatten_config(value, f"{prefix}{name}.")
         elif value is not None:
-            yield f"{prefix}{name}", str(value)[:500]  # the most that its stores take
+            yield f"{prefix}{name}", str(value)[:500]  # length limit of MLflow stores

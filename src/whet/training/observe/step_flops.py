@@ -1,4 +1,4 @@
-"""What a training step computes, counted on the model itself: only gradients that somebody asked for."""
+"""FLOPs of a training step, counted on the model: only gradients that training needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,40 +22,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs (two a multiply-add) of the matrix products of a step, for each token of a micro-batch."""
+    """FLOPs of the matmuls of a step per token of a micro-batch; a multiply-add counts as two."""
 
     forward: float = 0.0
     input_gradients: float = 0.0
     weight_gradients: float = 0.0
-    recomputed: float = 0.0  # forwards made again in the backward pass
-    others: float = 0.0  # forwards of a reference or of teachers
+    recomputed: float = 0.0  # forward passes repeated in the backward pass
+    others: float = 0.0  # forward passes of a reference model or of teachers
 
     @property
     def model(self) -> float:
-        """What the mathematics asks for: what MFU counts."""
+        """FLOPs that the computation needs, without recomputation; MFU is based on them."""
         return self.forward + self.input_gradients + self.weight_gradients + self.others
 
     @property
     def computed(self) -> float:
-        """What the device does."""
+        """FLOPs that the device executes."""
         return self.model + self.recomputed
 
     def __add__(self, other: "StepFlops") -> "StepFlops":
-        return StepFlops(
-            *(own + more for own, more in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
+        return StepFlops(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def __mul__(self, factor: float) -> "StepFlops":
-        return StepFlops(*(own * factor for own in vars(self).values()))
+        return StepFlops(*(value * factor for value in vars(self).values()))
 
 
 def training_flops_per_token(
     model: nn.Module, objective: Objective | None = None, *, length: int, supervised: float = 1.0
 ) -> float:
-    """FLOPs that training takes for each token, in documents of `length`: for MFU, so nothing twice.
+    """Return the FLOPs that training takes per token, without recomputation, as MFU counts them.
 
-    `supervised` is the share of positions that meet the output head. A model that is no language model takes
-    two FLOPs a weight forward, and four back.
+    Args:
+        model: The model. If it is not a language model, each weight counts two FLOPs in the forward pass and
+            four in the backward pass.
+        objective: The objective, which may add heads and frozen models.
+        length: The length of the documents in tokens.
+        supervised: The share of positions that the output head is applied to.
     """
     return step_flops(model, objective, length=length, supervised=supervised).model
 
@@ -63,7 +65,7 @@ def training_flops_per_token(
 def step_flops(
     model: nn.Module, objective: Objective | None = None, *, length: int, supervised: float = 1.0
 ) -> StepFlops:
-    """The same by kind."""
+    """Return the FLOPs of training per token by kind; see `training_flops_per_token`."""
     if not isinstance(model, LanguageModel):
         weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
         return StepFlops(2.0 * weights, 2.0 * weights, 2.0 * weights)
@@ -71,17 +73,20 @@ def step_flops(
         parts = [
             step_flops(model, part, length=length, supervised=supervised) for part in objective.parts.values()
         ]
-        return sum(parts, StepFlops()) * (1 / len(parts))  # a batch of each, taken to be as large
-    flops, live = _all_blocks(model, length, live=_embedding_learns(model))
+        # each part has one batch, assumed to be of equal size
+        return sum(parts, StepFlops()) * (1 / len(parts))
+    flops, needs_gradient = _model_blocks(model, length, needs_gradient=_embedding_is_trained(model))
     if objective is None:
-        return flops + _head(model, live=live, again=False) * supervised
+        return flops + _head(model, needs_gradient=needs_gradient, recomputed=False) * supervised
     if objective.reads_lm_head:
-        flops += _head(model, live=live, again=objective.recomputes_logits) * supervised
+        flops += (
+            _head(model, needs_gradient=needs_gradient, recomputed=objective.recomputes_logits) * supervised
+        )
     if objective.prediction_heads is not None:
         flops += _prediction_heads(model, objective.prediction_heads, length=length, supervised=supervised)
     frozen = sum(
-        forward_flops_per_token(other, length=length, supervised=supervised, adapters=adapters)
-        for other, adapters in objective.frozen_forwards(model)
+        forward_flops_per_token(frozen_model, length=length, supervised=supervised, adapters=adapters)
+        for frozen_model, adapters in objective.frozen_forwards(model)
     )
     return flops + StepFlops(others=frozen)
 
@@ -89,20 +94,21 @@ def step_flops(
 def forward_flops_per_token(
     model: LanguageModel, *, length: int, supervised: float = 1.0, adapters: bool = True
 ) -> float:
-    """One forward pass, with or without the adapters."""
-    blocks, _ = _all_blocks(model, length, live=False, adapters=adapters)
-    return blocks.forward + supervised * _head(model, live=False, again=False).forward
+    """Return the FLOPs of a forward pass per token, with or without the adapters."""
+    blocks, _ = _model_blocks(model, length, needs_gradient=False, adapters=adapters)
+    head = _head(model, needs_gradient=False, recomputed=False)
+    return blocks.forward + supervised * head.forward
 
 
-def _head(model: LanguageModel, *, live: bool, again: bool) -> StepFlops:
-    """The output head; `again`: its logits are made a second time for their gradient."""
+def _head(model: LanguageModel, *, needs_gradient: bool, recomputed: bool) -> StepFlops:
+    """Return the FLOPs of the output head; `recomputed` if the backward pass computes the logits again."""
     weight = model.head().weight
-    each = 2.0 * weight.numel()
+    matmul = 2.0 * weight.numel()
     return StepFlops(
-        forward=each,
-        input_gradients=each if live else 0.0,
-        weight_gradients=each if weight.requires_grad else 0.0,
-        recomputed=each if again else 0.0,
+        forward=matmul,
+        input_gradients=matmul if needs_gradient else 0.0,
+        weight_gradients=matmul if weight.requires_grad else 0.0,
+        recomputed=matmul if recomputed else 0.0,
     )
 
 
@@ -110,14 +116,14 @@ def _prediction_heads(
     model: LanguageModel, heads: "PredictionHeads", *, length: int, supervised: float
 ) -> StepFlops:
     scores = [score_flops(block.attention, length) / length for block in heads.spec.blocks]
-    chosen = max((each.top_k for each in heads.spec.mixtures), default=0)
-    blocks, _ = _many_blocks(
-        list(heads.layers), scores, live=True, chosen=chosen, recompute=model.grad_checkpoint
+    top_k = max((mixture.top_k for mixture in heads.spec.mixtures), default=0)
+    blocks, _ = _block_list(
+        list(heads.layers), scores, needs_gradient=True, top_k=top_k, recompute=model.grad_checkpoint
     )
-    return blocks + _head(model, live=True, again=False) * (supervised * len(heads))
+    return blocks + _head(model, needs_gradient=True, recomputed=False) * (supervised * len(heads))
 
 
-def _embedding_learns(model: LanguageModel) -> bool:
+def _embedding_is_trained(model: LanguageModel) -> bool:
     inside = {id(p) for block in model.blocks() for p in block.parameters()}
     head = model.head().weight
     outside = [p for p in model.parameters() if id(p) not in inside and p.requires_grad and p.dim() > 1]
@@ -125,107 +131,114 @@ def _embedding_learns(model: LanguageModel) -> bool:
     return any(tied or p is not head for p in outside)
 
 
-def _all_blocks(
-    model: LanguageModel, length: int, *, live: bool, adapters: bool = True
+def _model_blocks(
+    model: LanguageModel, length: int, *, needs_gradient: bool, adapters: bool = True
 ) -> tuple[StepFlops, bool]:
     blocks = list(model.blocks())
     if isinstance(model, Decoder):
         scores = [score_flops(block.attention, length) / length for block in model.spec.blocks]
-        chosen = max((each.top_k for each in model.spec.mixtures), default=0)
+        top_k = max((mixture.top_k for mixture in model.spec.mixtures), default=0)
     else:
         config = cast("Bridge", model).model.config.get_text_config(decoder=True)
-        chosen = getattr(config, "num_experts_per_tok", 0)
+        top_k = getattr(config, "num_experts_per_tok", 0)
         scores = [_bridge_scores(config, length)] * len(blocks)
-    return _many_blocks(
-        blocks, scores, live=live, chosen=chosen, adapters=adapters, recompute=model.grad_checkpoint
+    return _block_list(
+        blocks,
+        scores,
+        needs_gradient=needs_gradient,
+        top_k=top_k,
+        adapters=adapters,
+        recompute=model.grad_checkpoint,
     )
 
 
 def _bridge_scores(config: Any, length: int) -> float:  # Any: a transformers config
-    """As if every layer had attention over all that comes before."""
+    """Return the FLOPs of attention scores per token, as if every layer had full causal attention."""
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return 2.0 * heads * (length + 1) * size
 
 
-def _many_blocks(
+def _block_list(
     blocks: list[nn.Module],
     scores: list[float],
     *,
-    live: bool,
-    chosen: int,
+    needs_gradient: bool,
+    top_k: int,
     recompute: bool,
     adapters: bool = True,
 ) -> tuple[StepFlops, bool]:
-    """Layer by layer; whether a gradient has to go back into a layer depends on those before it."""
+    """Return the FLOPs of layers, and whether the input of the next layer needs a gradient.
+
+    A layer's input needs one only if an earlier layer or the embedding is trained.
+    """
     total = StepFlops()
     for block, pairs in zip(blocks, scores, strict=True):
         before, last = total.forward, (0.0, 0.0, 0.0)
-        parts = [list(_products(child, chosen=chosen, adapters=adapters)) for child in block.children()]
-        for place, products in enumerate([part for part in parts if part]):
-            *readers, last = products
-            # all but the last read what comes in, or nearly: q, k and v, gate and up
-            total = sum((_product(each, live=live) for each in readers), total)
-            live = live or any(trained for _, _, trained in readers)
-            if place == 0:
-                total += StepFlops(forward=pairs, input_gradients=2 * pairs if live else 0.0)
-            total += _product(last, live=live)
-            live = live or last[2] > 0
-        if (
-            recompute and live
-        ):  # it ends with the last thing that is needed, which is no product of a plain layer
-            kept = last[0] if last[0] == last[2] else 0.0
-            total += StepFlops(recomputed=total.forward - before - kept)
-    return total, live
+        parts = [list(_matmuls(child, top_k=top_k, adapters=adapters)) for child in block.children()]
+        for index, matmuls in enumerate([part for part in parts if part]):
+            *inputs, last = matmuls
+            # all but the last, such as q, k and v or gate and up, read the input of the part
+            total = sum((_flops(matmul, needs_gradient=needs_gradient) for matmul in inputs), total)
+            needs_gradient = needs_gradient or any(trained for _, _, trained in inputs)
+            if index == 0:
+                total += StepFlops(forward=pairs, input_gradients=2 * pairs if needs_gradient else 0.0)
+            total += _flops(last, needs_gradient=needs_gradient)
+            needs_gradient = needs_gradient or last[2] > 0
+        if recompute and needs_gradient:
+            # recomputation stops when all needed activations exist, before the last matmul of a plain layer
+            skipped = last[0] if last[0] == last[2] else 0.0
+            total += StepFlops(recomputed=total.forward - before - skipped)
+    return total, needs_gradient
 
 
-Product = tuple[float, float, float]  # FLOPs forward, those of its input's gradient, those of its weights'
+Matmul = tuple[float, float, float]  # FLOPs of the forward pass, the input gradient, the weight gradient
 
 
-def _product(product: Product, *, live: bool) -> StepFlops:
-    forward, back, trained = product
-    return StepFlops(forward, back if live else 0.0, trained)
+def _flops(matmul: Matmul, *, needs_gradient: bool) -> StepFlops:
+    forward, input_gradient, weight_gradient = matmul
+    return StepFlops(forward, input_gradient if needs_gradient else 0.0, weight_gradient)
 
 
-def _products(module: nn.Module, *, chosen: int, adapters: bool) -> Iterator[Product]:
-    """The matrix products under a module, in the order in which it has them; `chosen` experts of each."""
+def _matmuls(module: nn.Module, *, top_k: int, adapters: bool) -> Iterator[Matmul]:
+    """Yield the matmuls of a module in the order of its children, with `top_k` experts per token."""
     match module:
         case nn.Linear() | NF4Linear():
-            yield _plain(module.in_features * module.out_features, trained=_learns(module))
+            yield _plain(module.in_features * module.out_features, trained=_is_trained(module))
         case LoRALinear():
             yield _adapted(module) if adapters else _plain(module.in_features * module.out_features)
         case LoRAExperts():
-            yield from _products(module.base, chosen=chosen, adapters=adapters)
+            yield from _matmuls(module.base, top_k=top_k, adapters=adapters)
             for name, settings in module.settings.items() if adapters else ():
                 experts, inputs, outputs = expert_shape(module.base, name)
-                yield _plain(settings.rank * (inputs + outputs) * min(chosen or 1, experts), trained=True)
+                yield _plain(settings.rank * (inputs + outputs) * min(top_k or 1, experts), trained=True)
         case ModuleToSave():
-            yield from _products(
-                module.trained if adapters else module.base, chosen=chosen, adapters=adapters
-            )
-        case nn.ModuleList():  # experts of a class of transformers, each a module
-            every = [each for child in module for each in _products(child, chosen=chosen, adapters=adapters)]
-            share = min(chosen, len(module)) / len(module) if chosen else 1.0
-            yield from ((a * share, b * share, c * share) for a, b, c in every)
+            yield from _matmuls(module.trained if adapters else module.base, top_k=top_k, adapters=adapters)
+        case nn.ModuleList():  # experts of a transformers model, one module each
+            matmuls = [
+                matmul for child in module for matmul in _matmuls(child, top_k=top_k, adapters=adapters)
+            ]
+            share = min(top_k, len(module)) / len(module) if top_k else 1.0
+            yield from ((a * share, b * share, c * share) for a, b, c in matmuls)
         case _:
             for weight in module.parameters(recurse=False):
-                if weight.dim() == 3 and min(weight.shape) > 1:  # experts, all in one tensor
-                    yield _plain(chosen * weight[0].numel(), trained=weight.requires_grad)
+                if weight.dim() == 3 and min(weight.shape) > 1:  # experts in one tensor
+                    yield _plain(top_k * weight[0].numel(), trained=weight.requires_grad)
             for child in module.children():
-                yield from _products(child, chosen=chosen, adapters=adapters)
+                yield from _matmuls(child, top_k=top_k, adapters=adapters)
 
 
-def _learns(module: nn.Module) -> bool:
+def _is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters() if p.dim() > 1)
 
 
-def _plain(weights: float, *, trained: bool = False) -> Product:
+def _plain(weights: float, *, trained: bool = False) -> Matmul:
     return 2.0 * weights, 2.0 * weights, 2.0 * weights if trained else 0.0
 
 
-def _adapted(layer: LoRALinear) -> Product:
+def _adapted(layer: LoRALinear) -> Matmul:
     rank, inputs, outputs = layer.settings.rank, layer.in_features, layer.out_features
-    # the gradient at the low-rank values is for A, whatever becomes of that of the input
-    weights = 2 * rank * (inputs + outputs) + 2 * rank * outputs
-    back = 2 * inputs * outputs + 2 * rank * inputs
-    return 2.0 * (inputs * outputs + rank * (inputs + outputs)), float(back), float(weights)
+    # A's gradient needs the one at the low-rank activations, even if the input needs none
+    weight_gradient = 2 * rank * (inputs + outputs) + 2 * rank * outputs
+    input_gradient = 2 * inputs * outputs + 2 * rank * inputs
+    return 2.0 * (inputs * outputs + rank * (inputs + outputs)), float(input_gradient), float(weight_gradient)

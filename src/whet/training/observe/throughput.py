@@ -1,4 +1,4 @@
-"""Tokens per second, FLOPs and model FLOPs utilisation of each step."""
+"""Throughput in tokens/s and FLOP/s, and model FLOPs utilization (MFU)."""
 
 from collections import deque
 
@@ -7,34 +7,36 @@ from whet.training.callbacks import Injector, Metrics
 
 
 class ThroughputMonitor(Injector):
-    """Rates over the last `every` steps, with everything that happens between them but evaluations.
+    """Measures throughput over the last `every` steps, including the time between steps but not evaluations.
 
-    With `flops_per_token`, what training takes for one, it also counts FLOPs; with the device's `peak_tflops`
-    it says what share of them is used.
+    Args:
+        every: The number of steps to average over.
+        flops_per_token: The FLOPs that training takes per token; adds FLOP metrics.
+        peak_tflops: The peak TFLOP/s of the device; adds MFU.
     """
 
     def __init__(
         self, every: int = 10, *, flops_per_token: float | None = None, peak_tflops: float | None = None
     ) -> None:
         if every < 1:
-            raise ConfigError(f"a throughput over the last {every} steps is none", hint="every is at least 1")
+            raise ConfigError(f"ThroughputMonitor: every must be >= 1, not {every}")
         self.flops_per_token = flops_per_token
         self.peak_tflops = peak_tflops
-        self._steps: deque[tuple[float, int]] = deque(maxlen=every)  # seconds and tokens of each
-        self._since: float | None = None
+        self._steps: deque[tuple[float, int]] = deque(maxlen=every)  # seconds and tokens
+        self._last_end: float | None = None
 
     def on_eval_end(self, step: int, metrics: Metrics) -> None:
-        """An evaluation is no training."""
-        if self._since is not None:
-            self._since += metrics["eval_s"]
+        """Exclude the duration of the evaluation."""
+        if self._last_end is not None:
+            self._last_end += metrics["eval_s"]
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """steps_per_s, mean_tokens_per_s, and where they are known flops_total, tflops_per_s and mfu."""
-        now = metrics["elapsed_s"]  # when the device was done; the host may know late
-        taken = metrics["step_s"] if self._since is None else now - self._since
-        self._steps.append((taken, metrics["tokens"]))
-        self._since = now
-        seconds = sum(taken for taken, _ in self._steps)
+        """Add steps_per_s, mean_tokens_per_s and, if known, flops_total, tflops_per_s and mfu."""
+        now = metrics["elapsed_s"]  # when the device completed the step, which the host may notice late
+        duration = metrics["step_s"] if self._last_end is None else now - self._last_end
+        self._steps.append((duration, metrics["tokens"]))
+        self._last_end = now
+        seconds = sum(duration for duration, _ in self._steps)
         tokens = sum(count for _, count in self._steps)
         metrics["steps_per_s"] = len(self._steps) / seconds
         metrics["mean_tokens_per_s"] = tokens / seconds

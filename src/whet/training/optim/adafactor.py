@@ -1,4 +1,4 @@
-"""Adafactor (arXiv 1804.04235): second moments of a matrix from one row and one column of averages."""
+"""Adafactor (arXiv 1804.04235): second moments of a matrix factored into a row and a column of averages."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,16 +8,21 @@ import torch
 from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 BETA2_DECAY = -0.8
-SMALLEST_SCALE = 1e-3  # a parameter at zero moves as one of this size
-LARGEST_UPDATE = 1.0  # root mean square of an update before it is scaled
+MIN_SCALE = 1e-3  # lower bound of a parameter's root mean square, so that zeros can move
+MAX_UPDATE_RMS = 1.0  # clipping threshold for the root mean square of the unscaled update
 EPS = torch.finfo(torch.float32).eps
 
 
 class Adafactor(MaskedOptimizer):
-    """torch.optim.Adafactor's rule with torch's constants, computed in float32.
+    """Adafactor with the update rule and constants of torch.optim.Adafactor, computed in float32.
 
-    torch's own reads three numbers a tensor back to the host and counts its steps there, so it can be neither
-    queued nor masked.
+    torch's implementation reads three values per tensor back to the host and counts steps there, so its step
+    can neither be queued nor skipped on the device.
+
+    Args:
+        params: The parameters, or parameter groups as for torch's optimizers.
+        lr: The learning rate.
+        weight_decay: The decoupled weight decay.
     """
 
     def __init__(
@@ -30,7 +35,7 @@ class Adafactor(MaskedOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """A row and a column of averages for a matrix (each of a stack of them), all of them for a vector."""
+        """Return zero second moments: a row and a column per matrix, also in a stack, or a vector."""
         state = {"step": torch.zeros((), device=p.device)}
         if p.dim() > 1:
             state["row_var"] = torch.zeros_like(p[..., :1], dtype=torch.float32)
@@ -40,20 +45,20 @@ class Adafactor(MaskedOptimizer):
         return state
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
-        """Step relative to the size of the weights: by lr times their root mean square, at most."""
+        """Update by at most lr times the root mean square of the weights."""
         grad, step = grad.float(), state["step"].add_(1)
-        fresh = step**BETA2_DECAY  # the share of this gradient in the averages: all of it at first
-        relative = step.rsqrt().clamp(max=group["lr"])
-        scale = _rms(p.float()).clamp(min=SMALLEST_SCALE) * relative
+        gradient_share = step**BETA2_DECAY  # weight of this gradient in the averages; 1 in the first step
+        relative_lr = step.rsqrt().clamp(max=group["lr"])
+        scale = _rms(p.float()).clamp(min=MIN_SCALE) * relative_lr
         if p.dim() > 1:
             row, column = state["row_var"], state["col_var"]
-            row.lerp_(grad.square().mean(-1, keepdim=True), fresh)
-            column.lerp_(grad.square().mean(-2, keepdim=True), fresh)
+            row.lerp_(grad.square().mean(-1, keepdim=True), gradient_share)
+            column.lerp_(grad.square().mean(-2, keepdim=True), gradient_share)
             variance = row * column / row.mean(-2, keepdim=True).clamp(min=EPS)
         else:
-            variance = state["variance"].lerp_(grad.square(), fresh)
+            variance = state["variance"].lerp_(grad.square(), gradient_share)
         update = grad * variance.clamp(min=EPS**2).rsqrt()
-        update *= scale / (_rms(update) / LARGEST_UPDATE).clamp(min=1)
+        update *= scale / (_rms(update) / MAX_UPDATE_RMS).clamp(min=1)
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
 
 

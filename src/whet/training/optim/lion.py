@@ -1,4 +1,4 @@
-"""Lion (arXiv 2302.06675): the sign of an average of gradients, with decoupled weight decay."""
+"""Lion (arXiv 2302.06675): updates by the sign of averaged gradients, with decoupled weight decay."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,14 @@ from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState
 
 
 class Lion(MaskedOptimizer):
-    """One moment a weight, every update of the same size."""
+    """Lion optimizer: one moment per weight, and updates of equal magnitude.
+
+    Args:
+        params: The parameters, or parameter groups as for torch's optimizers.
+        lr: The learning rate.
+        betas: The decay rates of the average that gives the update, and of the stored average.
+        weight_decay: The decoupled weight decay.
+    """
 
     def __init__(
         self,
@@ -23,11 +30,11 @@ class Lion(MaskedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """An average of gradients."""
+        """Return a zero average of gradients."""
         return {"exp_avg": torch.zeros_like(p)}
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
-        """Step along the sign of an average quick to take in this gradient; keep one that is slow to."""
+        """Step along the sign of a fast average of gradients, and update the slow average that is stored."""
         average, (fast, slow) = state["exp_avg"], group["betas"]
         direction = average.lerp(grad, 1 - fast).sign_()
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])

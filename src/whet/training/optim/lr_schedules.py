@@ -1,4 +1,4 @@
-"""Learning rates as a function of the step."""
+"""Learning-rate schedules: the learning rate as a function of the step."""
 
 import math
 from collections.abc import Callable
@@ -10,22 +10,28 @@ Schedule = Callable[[int], float]
 
 
 def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
-    """`lr_at(k)`: the rate of update k, counted from 1; `lr_at(0)` is the value before the first.
+    """Return a function from the step, counted from 1, to its learning rate; step 0 is before the first.
 
-    A linear warm-up from 0, then the parts of the schedule in a row: each starts at the rate at which the one
-    before it ended, and reaches its own end at its last step. After the run's last step its rate is held.
-    A run no longer than its warm-up ends on the ramp, which goes on to lr if asked for. Without `steps` there
-    is no last step.
+    A linear warm-up from 0 is followed by the parts of the schedule. Each part starts at the final learning
+    rate of the previous one and reaches its own final value at its last step. After the last step of the run
+    the learning rate is constant. A run no longer than its warm-up ends within it.
+
+    Args:
+        section: The section `optim` of a config.
+        steps: The number of steps of the run. None if it is unknown, which only some schedules support.
+
+    Raises:
+        ConfigError: If the schedule needs `steps`, or its parts do not fit into them.
     """
     if steps is None:
-        _refuse_one_that_ends(section)
+        _require_open_ended(section)
     peak, warmup = section.lr, section.warmup
     last = math.inf if steps is None else steps
     pieces = _pieces(section, last) if last > warmup else []
 
     def lr_at(step: int) -> float:
         if step < 0:
-            raise ConfigError(f"lr_at({step}): updates are counted from 1, and 0 is before the first")
+            raise ConfigError(f"lr_at({step}): steps are counted from 1, and 0 is before the first step")
         if step < warmup:
             return peak * step / warmup
         if not pieces:
@@ -35,13 +41,13 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
             if done <= piece.steps:
                 break
             done -= piece.steps
-        return piece.rate(done)
+        return piece.lr(done)
 
     return lr_at
 
 
 class _Piece:
-    """One part with its length and both its ends known."""
+    """One part of a schedule, with its length and its first and last learning rate."""
 
     def __init__(
         self,
@@ -60,8 +66,8 @@ class _Piece:
         self.steps = steps
         self.decay_steps = min(decay_steps, steps)
 
-    def rate(self, done: float) -> float:
-        """The rate after `done` of the part's steps."""
+    def lr(self, done: float) -> float:
+        """Return the learning rate after `done` steps of the part."""
         start, low, progress = self.start, self.low, done / self.steps
         match self.kind:
             case "constant":
@@ -69,7 +75,7 @@ class _Piece:
             case "exponential":
                 return float(start ** (1 - progress) * low**progress)
             case "step":
-                # the first decay_every updates have the rate at which the part starts
+                # the first decay_every steps use the initial learning rate of the part
                 decays = max(0, done - 1) // (self.section.decay_every or self.steps)
                 return max(start * self.section.decay_factor**decays, min(start, low))
             case "wsd":
@@ -81,12 +87,13 @@ class _Piece:
         return start * share + low * (1 - share)
 
 
-def _refuse_one_that_ends(section: Optim) -> None:
+def _require_open_ended(section: Optim) -> None:
     *earlier, last = (part.kind for part in section.parts)
-    bound = "wsd" if "wsd" in earlier else last  # wsd falls over a share of the whole run, wherever it is
-    if bound not in ("constant", "step"):
+    # wsd decays over a fraction of the run, so it needs the number of steps in any position
+    bounded = "wsd" if "wsd" in earlier else last
+    if bounded not in ("constant", "step"):
         raise ConfigError(
-            f"optim.schedule: {bound} needs the number of steps", hint="create_schedule(section, steps=N)"
+            f"optim.schedule: {bounded} needs the number of steps", hint="create_schedule(section, steps=N)"
         )
 
 
@@ -95,7 +102,7 @@ def _pieces(section: Optim, steps: float) -> list[_Piece]:
     if fixed >= steps:
         raise ConfigError(
             f"optim.schedule: warm-up and parts take {fixed} of the run's {steps} steps",
-            hint="leave some for the last part: shorten the others, or make the run longer",
+            hint="leave steps for the last part: shorten the other parts, or make the run longer",
         )
     pieces: list[_Piece] = []
     for part in section.parts:
@@ -104,7 +111,7 @@ def _pieces(section: Optim, steps: float) -> list[_Piece]:
             _Piece(
                 part.kind,
                 section,
-                start=pieces[-1].rate(pieces[-1].steps) if pieces else section.lr,
+                start=pieces[-1].lr(pieces[-1].steps) if pieces else section.lr,
                 end=section.lr * ratio,
                 steps=part.steps or steps - fixed,
                 decay_steps=section.decay_fraction * steps,

@@ -1,4 +1,4 @@
-"""The base of the optimizers that have no kernel of torch's which can be masked."""
+"""Base class of optimizers without a fused torch kernel, whose step a flag on the device can skip."""
 
 import abc
 from collections.abc import Callable
@@ -11,27 +11,27 @@ ParamGroup = dict[str, Any]  # Any: torch's parameter groups
 
 
 class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
-    """One tensor at a time, and a step that the device can take back.
+    """Updates one tensor at a time, and skips the step on the device if a flag is set.
 
-    With `found_inf` at 1 a step changes neither weights nor state, as with torch's fused kernels. Gradients
-    of zero would not do: weights would still decay, averages shrink, momentum push and counters count. So
-    each tensor and its state are copied, updated, and the right ones chosen on the device, not the host: that
-    is why counters are tensors, too. Only one tensor and its state exist twice at any time.
+    If `found_inf` is 1, a step changes neither weights nor state, as with torch's fused kernels. Zeroing the
+    gradients is not enough, because weight decay, averages, momentum and counters would still change.
+    Instead, each tensor and its state are copied and updated, and the device selects the old or new values.
+    Counters are tensors for this reason. Only one tensor and its state exist twice at any time.
     """
 
     found_inf: torch.Tensor | None = None
 
     @abc.abstractmethod
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """What is remembered of a parameter before its first update."""
+        """Return the initial state of a parameter."""
 
     @abc.abstractmethod
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
-        """Change a parameter and its state in place."""
+        """Update a parameter and its state in place."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update, from the gradients that are there or that the closure makes; returns its loss."""
+        """Apply one update, and return the loss if a closure is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -51,7 +51,7 @@ class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.update(p, p.grad, state, group)
             return
         skip = self.found_inf.to(p.device).bool()
-        kept = [(tensor, tensor.clone()) for tensor in (p, *state.values())]
+        copies = [(tensor, tensor.clone()) for tensor in (p, *state.values())]
         self.update(p, p.grad, state, group)
-        for tensor, before in kept:
+        for tensor, before in copies:
             torch.where(skip, before, tensor, out=tensor)

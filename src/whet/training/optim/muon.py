@@ -1,4 +1,4 @@
-"""Muon (arXiv 2502.16982) for the matrices inside a model, AdamW for everything else, as one optimizer."""
+"""Muon (arXiv 2502.16982) for hidden matrices and AdamW for all other parameters, as one optimizer."""
 
 import torch
 
@@ -7,10 +7,18 @@ from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState
 
 
 class Muon(MaskedOptimizer):
-    """torch's Muon and AdamW, each over its own groups, with one state and one learning rate.
+    """torch's Muon and AdamW as one optimizer with one state and one learning rate.
 
-    One rate serves both: torch scales an orthogonalised update to the size AdamW's have (`match_rms_adamw`).
-    Muon's own constants are torch's: momentum 0.95 with Nesterov, five Newton-Schulz steps.
+    Both use the same learning rate, because torch scales Muon's orthogonalized updates to the size of
+    AdamW's (`match_rms_adamw`). Muon's constants are those of torch: Nesterov momentum of 0.95 and five
+    Newton-Schulz steps.
+
+    Args:
+        matrices: Parameter groups for Muon; all parameters must be matrices.
+        others: Parameter groups for AdamW.
+        lr: The learning rate of both.
+        betas: The betas of AdamW.
+        eps: The epsilon of AdamW.
     """
 
     def __init__(
@@ -38,14 +46,14 @@ class Muon(MaskedOptimizer):
         super().__init__([group for rule in self.rules.values() for group in rule.param_groups], {"lr": lr})
 
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """What torch's optimizers would begin with."""
+        """Return the initial state of torch's Muon or AdamW."""
         if group["rule"] == "muon":
             return {"momentum_buffer": torch.zeros_like(p)}
         zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device), **zeros}
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
-        """Lend torch's optimizer this one parameter: the state and the groups are here."""
+        """Run a step of torch's optimizer with this one parameter and its state."""
         rule = self.rules[group["rule"]]
         rule.state = self.state
         rule.param_groups = [{**group, "params": [p]}]

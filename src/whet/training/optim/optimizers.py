@@ -1,4 +1,4 @@
-"""Optimizers whose update can be masked on the device: one switch, no host sync."""
+"""Optimizers whose update can be skipped by a flag on the device, without a host sync."""
 
 import logging
 from collections.abc import Callable
@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from whet.config.optim import Optim
+from whet.config.run_config import RunConfig
 from whet.errors import RunError
 from whet.lazy_import import load_object
 from whet.ops.dispatch import chosen_paths
 from whet.parallel.gradient_sync import by_mesh
-from whet.training.optim.lr_schedules import Schedule
+from whet.training.optim.lr_schedules import Schedule, create_schedule
 from whet.training.optim.masked_optimizer import MaskedOptimizer
 from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
 
 log = logging.getLogger("whet")
 
-# each is imported when a config asks for it
+# imported when a config selects them
 OPTIMIZERS = {
     "adamw": "whet.training.optim.adamw:AdamW",
     "adam": "torch.optim:Adam",
@@ -33,24 +34,32 @@ ParamGroups = list[dict[str, Any]]  # Any: torch's parameter groups
 
 
 def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -> torch.optim.Optimizer:
-    """The configured optimizer over the model's trainable parameters.
+    """Return the optimizer that a config describes, over the trainable parameters of a model.
 
-    A group starts at its own rate, `lr` times its lr_scale, so that a plain `step()` and torch's schedulers
-    are right. Each optimizer obeys a `found_inf` flag: with it set, weights and state stay exactly as they
-    are. Torch's fused kernels read it themselves, the others get it from MaskedOptimizer.
+    The learning rate of each parameter group is `lr` times its `lr_scale`, so that `optimizer.step()` and
+    torch's schedulers work as usual. All optimizers support the flag `found_inf`: if it is set, a step
+    changes neither weights nor state.
+
+    Args:
+        section: The section `optim` of a config.
+        model: The module whose parameters with `requires_grad` are trained.
+        quiet: Do not log the parameter groups.
+
+    Raises:
+        ConfigError: If nothing is trainable, or a parameter group matches no parameter.
     """
     section = section.with_router_group
-    found = parameter_groups(section, model)
-    optimizer = _create(section, _apart([group.for_torch(section.lr) for group in found]), model)
+    settings = parameter_groups(section, model)
+    optimizer = _create(section, _split_by_mesh([group.for_torch(section.lr) for group in settings]), model)
     if not quiet:
         without = "norms, biases" if section.decay_embeddings else "norms, biases, embeddings"
-        said = (group.describe(section.weight_decay, without=without) for group in found)
-        log.info("optimizer: %s", "; ".join([section.name, *said]))
+        descriptions = (group.describe(section.weight_decay, without=without) for group in settings)
+        log.info("optimizer: %s", "; ".join([section.name, *descriptions]))
     return optimizer
 
 
 def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.optim.Optimizer:
-    # muP's gradients shrink as the width grows, and what is added to their size must, too
+    # With muP gradients shrink as the width grows, and so must epsilon.
     lr, betas, eps = section.lr, section.betas, section.eps / mup_ratio(section, model)
     create: Callable[..., torch.optim.Optimizer] = load_object(OPTIMIZERS[section.name])
     match section.name:
@@ -64,57 +73,98 @@ def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.opti
             return create(groups, lr, betas=betas, eps=eps)
         case "muon":
             hidden = hidden_matrices(model)
-            matrices, others = (_part(groups, hidden, inside=inside) for inside in (True, False))
+            matrices, others = (_select(groups, hidden, inside=inside) for inside in (True, False))
             return create(matrices, others, lr, betas=betas, eps=eps)
         case "adam" | "adamw":
-            how: dict[str, bool] = {"fused": True}
+            options: dict[str, bool] = {"fused": True}
             if not chosen_paths().fused_optimizer:
-                create, how = (
+                create, options = (
                     load_object("whet.training.optim.plain_adam:PlainAdam"),
                     {"decoupled": section.name == "adamw"},
                 )
-            return create(groups, lr=lr, betas=betas, eps=eps, **how)
+            return create(groups, lr=lr, betas=betas, eps=eps, **options)
     assert_never(section.name)
 
 
-def _apart(groups: ParamGroups) -> ParamGroups:
-    """Weights that ranks hold in parts in groups of their own: torch's kernels take no mixture."""
-    return [{**group, "params": alike} for group in groups for alike in by_mesh(group["params"])]
+def _split_by_mesh(groups: ParamGroups) -> ParamGroups:
+    """Split groups by device mesh, because torch's kernels cannot mix sharded and plain tensors."""
+    return [{**group, "params": params} for group in groups for params in by_mesh(group["params"])]
 
 
-def _part(groups: ParamGroups, ids: set[int], *, inside: bool) -> ParamGroups:
-    """Each group's parameters that are (not) among some, where it has any."""
-    cut = [{**group, "params": [p for p in group["params"] if (id(p) in ids) == inside]} for group in groups]
-    return [group for group in cut if group["params"]]
+def _select(groups: ParamGroups, ids: set[int], *, inside: bool) -> ParamGroups:
+    """Return the groups with only the parameters in `ids`, or not in it, without empty groups."""
+    selected = [
+        {**group, "params": [p for p in group["params"] if (id(p) in ids) == inside]} for group in groups
+    ]
+    return [group for group in selected if group["params"]]
 
 
-def divides_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can divide gradients as it reads them, which saves a pass over all of them."""
+def supports_grad_divisor(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's kernel can divide gradients, which saves a pass over them."""
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    # the kernels for other devices read no divisor in all versions of torch
+    # kernels for other devices ignore grad_scale in some versions of torch
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return isinstance(optimizer, torch.optim.Adam) and fused and devices <= {"cpu", "cuda"}
 
 
-def adopt_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Schedule:
-    """Prepare an optimizer that was not made here for `masked_step`, and return its learning rate by step.
+def prepare_optimizer(
+    optimizer: torch.optim.Optimizer | None,
+    schedule: Schedule | None,
+    config: RunConfig | None,
+    module: nn.Module,
+    total_steps: int | None,
+) -> tuple[torch.optim.Optimizer, Schedule]:
+    """Return the given optimizer or the one of a config, and its learning rate as a function of the step."""
+    if optimizer is not None:
+        return optimizer, adopt_optimizer(optimizer, schedule)
+    assert config is not None
+    created = create_optimizer(config.optim_groups, module)
+    return created, schedule or create_schedule(config.optim, total_steps)
 
-    A schedule gives the rate of the first group; the others keep their ratio to it. Without one, the rates
-    are those that the optimizer, or a scheduler of torch's, has at each step.
+
+def partition_parameters(
+    optimizer: torch.optim.Optimizer, module: nn.Module
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trainable parameters of a module that are in the optimizer, and those that are not.
+
+    Raises:
+        RunError: If the optimizer has parameters that are not in the module.
+    """
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if optimized - {id(p) for p in module.parameters()}:
+        raise RunError(
+            "the optimizer has parameters that are not in the model",
+            hint="create it from the parameters of the model that is trained",
+        )
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    return (
+        [p for p in trainable if id(p) in optimized],
+        [p for p in trainable if id(p) not in optimized],
+    )
+
+
+def adopt_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Schedule:
+    """Prepare a user's optimizer for `masked_step`, and return its learning rate as a function of the step.
+
+    A schedule sets the learning rate of the first group, and the other groups keep their ratio to it. Without
+    one, the learning rates are those that the optimizer or a torch scheduler has at each step.
     """
     groups = optimizer.param_groups
     if schedule is None:
         return lambda _: float(groups[0]["lr"])
-    rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
-    if not rates[0] and any(rates):
-        raise RunError("the first parameter group has a learning rate of 0: put another group first")
-    for group, rate in zip(groups, rates, strict=True):
-        group.setdefault("lr_scale", rate / rates[0] if rates[0] else 1.0)
+    lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if not lrs[0] and any(lrs):
+        raise RunError(
+            "the first parameter group has a learning rate of 0",
+            hint="put a group with another learning rate first",
+        )
+    for group, lr in zip(groups, lrs, strict=True):
+        group.setdefault("lr_scale", lr / lrs[0] if lrs[0] else 1.0)
     return schedule
 
 
-def reads_skip_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer obeys `found_inf` on the device, as torch's fused kernels and whet's own do."""
+def supports_skip_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer reads `found_inf` on the device, as torch's fused kernels and whet's do."""
     return isinstance(optimizer, MaskedOptimizer) or all(
         group.get("fused") for group in optimizer.param_groups
     )
@@ -123,21 +173,21 @@ def reads_skip_flag(optimizer: torch.optim.Optimizer) -> bool:
 def masked_step(
     optimizer: torch.optim.Optimizer, *, lr: float, skip: torch.Tensor, divisor: torch.Tensor | None = None
 ) -> None:
-    """One update with learning rate `lr`, unless the device-side flag `skip` (0. or 1.) is set.
+    """Apply one update with learning rate `lr`, unless the flag `skip` (0. or 1., on the device) is set.
 
-    With a `divisor` for an optimizer that `divides_itself`, gradients are divided by it.
-    The flag is about what is known before the update. An update that itself overflows (a learning rate of
-    1e38) is not undone: the fused kernels write in place, so it would take a copy of all weights and moments.
+    With a `divisor`, gradients are divided by it, if `supports_grad_divisor`. The gradients are cleared. An
+    update that itself overflows, for example with a learning rate of 1e38, is not undone: the fused kernels
+    write in place, and undoing it would need a copy of all weights and moments.
     """
     for group in optimizer.param_groups:
-        if "lr_scale" in group:  # else the rate is the optimizer's own
+        if "lr_scale" in group:  # else the optimizer or a torch scheduler sets lr
             group["lr"] = lr * group["lr_scale"]
-    if not reads_skip_flag(optimizer):  # the host has to wait for the flag
+    if not supports_skip_flag(optimizer):  # the host must wait for the flag
         if not skip.item():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return
-    # the attributes torch's own GradScaler sets: the fused kernels read the flag on the device
+    # torch's GradScaler sets the same attributes, which the fused kernels read on the device
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Which parameters decay, and which have settings of their own."""
+"""Parameter groups: weight decay, learning-rate scales and muP factors of each parameter."""
 
 import re
 from dataclasses import dataclass
@@ -16,49 +16,53 @@ from whet.models.heads import ClassificationHead
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Parameters that are updated in the same way."""
+    """Parameters with the same optimizer settings."""
 
-    pattern: str | None  # None: those no pattern is found in
+    pattern: str | None  # of optim.groups; None: parameters that match no pattern
     lr_scale: float
     weight_decay: float
     parameters: list[nn.Parameter]
-    mup: float = 1.0  # what muP multiplies the rate by
+    mup: float = 1.0  # muP's factor of the learning rate
 
     def for_torch(self, lr: float) -> dict[str, Any]:  # Any: torch's parameter groups
-        """As torch's optimizers take it, for a rate of `lr`; `masked_step` reads lr_scale.
+        """Return the parameter group for torch's optimizers, with the `lr_scale` that `masked_step` reads.
 
-        They shrink weights by rate * decay, which muP's factor must leave as it is: weights of a wide model
-        are to be forgotten as fast as those of a narrow one (arXiv 2203.03466, appendix B.3).
+        Optimizers shrink weights by learning rate * decay. muP's factor must not change that product, because
+        a wide model should forget weights as fast as a narrow one (arXiv 2203.03466, appendix B.3).
         """
         scale, decay = self.lr_scale * self.mup, self.weight_decay / self.mup
         return {"params": self.parameters, "lr": lr * scale, "weight_decay": decay, "lr_scale": scale}
 
-    def describe(self, usual_decay: float, *, without: str = "norms, biases, embeddings") -> str:
-        """One phrase for the log; `without`: what usually has no decay."""
-        size = _short(sum(p.numel() for p in self.parameters))
+    def describe(self, default_decay: float, *, without: str = "norms, biases, embeddings") -> str:
+        """Return a description for the log; `without` names the parameters that have no decay by default."""
+        size = _format_count(sum(p.numel() for p in self.parameters))
         count = f"{len(self.parameters)} tensor{'s' if len(self.parameters) > 1 else ''} ({size})"
         decay = f"decay {self.weight_decay:g}" if self.weight_decay else "no decay"
         if self.mup != 1:
             decay += f", muP lr x {self.mup:g}"
         if self.pattern is not None:
             return f"pattern {self.pattern!r}: {count}, lr x {self.lr_scale:g}, {decay}"
-        who = f" ({without})" if usual_decay and not self.weight_decay else ""
-        return f"{count}, {decay}{who}"
+        exempt = f" ({without})" if default_decay and not self.weight_decay else ""
+        return f"{count}, {decay}{exempt}"
 
 
 def parameter_groups(section: Optim, model: nn.Module) -> list[GroupSettings]:
-    """The trainable parameters by pattern and decay: matrices decay; norms and biases do not.
+    """Return the trainable parameters of a model, grouped by pattern, weight decay and muP factor.
 
-    Embeddings (and with them a tied head) decay only with optim.decay_embeddings.
+    By default matrices decay, norms and biases do not. Embeddings, and with them a tied head, decay only with
+    optim.decay_embeddings.
+
+    Raises:
+        ConfigError: If nothing is trainable, or a pattern of optim.groups matches no parameter.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise ConfigError("nothing to train: every parameter is frozen")
+        raise ConfigError("nothing to train: all parameters are frozen")
     embeddings = set() if section.decay_embeddings else _embeddings(model)
     factors = mup_factors(section, model)
-    usual: tuple[str | None, ParameterGroup] = None, ParameterGroup()
-    rules = dict([usual, *section.groups.items()])
-    found: dict[str | None, dict[tuple[float, float], list[nn.Parameter]]] = {
+    default: tuple[str | None, ParameterGroup] = None, ParameterGroup()
+    rules = dict([default, *section.groups.items()])
+    grouped: dict[str | None, dict[tuple[float, float], list[nn.Parameter]]] = {
         pattern: {} for pattern in rules
     }
     for name, p in trainable.items():
@@ -66,64 +70,64 @@ def parameter_groups(section: Optim, model: nn.Module) -> list[GroupSettings]:
         decay = rules[pattern].weight_decay
         if decay is None:
             decay = section.weight_decay if p.dim() > 1 and id(p) not in embeddings else 0.0
-        found[pattern].setdefault((decay, factors.get(name, 1.0)), []).append(p)
+        grouped[pattern].setdefault((decay, factors.get(name, 1.0)), []).append(p)
     for pattern in section.groups:
-        if not found[pattern]:
+        if not grouped[pattern]:
             raise ConfigError(
-                _without_parameters(section, pattern),
-                hint=f"their names are like {', '.join(list(trainable)[:4])}",
+                _empty_group_message(section, pattern),
+                hint=f"trainable parameters are named like {', '.join(list(trainable)[:4])}",
             )
     return [
         GroupSettings(pattern, rules[pattern].lr_scale, decay, parameters, mup)
-        for pattern, alike in found.items()
-        for (decay, mup), parameters in sorted(alike.items(), key=lambda item: [-n for n in item[0]])
+        for pattern, by_settings in grouped.items()
+        for (decay, mup), parameters in sorted(by_settings.items(), key=lambda item: [-n for n in item[0]])
     ]
 
 
-def _without_parameters(section: Optim, pattern: str) -> str:
-    """What is wrong with a group that nothing is in, by the key that asked for it."""
+def _empty_group_message(section: Optim, pattern: str) -> str:
+    """Return the error for a group without parameters, with the config key that created it."""
     if pattern == ROUTERS and section.router_lr_scale is not None:
-        return "optim.router_lr_scale: no router is trained, those of optim.groups aside"
+        return "optim.router_lr_scale: no routers are trained, apart from those in optim.groups"
     if pattern == LORA_B:
-        return "method.lr_ratio: no B of an adapter is trained, those of optim.groups aside"
-    return f"optim.groups: {pattern!r} is in no trainable parameter's name, earlier patterns' aside"
+        return "method.lr_ratio: no adapter has a trainable matrix B, apart from those in optim.groups"
+    return f"optim.groups: {pattern!r} matches no trainable parameter that earlier patterns do not match"
 
 
 def mup_factors(section: Optim, model: nn.Module) -> dict[str, float]:
-    """What muP multiplies the rate of each parameter by, where it is not 1."""
+    """Return muP's learning-rate factor of each parameter by name; empty without muP or at the base width."""
     if (ratio := mup_ratio(section, model)) == 1:
         return {}
     from whet.models.from_scratch.mup import POWERS, role_of
 
     by_muon = hidden_matrices(model) if section.name == "muon" else set()
-    found = {}
+    factors = {}
     for name, p in model.named_parameters():
         powers = POWERS[role_of(name, p)]
-        usual = powers.sgd if section.name == "sgd" else powers.adam
-        found[name] = ratio ** (powers.muon if id(p) in by_muon else usual)
-    return found
+        power = powers.sgd if section.name == "sgd" else powers.adam
+        factors[name] = ratio ** (powers.muon if id(p) in by_muon else power)
+    return factors
 
 
 def mup_ratio(section: Optim, model: nn.Module) -> float:
-    """How many times as wide as its base the model is; 1 without muP."""
+    """Return the width of the model relative to its muP base width; 1 without muP."""
     if section.mup is None:
         return 1.0
     if not isinstance(model, Decoder):
-        raise ConfigError("optim.mup knows the weights of whet's own decoders, and there are others to train")
+        raise ConfigError("optim.mup supports only whet's own decoders, without additional trained modules")
     from whet.models.from_scratch.mup import width_ratio
 
     return width_ratio(model.spec, section.mup)
 
 
 def hidden_matrices(model: nn.Module) -> set[int]:
-    """Ids of the matrices between the embeddings and the head: those a Muon step makes sense for."""
+    """Return the ids of the matrices between the embeddings and the head, which Muon is meant for."""
     outside = _embeddings(model) | _output_matrices(model)
     outside |= {id(m.score.weight) for m in model.modules() if isinstance(m, ClassificationHead)}
     return {id(p) for p in model.parameters() if p.dim() == 2 and id(p) not in outside}
 
 
 def _output_matrices(model: nn.Module) -> set[int]:
-    """Ids of the head's matrix, and of the copy that is trained in its place."""
+    """Return the ids of the output head's matrix and of a copy that is trained in its place."""
     if not callable(head := getattr(model, "head", None)):
         return set()
     with adapters_off(model):
@@ -139,7 +143,7 @@ def _embeddings(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
-def _short(count: int) -> str:
+def _format_count(count: int) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f}{unit}"

@@ -1,4 +1,4 @@
-"""Adam and AdamW by plain operations, for the reference path."""
+"""Adam and AdamW in plain torch operations, for the reference path."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,9 +9,9 @@ from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState
 
 
 class PlainAdam(MaskedOptimizer):
-    """torch.optim.Adam's rule and state, or with `decoupled` weight decay torch.optim.AdamW's.
+    """Adam with the update rule and state of torch.optim.Adam, or with `decoupled` of torch.optim.AdamW.
 
-    As in the fused kernels, arithmetic is in float32 or wider and moments are in the dtype of the weights.
+    As in the fused kernels, arithmetic is in float32 or wider, and moments have the dtype of the weights.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class PlainAdam(MaskedOptimizer):
         self.decoupled = decoupled
 
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """Two moments and a count."""
+        """Return two zero moments and a step count."""
         moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
-        """Decay, then step along the first moment over the root of the second, both without their bias."""
+        """Apply weight decay and the Adam update with bias-corrected moments."""
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         wide = torch.promote_types(p.dtype, torch.float32)
         weight, grad = p.to(wide), grad.to(wide)
@@ -40,7 +40,7 @@ class PlainAdam(MaskedOptimizer):
             weight = weight * (1 - lr * decay)
         else:
             grad = grad + decay * weight
-        step = state["step"].add_(1).double()  # in float32, 1 - 0.999 would be off in the fifth digit
+        step = state["step"].add_(1).double()  # in float32, 1 - 0.999 has only four correct digits
         mean = beta1 * state["exp_avg"].to(wide) + (1 - beta1) * grad
         square = beta2 * state["exp_avg_sq"].to(wide) + (1 - beta2) * grad.square()
         root = square.sqrt() / (1 - beta2**step).sqrt().to(wide)

@@ -9,7 +9,17 @@ from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState
 
 
 class SGD(MaskedOptimizer):
-    """torch.optim.SGD's rule; torch 2.13's own fused kernel does not move 16-bit weights on a CPU."""
+    """SGD with the update rule of torch.optim.SGD.
+
+    The fused kernel of torch 2.13 does not update 16-bit weights on a CPU.
+
+    Args:
+        params: The parameters, or parameter groups as for torch's optimizers.
+        lr: The learning rate.
+        momentum: The momentum factor; 0 for none.
+        nesterov: Whether to use Nesterov momentum.
+        weight_decay: The weight decay, added to the gradient.
+    """
 
     def __init__(
         self,
@@ -24,11 +34,11 @@ class SGD(MaskedOptimizer):
         super().__init__(params, defaults)
 
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """The momentum, where there is any."""
+        """Return a zero momentum buffer, if the group has momentum."""
         return {"momentum_buffer": torch.zeros_like(p)} if group["momentum"] else {}
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: OptimizerState, group: ParamGroup) -> None:
-        """Step along the momentum, or with Nesterov to where it would lead from here."""
+        """Step along the gradient with weight decay, with momentum or Nesterov momentum if configured."""
         direction = grad.add(p, alpha=group["weight_decay"])
         if momentum := group["momentum"]:
             buffer = state["momentum_buffer"].mul_(momentum).add_(direction)
