@@ -33,7 +33,7 @@ def error_message(values):
         ("output_dir", "run.dir"),
         ("num_train_epochs", "run.epochs"),
         ("sequence_len", "data.max_length"),
-        ("warmup_ratio", "optim.warmup is in steps"),
+        ("warmup_ratio", "optim.warmup: a number below 1 is a fraction"),
         ("base_model", "`model`"),
         ("lr", "'optim.lr'"),
         ("seed", "'run.seed'"),
@@ -87,7 +87,12 @@ def test_object_that_is_not_a_source_is_named_by_its_type():
 
 
 def test_fraction_instead_of_steps_shows_the_description_of_the_key():
-    assert "steps of linear learning-rate warmup" in error_message({**GOOD, "optim": {"warmup": 0.1}})
+    assert "number of optimizer steps" in error_message({**GOOD, "run": {"steps": 1.5, "batch_size": 4}})
+
+
+def test_warmup_is_steps_or_a_fraction():
+    message = error_message({**GOOD, "optim": {"warmup": 1.5}})
+    assert "optim.warmup: must be an integer number of steps, or a fraction of the run below 1" in message
 
 
 def test_unknown_objective_kind_lists_known_kinds():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainingArguments
 
 from whet.config.optim import Optim
 from whet.errors import ConfigError
@@ -250,3 +251,17 @@ def test_negative_step_is_an_error(warmup):
     assert rate(0) == (0 if warmup else 1)
     with pytest.raises(ConfigError, match="counted from 1"):
         rate(-1)
+
+
+@pytest.mark.parametrize("steps", [7, 20, 1000])
+@pytest.mark.parametrize("fraction", [0.0, 0.03, 0.1, 0.5])
+def test_warmup_as_a_fraction_is_rounded_up_to_steps_as_in_transformers(fraction, steps):
+    expected = TrainingArguments(warmup_steps=fraction).get_warmup_steps(steps)
+    by_fraction = lr_at(warmup=fraction, steps=steps)
+    by_steps = lr_at(warmup=int(expected), steps=steps)
+    assert [by_fraction(step) for step in range(1, steps + 1)] == [by_steps(step) for step in range(1, steps + 1)]
+
+
+def test_warmup_as_a_fraction_needs_the_number_of_steps():
+    with pytest.raises(ConfigError, match=r"optim.warmup: 0.1 is a fraction of the run"):
+        create_schedule(Optim(warmup=0.1, schedule="constant"))

@@ -1,11 +1,13 @@
 """The `optim` section: optimizer, learning-rate schedule, parameter groups and muP."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from whet.config.checks.patterns import compile_pattern
-from whet.config.section import Factor, KeyInfo, Positive, ReadBy, Section
+from whet.config.section import Factor, KeyInfo, Positive, ReadBy, Section, StepsOrFraction
+from whet.errors import ConfigError
 
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
 
@@ -98,7 +100,9 @@ class Optim(Section):
     schedule: ScheduleKind | list[SchedulePart] = Field(
         "cosine", description="learning-rate schedule after the warmup: one name, or a list of phases"
     )
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear learning-rate warmup from 0")
+    warmup: StepsOrFraction = Field(
+        0, description="steps of linear learning-rate warmup from 0; below 1: a fraction of the run's steps"
+    )
     min_lr_ratio: Annotated[float, _DECAYING] = Field(
         0.1, ge=0, le=1, description="final learning rate of the schedule, relative to lr"
     )
@@ -128,6 +132,17 @@ class Optim(Section):
     def parts(self) -> list[SchedulePart]:
         """The schedule as a list of phases."""
         return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
+
+    def warmup_steps(self, total: int | None) -> int:
+        """Return the warmup in steps, for a run of `total` steps (None: unknown); fractions are rounded up."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        if total is None:
+            raise ConfigError(
+                f"optim.warmup: {self.warmup} is a fraction of the run, and its number of steps is not known",
+                hint="give the warmup in steps",
+            )
+        return math.ceil(self.warmup * total)
 
     @property
     def with_router_group(self) -> "Optim":

@@ -6,12 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
 PrecisionName = Literal["auto", "fp32", "bf16", "bf16-pure", "fp16"]
 Factor = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _steps_or_fraction(value: float) -> float:
+    if value < 1 and value != 0:
+        return value
+    if value != int(value):
+        raise ValueError("must be an integer number of steps, or a fraction of the run below 1")
+    return int(value)
+
+
+# an integer number of steps, or a fraction of the run's steps below 1
+StepsOrFraction = Annotated[
+    float, Field(ge=0), AfterValidator(_steps_or_fraction), PlainSerializer(lambda value: value)
+]
 
 
 def _as_text(value: Any) -> Any:  # Any: YAML values

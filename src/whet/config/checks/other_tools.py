@@ -56,7 +56,7 @@ OTHER_TOOLS = {
     **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "it is optim.warmup"),
     **dict.fromkeys(
         ("warmup_ratio", "warmup_fraction"),
-        "optim.warmup is in steps: multiply the ratio by the steps of the run",
+        "it is optim.warmup: a number below 1 is a fraction of the run",
     ),
     "optimizer": "it is optim.name",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _BETAS),

@@ -25,9 +25,9 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
     """
     if steps is None:
         _require_open_ended(section)
-    peak, warmup = section.lr, section.warmup
+    peak, warmup = section.lr, section.warmup_steps(steps)
     last = math.inf if steps is None else steps
-    pieces = _pieces(section, last) if last > warmup else []
+    pieces = _pieces(section, last, warmup=warmup) if last > warmup else []
 
     def lr_at(step: int) -> float:
         if step < 0:
@@ -97,8 +97,8 @@ def _require_open_ended(section: Optim) -> None:
         )
 
 
-def _pieces(section: Optim, steps: float) -> list[_Piece]:
-    fixed = section.warmup + sum(part.steps or 0 for part in section.parts)
+def _pieces(section: Optim, steps: float, *, warmup: int) -> list[_Piece]:
+    fixed = warmup + sum(part.steps or 0 for part in section.parts)
     if fixed >= steps:
         raise ConfigError(
             f"optim.schedule: warm-up and parts take {fixed} of the run's {steps} steps",
