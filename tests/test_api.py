@@ -265,8 +265,8 @@ def test_exports_go_to_the_run_directory_by_default(run, tmp_path):
 def test_export_rejects_invalid_arguments(run, tmp_path, monkeypatch):
     for message, keys in {
         "unknown format 'onnx'": {"to": "onnx"},
-        "--type is for --to gguf": {"gguf_type": "f16"},
-        "--dtype is for --to hf": {"to": "gguf", "dtype": "float16"},
+        "--type only applies to --to gguf": {"gguf_type": "f16"},
+        "--dtype only applies to --to hf": {"to": "gguf", "dtype": "float16"},
         "cannot be written in int8": {"dtype": torch.int8},
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""While no weight changes, what adapters make of theirs alone is made once; afterwards it is forgotten."""
+"""Adapters cache values derived from weights while no weight changes, and discard them afterwards."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ def with_adapters(tiny, variant):
     model = tiny[0]
     torch.manual_seed(0)
     whet.attach_lora(model, rank=4, variant=variant)
-    change(model, 1)
+    randomize(model, 1)
     return model
 
 
-def change(model, seed):
+def randomize(model, seed):
     torch.manual_seed(seed)
     for _, layer in adapted(model):
         torch.nn.init.normal_(layer.lora_B, std=0.3)
@@ -30,27 +30,27 @@ def tokens(model):
     return generate_tokens(model, PROMPTS, max_tokens=12, stop_tokens=set())
 
 
-def by_reading_again(model):
-    """Greedy tokens without a cache or anything else that is kept."""
-    found = []
+def greedy_without_cache(model):
+    """Return greedy tokens computed without any cache."""
+    completions = []
     for prompt in PROMPTS:
         row = list(prompt)
         for _ in range(12):
             with torch.no_grad():
                 logits = model(torch.tensor([row]))
             row.append(int(logits[0, -1].argmax()))
-        found.append(row[len(prompt) :])
-    return found
+        completions.append(row[len(prompt) :])
+    return completions
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
-def test_weights_that_change_between_two_generations_are_used(tiny, variant):
+def test_generation_uses_weights_changed_since_the_last_one(tiny, variant):
     model = with_adapters(tiny, variant)
     before = tokens(model)
-    assert before == by_reading_again(model)
-    change(model, 2)
+    assert before == greedy_without_cache(model)
+    randomize(model, 2)
     after = tokens(model)
-    assert after == by_reading_again(model)
+    assert after == greedy_without_cache(model)
     assert after != before
 
 
@@ -59,28 +59,28 @@ def test_weights_that_change_between_two_generations_are_used(tiny, variant):
     "generate",
     [tokens, lambda model: beam_search(model, PROMPTS[0], beams=2, max_tokens=5, stop_tokens=set())],
 )
-def test_factors_are_made_once_a_generation(tiny, variant, generate, monkeypatch):
+def test_operands_are_computed_once_per_generation(tiny, variant, generate, monkeypatch):
     model = with_adapters(tiny, variant)
-    made = []
+    calls = []
     operands = LoRALinear.operands
-    monkeypatch.setattr(LoRALinear, "operands", lambda layer: (made.append(layer), operands(layer))[1])
+    monkeypatch.setattr(LoRALinear, "operands", lambda layer: (calls.append(layer), operands(layer))[1])
     generate(model)
-    assert sorted(map(id, made)) == sorted(id(layer) for _, layer in adapted(model))
-    assert all(layer.lasting is None for _, layer in adapted(model))
+    assert sorted(map(id, calls)) == sorted(id(layer) for _, layer in adapted(model))
+    assert all(layer.weight_cache is None for _, layer in adapted(model))
 
 
-def test_one_block_in_another_keeps_what_was_made(tiny):
+def test_nested_blocks_share_the_cache(tiny):
     model = with_adapters(tiny, "lora")
     layer = next(module for _, module in adapted(model))
     with unchanging(model):
-        kept = layer.once("x", object)
+        value = layer.cached("x", object)
         with unchanging(model):
-            assert layer.once("x", object) is kept
-        assert layer.once("x", object) is kept
-    assert layer.once("x", object) is not layer.once("x", object)
+            assert layer.cached("x", object) is value
+        assert layer.cached("x", object) is value
+    assert layer.cached("x", object) is not layer.cached("x", object)
 
 
-def test_gradients_flow_as_ever(tiny):
+def test_gradients_are_unchanged_by_the_cache(tiny):
     model = with_adapters(tiny, "dora")
     rows = torch.tensor([PROMPTS[0]])
 
@@ -92,14 +92,14 @@ def test_gradients_flow_as_ever(tiny):
     expected = gradients()
     with unchanging(model):
         with torch.no_grad():
-            model(rows)  # makes what is kept
-        found = gradients()
-    for ours, theirs in zip(found, expected, strict=True):
+            model(rows)  # fills the cache
+        actual = gradients()
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_ranks_that_hold_weights_in_parts_keep_nothing(tiny):
+def test_sharded_models_cache_nothing(tiny):
     model = with_adapters(tiny, "lora")
     model.unshard = lambda: None
     with unchanging(model):
-        assert all(layer.lasting is None for _, layer in adapted(model))
+        assert all(layer.weight_cache is None for _, layer in adapted(model))

@@ -1,4 +1,4 @@
-"""A kind of adapter that whet does not know is saved, loaded and merged by its `stored` and `merged` alone."""
+"""A custom kind of adapter is saved, loaded and merged through its `stored` and `merged` methods alone."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from whet.adapters.nf4 import NF4Linear
 
 
 class OutputScale(Adapter):
-    """y = v * (x W' + bias), stored as a weight and bias that were trained in full."""
+    """y = v * (x W' + bias), stored as a weight and a bias trained in full."""
 
     def __init__(self, base):
         super().__init__(base)
@@ -30,7 +30,7 @@ class OutputScale(Adapter):
 
 
 class OutputScaleAsDoRA(OutputScale):
-    """The same without a bias, stored as a DoRA that changes only the lengths of rows."""
+    """The same without a bias, stored as a DoRA adapter that changes only the magnitudes."""
 
     def stored(self):
         weight = self.base.weight
@@ -44,8 +44,8 @@ def base(request, tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("base") / request.param, request.param)
 
 
-def scaled(model, kind, leaf):
-    """Put adapters of the new kind, with gains from 0.5 to 1.5, on every layer of a name."""
+def attach_scales(model, kind, leaf):
+    """Attach adapters of the custom kind, with gains from 0.5 to 1.5, to every layer called `leaf`."""
     torch.manual_seed(1)
     for name, module in list(model.named_modules()):
         if name.endswith(f".{leaf}"):
@@ -56,7 +56,7 @@ def scaled(model, kind, leaf):
 
 
 def logits_by_formula(directory, model):
-    """Logits of transformers' model after its weights were multiplied in float64."""
+    """Return the logits of the transformers model with its weights multiplied in float64."""
     theirs = load_theirs(directory)
     for name, module in adapted(model):
         linear = theirs.get_submodule(model.hf_name(name))
@@ -73,9 +73,9 @@ def assert_same_logits(model, expected):
 
 
 @pytest.mark.parametrize(("kind", "variant"), [(OutputScale, "lora"), (OutputScaleAsDoRA, "dora")])
-def test_peft_loads_it_beside_known_adapters(base, tmp_path, kind, variant):
+def test_peft_loads_it_next_to_builtin_adapters(base, tmp_path, kind, variant):
     model = shake(whet.attach_lora(load(base), rank=4, targets="qv", variant=variant))
-    scaled(model, kind, "down_proj")
+    attach_scales(model, kind, "down_proj")
     whet.save_adapter(model, tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(load_theirs(base), tmp_path / "adapter").eval()
     expected = theirs(input_ids=tokens()).logits.detach()
@@ -85,16 +85,16 @@ def test_peft_loads_it_beside_known_adapters(base, tmp_path, kind, variant):
 
 
 @pytest.mark.parametrize("layout", ["peft", "mlx"])
-def test_either_layout_holds_what_is_stored_as_a_layer(base, tmp_path, layout):
-    model = scaled(load(base), OutputScaleAsDoRA, "down_proj")
+def test_stored_layers_round_trip_in_both_layouts(base, tmp_path, layout):
+    model = attach_scales(load(base), OutputScaleAsDoRA, "down_proj")
     whet.save_adapter(model, tmp_path / "adapter", layout)
     loaded = whet.load_adapter(load(base), tmp_path / "adapter")
     assert_same_logits(loaded, logits_by_formula(base, model))
 
 
 @pytest.mark.parametrize("leaf", ["q_proj", "down_proj"])
-def test_merged_and_saved_models_are_by_the_formula(base, tmp_path, leaf):
-    model = scaled(load(base), OutputScale, leaf)
+def test_merged_and_saved_models_match_the_formula(base, tmp_path, leaf):
+    model = attach_scales(load(base), OutputScale, leaf)
     expected = logits_by_formula(base, model)
     assert_same_logits(model, expected)
     whet.save(model, None, tmp_path / "model")
@@ -105,22 +105,22 @@ def test_merged_and_saved_models_are_by_the_formula(base, tmp_path, leaf):
     assert_same_logits(model, expected)
 
 
-def test_a_quantised_base_becomes_a_plain_layer():
+def test_merging_dequantizes_the_base():
     torch.manual_seed(0)
     base = NF4Linear(nn.Linear(64, 8), device=torch.device("cpu"), dtype=torch.float32)
     layer = OutputScale(base)
     gain = nn.init.uniform_(layer.gain, 0.5, 1.5).detach().double()
     weight, bias = gain[:, None] * base.weight.double(), gain * base.bias.double()
     with torch.no_grad():
-        plain = layer.folded()
+        plain = layer.merged_module()
     assert type(plain) is nn.Linear
     torch.testing.assert_close(plain.weight.double(), weight)
     torch.testing.assert_close(plain.bias.double(), bias)
 
 
-def test_an_adapter_has_to_say_both():
-    class Silent(Adapter):
+def test_merged_and_stored_are_required():
+    class Incomplete(Adapter):
         pass
 
     with pytest.raises(TypeError, match=r"merged.*stored"):
-        Silent(nn.Linear(2, 2))
+        Incomplete(nn.Linear(2, 2))

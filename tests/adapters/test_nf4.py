@@ -1,4 +1,4 @@
-"""4-bit weights: the numbers of the paper and of bitsandbytes, with and without it."""
+"""NF4 weights have the values of the paper and of bitsandbytes, whether or not it is installed."""
 
 import numpy as np
 import pytest
@@ -25,88 +25,88 @@ def weight(shape, dtype=torch.float32, seed=0):
 
 
 def reference(matrix):
-    """Plain numpy: nearest code of each value over its block's maximum; scales nearest in bitsandbytes' table."""
+    """Quantize and dequantize with numpy: the nearest code per value, and bitsandbytes' table for scales."""
     create_dynamic_map = pytest.importorskip("bitsandbytes.functional").create_dynamic_map
 
     flat = matrix.double().flatten().numpy()
     table = create_dynamic_map(signed=True).double().numpy()
     blocks = [flat[i : i + 64] for i in range(0, flat.size, 64)]
     scales = np.array([np.abs(block).max() for block in blocks])
-    centred = scales - scales.mean()
-    rough = np.empty_like(scales)
+    centered = scales - scales.mean()
+    dequantized = np.empty_like(scales)
     for start in range(0, scales.size, 256):
-        part = centred[start : start + 256]
+        part = centered[start : start + 256]
         top = np.abs(part).max() or 1.0
         nearest = np.abs(part[:, None] / top - table[None]).argmin(1)
-        rough[start : start + 256] = table[nearest] * top
+        dequantized[start : start + 256] = table[nearest] * top
     codes = np.array(CODES)
     values = [
-        codes[np.abs(block[:, None] / scale - codes[None]).argmin(1)] * (rough[i] + scales.mean())
+        codes[np.abs(block[:, None] / scale - codes[None]).argmin(1)] * (dequantized[i] + scales.mean())
         for i, (block, scale) in enumerate(zip(blocks, scales, strict=True))
     ]
     return torch.from_numpy(np.concatenate(values)).view(matrix.shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_numbers_equal_a_plain_reference(backend, shape):
-    given = weight(shape)
-    found = dequantise(quantise(given), shape, torch.float32)
-    torch.testing.assert_close(found.double(), reference(given), rtol=1e-5, atol=1e-5)
+def test_values_equal_a_numpy_reference(backend, shape):
+    matrix = weight(shape)
+    values = dequantise(quantise(matrix), shape, torch.float32)
+    torch.testing.assert_close(values.double(), reference(matrix), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_torch_alone_gives_the_bits_of_bitsandbytes(monkeypatch, shape, dtype):
+def test_torch_matches_bitsandbytes_bit_for_bit(monkeypatch, shape, dtype):
     bnb = pytest.importorskip("bitsandbytes.functional")
-    given = weight(shape, dtype)
-    codes, state = bnb.quantize_4bit(given, blocksize=64, compress_statistics=True, quant_type="nf4")
-    packed = quantise(given)
+    matrix = weight(shape, dtype)
+    codes, state = bnb.quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4")
+    packed = quantise(matrix)
     assert torch.equal(packed["codes"], codes.flatten())
     # its CPU kernel misses the nearest of 256 codes for about 1 scale in 700; its CUDA kernel does not
-    state.absmax = nearest_scales(bnb, given)
+    state.absmax = nearest_scales(bnb, matrix)
     assert torch.equal(packed["scales"], state.absmax)
-    if given.numel() % 64 == 0:
-        state.shape = (given.numel() // 64, 64)  # its CPU kernel is wrong where blocks begin inside of rows
+    if matrix.numel() % 64 == 0:
+        state.shape = (matrix.numel() // 64, 64)  # its CPU kernel is wrong if a block starts inside a row
     expected = bnb.dequantize_4bit(codes, state).view(shape)
     assert torch.equal(dequantise(packed, shape, dtype), expected)
     monkeypatch.setattr(nf4, "bitsandbytes", lambda: None)
     assert torch.equal(dequantise(packed, shape, dtype), expected)
 
 
-def nearest_scales(bnb, given):
-    """The scales' codes by bitsandbytes' kernel for float64, which takes the nearest."""
-    _, state = bnb.quantize_4bit(given, blocksize=64, compress_statistics=False, quant_type="nf4")
+def nearest_scales(bnb, matrix):
+    """Return the codes of the scales from bitsandbytes' float64 kernel, which selects the nearest."""
+    _, state = bnb.quantize_4bit(matrix, blocksize=64, compress_statistics=False, quant_type="nf4")
     kernel = torch.ops.bitsandbytes.quantize_blockwise.default
     code = bnb.create_dynamic_map().double()
     return kernel((state.absmax - state.absmax.mean()).double(), code, 256)[0]
 
 
-def test_the_first_value_is_in_the_high_half(backend):
-    given = torch.zeros(1, 64)
-    given[0, 0], given[0, 1] = 1.0, -1.0
-    assert quantise(given)["codes"][0] == 15 << 4
+def test_first_value_is_in_the_high_half(backend):
+    matrix = torch.zeros(1, 64)
+    matrix[0, 0], matrix[0, 1] = 1.0, -1.0
+    assert quantise(matrix)["codes"][0] == 15 << 4
 
 
-def test_zero_and_odd_weights_survive(backend):
+def test_zeros_of_odd_shapes_round_trip(backend):
     for shape in ((1, 1), (3, 43), (2, 64)):
         assert torch.equal(dequantise(quantise(torch.zeros(shape)), shape, torch.float32), torch.zeros(shape))
 
 
-def test_a_weight_takes_at_most_052_bytes(backend):
+def test_at_most_052_bytes_per_weight(backend):
     layer = NF4Linear(nn.Linear(512, 384), device=torch.device("cpu"), dtype=torch.bfloat16)
     stored = sum(tensor.numel() * tensor.element_size() for tensor in layer.buffers())
     assert stored / (512 * 384) <= 0.52
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
 
 
-def test_the_layer_equals_a_linear_layer_with_its_weight_and_keeps_no_weight_for_the_gradient(backend):
+def test_layer_equals_its_dequantized_linear_and_saves_no_weight_for_backward(backend):
     layer = NF4Linear(nn.Linear(96, 64), device=torch.device("cpu"), dtype=torch.float32)
     plain = layer.to_linear()
     x = torch.randn(5, 96, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    saved_sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         y = layer(x)
-    assert max(kept, default=0) < 96 * 64
+    assert max(saved_sizes, default=0) < 96 * 64
     torch.testing.assert_close(y, plain(x))
     upstream = torch.randn_like(y)
     torch.testing.assert_close(
@@ -114,14 +114,14 @@ def test_the_layer_equals_a_linear_layer_with_its_weight_and_keeps_no_weight_for
     )
 
 
-def test_another_dtype_for_the_model_does_not_round_the_scales(backend):
+def test_casting_the_model_does_not_round_the_scales(backend):
     layer = NF4Linear(nn.Linear(96, 64), device=torch.device("cpu"), dtype=torch.float32)
     before = layer.weight
     assert torch.equal(layer.to(torch.bfloat16).weight, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_without_numbers_the_sizes_are_the_same(shape):
+def test_meta_tensors_have_the_same_sizes(shape):
     real, planned = quantise(weight(shape)), quantise(torch.empty(shape, device="meta"))
     assert {name: (t.shape, t.dtype) for name, t in real.items()} == {
         name: (t.shape, t.dtype) for name, t in planned.items()

@@ -1,4 +1,4 @@
-"""Adapters on a base in 4 bits: trained, saved, loaded, merged, and equal to PEFT's on bitsandbytes."""
+"""Adapters on a 4-bit base: trained, saved, loaded, merged, and equal to PEFT on bitsandbytes."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ class StopAt(Callback):
 
 
 def dense_twin(model, directory):
-    """The model with plain layers that hold what the quantised ones compute with."""
+    """Return the model with plain layers that have the dequantized weights."""
     twin = load(directory)
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -54,24 +54,26 @@ def dense_twin(model, directory):
 
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora", "pissa"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_logits_and_gradients_are_those_of_the_dequantised_base(base, backend, variant, dropout):
+def test_logits_and_gradients_match_the_dequantized_base(base, backend, variant, dropout):
     settings = {"rank": 3, "alpha": 5, "variant": variant, "dropout": dropout}
     model = load_quantised(base, dtype=torch.float32, device=CPU)
     twin = dense_twin(model, base)
-    for each in (model, twin):
+    for network in (model, twin):
         torch.manual_seed(1)
-        shake(whet.attach_lora(each, **settings))
-        each.train()
+        shake(whet.attach_lora(network, **settings))
+        network.train()
         torch.manual_seed(0)
-        each(tokens()).square().sum().backward()
-        each.eval()
+        network(tokens()).square().sum().backward()
+        network.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens()), twin(tokens()), rtol=1e-4, atol=1e-5)
-    others = dict(twin.named_parameters())
+    twin_parameters = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            scale = others[name].grad.abs().max()
-            torch.testing.assert_close(parameter.grad, others[name].grad, rtol=1e-4, atol=1e-5 * float(scale))
+            scale = twin_parameters[name].grad.abs().max()
+            torch.testing.assert_close(
+                parameter.grad, twin_parameters[name].grad, rtol=1e-4, atol=1e-5 * float(scale)
+            )
 
 
 @pytest.mark.parametrize("kind", ["llama", "bridge"])
@@ -98,42 +100,44 @@ def test_peft_on_bitsandbytes_gives_the_same_logits(tmp_path, kind):
         assert torch.equal(
             layer.codes, theirs.get_submodule(name.removesuffix(".base")).weight.data.flatten()
         )
-        # see test_nf4: its CPU kernel takes another code for a scale now and then
+        # see test_nf4: its CPU kernel does not always select the nearest code of a scale
         assert (layer.scales != state.absmax).float().mean() <= 0.05
         state.absmax = layer.scales
     loaded = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-    loaded.train()  # else it rounds weights to bf16 on CPUs with units for that
+    loaded.train()  # in eval mode it rounds weights to bf16 on CPUs that support it
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
-def test_no_dense_weight_is_kept_for_the_gradient(tmp_path, variant):
+def test_no_dense_weight_is_saved_for_backward(tmp_path, variant):
     model = load_quantised(write_base(tmp_path, "llama", width=128), dtype=torch.float32, device=CPU)
     whet.attach_lora(model, rank=2, variant=variant)
-    kept = []
+    saved_sizes = []
     x = torch.randn(3, 128, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         model.layers[0].mlp(x)
-    assert kept
-    assert max(kept) < 128 * 256 / 8
+    assert saved_sizes
+    assert max(saved_sizes) < 128 * 256 / 8
 
 
-def test_saved_and_loaded_the_base_is_quantised_as_it_was(base, backend, tmp_path):
+def test_saved_adapter_loads_on_the_same_quantized_base(base, backend, tmp_path):
     model = load_quantised(base, dtype=torch.float32, device=CPU)
     with torch.no_grad():
-        untouched = model(tokens())
-        assert not torch.allclose(untouched, load(base)(tokens()), atol=1e-3), "4 bits are not for free"
+        base_logits = model(tokens())
+        assert not torch.allclose(base_logits, load(base)(tokens()), atol=1e-3), (
+            "quantizing to 4 bits must change the logits"
+        )
         shake(whet.attach_lora(model, rank=3, targets="qv"))
         for layout in ("peft", "mlx"):
             whet.save_adapter(model, tmp_path / layout, layout=layout)
-            again = load(tmp_path / layout)
-            assert torch.equal(again(tokens()), model(tokens()))
-            with adapters_off(again):
-                assert torch.equal(again(tokens()), untouched)
+            reloaded = load(tmp_path / layout)
+            assert torch.equal(reloaded(tokens()), model(tokens()))
+            with adapters_off(reloaded):
+                assert torch.equal(reloaded(tokens()), base_logits)
 
 
-def test_merging_gives_the_base_that_was_trained_on(base, backend, tmp_path):
+def test_merging_uses_the_quantized_base(base, backend, tmp_path):
     model = load_quantised(base, dtype=torch.float32, device=CPU)
     shake(whet.attach_lora(model, rank=3, targets="qv"))
     with torch.no_grad():
@@ -148,7 +152,7 @@ def test_merging_gives_the_base_that_was_trained_on(base, backend, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_learns_resumes_exactly_and_loads_as_it_was_trained(
+def test_run_learns_resumes_exactly_and_loads_its_quantized_base(
     tiny_directory, tmp_path, backend, precision
 ):
     sections = {
@@ -156,25 +160,27 @@ def test_a_run_learns_resumes_exactly_and_loads_as_it_was_trained(
         "run": {"steps": 6, "precision": precision, "grad_checkpoint": True},
         "eval": {"every": 3},
     }
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
-    losses = [row["eval_loss"] for row in whole.history if "eval_loss" in row]
+    uninterrupted = whet.train(run_config(tiny_directory, tmp_path / "uninterrupted", **sections))
+    losses = [row["eval_loss"] for row in uninterrupted.history if "eval_loss" in row]
     assert losses[-1] < losses[0]
-    first = whet.train(run_config(tiny_directory, tmp_path / "parts", **sections), [StopAt(3)])
-    again = whet.resume(first.directory)
-    finals = [load_file(run.directory / "final" / "adapter_model.safetensors") for run in (whole, again)]
+    first = whet.train(run_config(tiny_directory, tmp_path / "interrupted", **sections), [StopAt(3)])
+    runs = uninterrupted, whet.resume(first.directory)
+    finals = [load_file(run.directory / "final" / "adapter_model.safetensors") for run in runs]
     assert all(torch.equal(finals[0][key], finals[1][key]) for key in finals[0])
-    config = json.loads((whole.directory / "final" / "base_quantization.json").read_text())
+    config = json.loads((uninterrupted.directory / "final" / "base_quantization.json").read_text())
     assert config == {"kind": "nf4", "block_size": 64, "double_quantization": True}
-    model = load(whole.directory)
+    model = load(uninterrupted.directory)
     assert quantised_weights(model)[0] == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    log = (whole.directory / "log.txt").read_text()
+    log = (uninterrupted.directory / "log.txt").read_text()
     assert "weights in NF4" in log
-    assert "parameters: 31,008" in log, "quantised weights are counted too"
+    assert "parameters: 31,008" in log, "quantized weights are counted too"
 
 
-def test_a_module_in_4_bits_cannot_be_trained_whole(base):
+def test_4_bit_module_cannot_be_trained_in_full(base):
     model = load_quantised(base, dtype=torch.float32, device=CPU)
-    with pytest.raises(ConfigError, match="mlp.gate_proj is in 4 bits, which cannot be trained"):
+    with pytest.raises(
+        ConfigError, match="mlp.gate_proj is quantized to 4 bits and cannot be trained in full"
+    ):
         whet.attach_lora(model, targets="qv", modules_to_save=["mlp"])
     model = shake(whet.attach_lora(model, rank=2, targets="qv", modules_to_save=["lm_head"]))
     with torch.no_grad():
@@ -182,21 +188,21 @@ def test_a_module_in_4_bits_cannot_be_trained_whole(base):
         torch.testing.assert_close(whet.merge(model)(tokens()), before, rtol=1e-4, atol=1e-4)
 
 
-def test_an_unknown_quantisation_is_refused(base, tmp_path):
+def test_unknown_quantization_is_rejected(base, tmp_path):
     model = load_quantised(base, dtype=torch.float32, device=CPU)
     whet.save_adapter(whet.attach_lora(model, rank=2), tmp_path / "adapter")
     (tmp_path / "adapter" / "base_quantization.json").write_text('{"kind": "int3"}')
-    with pytest.raises(ModelError, match="does not know a base of {'kind': 'int3'}"):
+    with pytest.raises(ModelError, match="unsupported quantization of the base model: {'kind': 'int3'}"):
         load(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("second_kind", ["lora", "qlora"])
 @pytest.mark.parametrize("first_kind", ["lora", "qlora"])
-def test_a_run_on_top_of_an_adapter_run_brings_its_base(tiny_directory, tmp_path, first_kind, second_kind):
-    """PEFT follows the base it names, and whet finds it wherever the run is moved."""
+def test_run_on_top_of_an_adapter_run_stores_its_base(tiny_directory, tmp_path, first_kind, second_kind):
+    """PEFT follows the base path in the adapter config, and whet finds the base after the run is moved."""
     methods = [{"kind": kind, "rank": 2} for kind in (first_kind, second_kind)]
     first = whet.train(run_config(tiny_directory, tmp_path / "first", method=methods[0]))
-    assert not (first.directory / "base").exists(), "its base is the model that its config names"
+    assert not (first.directory / "base").exists(), "its base is the model in its config"
     second = whet.train(run_config(first.directory, tmp_path / "second", method=methods[1]))
     model = load(second.directory)
     name = json.loads((second.directory / "final" / "adapter_config.json").read_text())[
@@ -206,9 +212,9 @@ def test_a_run_on_top_of_an_adapter_run_brings_its_base(tiny_directory, tmp_path
     theirs = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     with torch.no_grad():
         if second_kind == "lora":
-            folded = whet.merge(load(first.directory))
+            merged = whet.merge(load(first.directory))
             torch.testing.assert_close(
-                theirs(input_ids=tokens()).logits, folded(tokens()), rtol=1e-4, atol=1e-5
+                theirs(input_ids=tokens()).logits, merged(tokens()), rtol=1e-4, atol=1e-5
             )
         expected = PeftModel.from_pretrained(theirs, second.directory / "final")(input_ids=tokens()).logits
         torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
@@ -217,7 +223,7 @@ def test_a_run_on_top_of_an_adapter_run_brings_its_base(tiny_directory, tmp_path
         assert torch.equal(load(tmp_path / "moved")(tokens()), model(tokens()))
 
 
-def test_a_merged_model_no_longer_names_the_base_it_came_from(tiny, tmp_path):
+def test_merged_model_has_no_base_name(tiny, tmp_path):
     model = whet.merge(shake(whet.attach_lora(tiny[0], rank=2)))
     whet.save_adapter(whet.attach_lora(model, rank=2), tmp_path / "adapter")
     with pytest.raises(ModelError, match="does not name its base model"):
@@ -225,7 +231,7 @@ def test_a_merged_model_no_longer_names_the_base_it_came_from(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["lora", "pissa", "dora"])
-def test_a_checkpoint_opens_on_the_quantised_base(tiny_directory, tmp_path, variant):
+def test_checkpoint_loads_on_the_quantized_base(tiny_directory, tmp_path, variant):
     method = {"kind": "qlora", "rank": 4, "variant": variant}
     run = whet.train(run_config(tiny_directory, tmp_path, method=method, run={"steps": 2}))
     [checkpoint] = (run.directory / "checkpoints").glob("step-000002")

@@ -83,7 +83,7 @@ def test_mistakes_get_one_message(cli, run, tiny_directory):
         (("classify", run, ""), "a text without a token cannot be classified"),
         (("chat", run), "is a classifier, not a language model"),
         (("eval", run, "--data", "synth:house:3"), "synth:house:3#1: .*needs"),
-        (("export", run, "--to", "gguf"), "a classifier cannot be written for gguf"),
+        (("export", run, "--to", "gguf"), "a classifier cannot be exported to gguf"),
     ):
         code, _, err = cli(*arguments)
         assert code == 2
@@ -103,14 +103,14 @@ def test_exports_are_opened_by_the_libraries_they_are_for(cli, run, tmp_path, to
 
 def test_an_export_that_would_lie_is_refused(cli, tiny_directory, tmp_path):
     for name, objective, reason in (
-        ("mean", {"pooling": "mean"}, "pools the mean"),
+        ("mean", {"pooling": "mean"}, "uses mean pooling"),
         ("bias", {"bias": True}, "has a bias"),
     ):
         result = whet.train(settings(tiny_directory, tmp_path, objective=objective, run={"name": name}))
         code, _, err = cli("export", result.directory, "--to", "hf", "--out", tmp_path / "out")
         assert code == 2
         assert reason in err
-        assert "whet.Classifier.load reads it" in err
+        assert "load it with whet.Classifier.load" in err
 
 
 def test_data_and_a_dry_run_show_classes_as_any_other_data(cli, tiny_directory, tmp_path):

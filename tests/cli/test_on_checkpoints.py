@@ -80,7 +80,7 @@ def test_an_adapter_of_a_checkpoint_is_exported_with_the_base_it_was_trained_on(
     )
     code, out, err = cli("export", checkpoint, "--to", "hf", "--out", tmp_path / "hf")
     assert code == 0, out + err
-    assert f"merged onto {on_top / 'base'}" in out
+    assert f"merged into {on_top / 'base'}" in out
 
 
 def test_before_a_run_is_finished_its_base_is_the_adapter_below(cli, on_top, tmp_path):
@@ -130,5 +130,5 @@ def test_a_checkpoint_of_a_whole_model_is_not_merged_as_it_is(cli, tiny_director
     checkpoint = whet.train(config).directory / "checkpoints" / "step-000002"
     code, _, err = cli("merge", checkpoint, tiny_directory, "--method", "average", "--out", tmp_path / "both")
     assert code == 2
-    assert f"{checkpoint} is a checkpoint of a whole model" in err
+    assert f"{checkpoint} is a checkpoint of a full model" in err
     assert f"whet export {checkpoint} --to hf" in err

@@ -87,7 +87,7 @@ def test_commands_for_language_models_say_what_opens_it(cli, config, tmp_path, m
         for name in ("runs/q", tmp_path / "runs" / "q", "./runs/q/final"):
             code, out, err = cli(command, name, *options)
             assert (code, out) == (2, "")
-            assert "final is a quality model: it reads rows of numbers, and is no language model" in err
+            assert "final is a quality model for rows of numbers, not a language model" in err
             assert "load_quality" in err
 
 

@@ -165,7 +165,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_model_and_the_optimizer_alone
     whet.attach_lora(model, rank=3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(CheckpointError, match="does not fit this model"):
+    with pytest.raises(CheckpointError, match="does not match this model"):
         load_checkpoint(run / "checkpoints" / "step-000003", model, optimizer)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert not optimizer.state

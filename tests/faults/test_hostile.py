@@ -115,7 +115,7 @@ def test_shards_outside_of_the_directory(directory, shard, record_property):
     shutil.move(directory / "model.safetensors", directory.parent / "outside.safetensors")
     index = {"weight_map": {"model.norm.weight": shard}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "is not a file of this directory" in refused(directory)
+    assert "is not a file in this directory" in refused(directory)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -1,4 +1,4 @@
-"""Adapters name their base so that other programs find it, and whet finds the same local copy again."""
+"""Adapters refer to their base so that other programs find it, and whet finds the same local copy."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ TOKENS = torch.tensor([[5, 17, 99, 3, 250, 41]])
 
 @pytest.fixture
 def caches(tiny_directory, tmp_path, monkeypatch):
-    """whet's cache with a model under its alias, and the hub's cache with the same one under its id."""
+    """whet's cache with a model under its alias, and the hub cache with the same model under its id."""
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "whet"))
     shutil.copytree(tiny_directory, tmp_path / "whet" / "models" / ALIAS)
     repository = tmp_path / "hub" / f"models--{HUB_ID.replace('/', '--')}"
@@ -40,7 +40,7 @@ def logits_of(directory):
     return model(TOKENS)
 
 
-def test_final_of_a_model_by_alias_opens_in_autopeft(caches):
+def test_final_of_a_model_by_alias_loads_in_autopeft(caches):
     run = whet.train(run_config(ALIAS, caches, run={"steps": 1})).directory
     final = run / "final"
     assert config_of(final)["base_model_name_or_path"] == HUB_ID
@@ -52,14 +52,14 @@ def test_final_of_a_model_by_alias_opens_in_autopeft(caches):
 
     for layout, key in (("peft", "base_model_name_or_path"), ("mlx", "model")):
         out = caches / layout
-        answer = CliRunner().invoke(app, ["export", str(run), "--to", layout, "--out", str(out)])
-        assert answer.exit_code == 0, answer.output
+        result = CliRunner().invoke(app, ["export", str(run), "--to", layout, "--out", str(out)])
+        assert result.exit_code == 0, result.output
         assert config_of(out)[key] == HUB_ID
         assert json.loads((out / "trained_on.json").read_text())["directory"] == local["directory"]
         assert torch.equal(logits_of(out), ours)
 
 
-def test_runs_of_older_versions_that_name_the_alias_still_open(caches):
+def test_runs_of_older_versions_with_an_alias_still_load(caches):
     final = whet.train(run_config(ALIAS, caches, run={"steps": 1})).directory / "final"
     ours = logits_of(final)
     (final / "adapter_config.json").write_text(
@@ -70,7 +70,7 @@ def test_runs_of_older_versions_that_name_the_alias_still_open(caches):
     assert torch.equal(logits_of(final), ours)
 
 
-def test_a_classifier_by_alias_opens_in_autopeft(caches):
+def test_classifier_by_alias_loads_in_autopeft(caches):
     data = caches / "labels.jsonl"
     data.write_text("".join(json.dumps({"text": f"text {n}", "label": n % 2}) + "\n" for n in range(8)))
     config = run_config(
@@ -88,7 +88,7 @@ def test_a_classifier_by_alias_opens_in_autopeft(caches):
     assert theirs.eval()(input_ids=TOKENS).logits.shape == (1, 2)
 
 
-def test_a_name_without_a_hub_id_becomes_a_path(caches):
+def test_name_without_a_hub_id_becomes_a_path(caches):
     shutil.copytree(caches / "whet" / "models" / ALIAS, caches / "whet" / "models" / "mine")
     model, _ = whet.load("mine", dtype=torch.float32, device="cpu")
     whet.save_adapter(whet.attach_lora(model), caches / "adapter")
@@ -98,7 +98,7 @@ def test_a_name_without_a_hub_id_becomes_a_path(caches):
     assert not (caches / "adapter" / "trained_on.json").exists()
 
 
-def test_names_on_the_hub():
+def test_hub_id():
     assert hub_id("smollm2-135m-instruct") == hub_id("huggingfacetb/smollm2-135m-instruct") == HUB_ID
     assert hub_id("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert hub_id("mine") is hub_id("../x/y") is hub_id("/a/b") is None

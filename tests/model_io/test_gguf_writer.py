@@ -1,4 +1,4 @@
-"""GGUF out: the gguf package and whet read back the model and the tokenizer that were written."""
+"""Writing GGUF: the gguf package and whet read back the same model and tokenizer."""
 
 import json
 from pathlib import Path
@@ -41,15 +41,17 @@ from whet.models.from_scratch.train_tokenizer import make_tokenizer
 TOKENS = torch.arange(100).reshape(2, 50)
 
 
-def saved(directory: Path, model: Any) -> Path:
+def save_with_tokenizer(directory: Path, model: Any) -> Path:
     model.save_pretrained(directory)
     write_tokenizer(directory)
     return directory
 
 
-def written(tmp_path: Path, model: Any, kind: str = "f32") -> Path:
-    """A transformers model, through whet, as a GGUF file."""
-    ours, tokenizer = whet.load(saved(tmp_path / "source", model), dtype=torch.float32, device="cpu")
+def export_gguf(tmp_path: Path, model: Any, kind: str = "f32") -> Path:
+    """Load a transformers model with whet and write it as a GGUF file."""
+    ours, tokenizer = whet.load(
+        save_with_tokenizer(tmp_path / "source", model), dtype=torch.float32, device="cpu"
+    )
     write_gguf(tmp_path / "out.gguf", ours, tokenizer, kind=kind)
     return tmp_path / "out.gguf"
 
@@ -82,27 +84,27 @@ def read_by_gguf(path: Path) -> dict[str, np.ndarray]:
     ],
     ids=["tied", "untied", "biases", "wide heads", "no grouping", "linear", "yarn", "llama3"],
 )
-def test_a_float32_file_holds_exactly_the_model(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_float32_file_contains_the_exact_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = tiny_model(**changes)
-    path = written(tmp_path, model)
+    path = export_gguf(tmp_path, model)
     expected = gguf_tensors(model)
     if "llama3" in str(changes):
         expected["rope_freqs.weight"] = rope_divisors(model)
-    found = read_by_gguf(path)
-    assert found.keys() == expected.keys()
+    actual = read_by_gguf(path)
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5 if name == "rope_freqs.weight" else 0)
-    convert_gguf(path, tmp_path / "again")
+        np.testing.assert_allclose(actual[name], values, rtol=1e-5 if name == "rope_freqs.weight" else 0)
+    convert_gguf(path, tmp_path / "reloaded")
     with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(tmp_path / "again")(TOKENS).logits
+        logits = LlamaForCausalLM.from_pretrained(tmp_path / "reloaded")(TOKENS).logits
         torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
         if "llama3" not in str(changes):
             assert torch.equal(logits, model(TOKENS).logits)
 
 
-def test_the_metadata_is_what_llama_cpp_asks_for(tmp_path: Path) -> None:
+def test_metadata_has_the_keys_of_llama_cpp(tmp_path: Path) -> None:
     model = tiny_model()
-    reader = gguf.GGUFReader(written(tmp_path, model, "q8_0"))
+    reader = gguf.GGUFReader(export_gguf(tmp_path, model, "q8_0"))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert next(iter(key for key in fields if not key.startswith("GGUF."))) == "general.architecture"
     expected = {
@@ -128,70 +130,72 @@ def test_the_metadata_is_what_llama_cpp_asks_for(tmp_path: Path) -> None:
     assert abs(fields["llama.attention.layer_norm_rms_epsilon"] - 1e-5) < 1e-12
     assert fields["tokenizer.chat_template"].startswith("{% for m in messages %}")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    assert len(tokens) == len(types) == model.config.vocab_size  # llama.cpp wants a token for every row
+    assert len(tokens) == len(types) == model.config.vocab_size  # llama.cpp needs a token for every row
     assert tokens[256:261] == ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "[UNUSED260]"]
     assert types[255:261] == [1, 3, 3, 3, 3, 5]
     assert reader.fields["tokenizer.ggml.token_type"].types[-1] == gguf.GGUFValueType.INT32
     assert reader.fields["llama.block_count"].types == [gguf.GGUFValueType.UINT32]
 
 
-# of the largest in a block of 32; blocks have their scale in fp16, and q4_0 has no +8
-STEPS = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q4_0": 1 / 8 + 2**-11}
+# relative to the largest value in a block of 32; scales are fp16, and q4_0 has no code +8
+MAX_ERRORS = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q4_0": 1 / 8 + 2**-11}
 
 
-@pytest.mark.parametrize("kind", STEPS)
-def test_each_type_is_within_its_step_and_norms_stay_exact(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", MAX_ERRORS)
+def test_types_are_within_their_error_and_norms_are_exact(tmp_path: Path, kind: str) -> None:
     model = tiny_model()
-    path = written(tmp_path, model, kind)
+    path = export_gguf(tmp_path, model, kind)
     stored = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
-    found = read_by_gguf(path)
+    actual = read_by_gguf(path)
     for name, values in gguf_tensors(model).items():
         if values.ndim == 1:
             assert stored[name] == Kind.F32
-            assert np.array_equal(found[name], values)
+            assert np.array_equal(actual[name], values)
             continue
         in_embedding = kind == "q4_0" and name == "token_embd.weight"
         assert stored[name] == (Kind.Q8_0 if in_embedding else Kind[kind.upper()])
         largest = np.abs(values).reshape(-1, 32).max(1)
-        error = np.abs(found[name] - values).reshape(-1, 32).max(1)
-        assert (error <= largest * STEPS["q8_0" if in_embedding else kind] * 1.01 + 1e-7).all(), name
+        error = np.abs(actual[name] - values).reshape(-1, 32).max(1)
+        assert (error <= largest * MAX_ERRORS["q8_0" if in_embedding else kind] * 1.01 + 1e-7).all(), name
         assert error.max() > 0
         if kind == "f16":
-            assert np.array_equal(found[name], values.astype(np.float16).astype(np.float32))
-    convert_gguf(path, tmp_path / "again")  # and whet reads the same numbers
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert np.array_equal(again["model.layers.1.mlp.down_proj.weight"], found["blk.1.ffn_down.weight"])
+            assert np.array_equal(actual[name], values.astype(np.float16).astype(np.float32))
+    convert_gguf(path, tmp_path / "reloaded")  # whet reads the same values
+    reloaded = load_file(tmp_path / "reloaded" / "model.safetensors")
+    assert np.array_equal(reloaded["model.layers.1.mlp.down_proj.weight"], actual["blk.1.ffn_down.weight"])
 
 
-def test_rows_that_blocks_of_32_do_not_fit_are_stored_as_f16(tmp_path: Path) -> None:
-    path = written(tmp_path, tiny_model(intermediate_size=72), "q8_0")
+def test_rows_not_divisible_by_32_are_stored_as_f16(tmp_path: Path) -> None:
+    path = export_gguf(tmp_path, tiny_model(intermediate_size=72), "q8_0")
     stored = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
     assert stored["blk.0.ffn_down.weight"] == Kind.F16
     assert stored["blk.0.ffn_up.weight"] == Kind.Q8_0
 
 
-def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
+def test_mistral_without_a_window_is_exported_as_llama(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 270, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=None)).eval()
-    convert_gguf(written(tmp_path, model), tmp_path / "again")
+    convert_gguf(export_gguf(tmp_path, model), tmp_path / "reloaded")
     with torch.no_grad():
-        again = LlamaForCausalLM.from_pretrained(tmp_path / "again")(TOKENS).logits
-        torch.testing.assert_close(again, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "reloaded")(TOKENS).logits
+        torch.testing.assert_close(reloaded, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
     windowed = MistralForCausalLM(MistralConfig(**sizes, sliding_window=8))
-    with pytest.raises(ModelError, match="this 'mistral' model is no llama"):
-        written(tmp_path / "windowed", windowed)
+    with pytest.raises(ModelError, match="this 'mistral' model cannot be exported to GGUF"):
+        export_gguf(tmp_path / "windowed", windowed)
 
 
-def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_architecture_is_rejected(tmp_path: Path) -> None:
     config = Qwen3Config(vocab_size=270, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # fmt: skip
-    with pytest.raises(ModelError, match="this 'qwen3' model is no llama") as caught:
-        written(tmp_path, Qwen3ForCausalLM(config))
+    with pytest.raises(ModelError, match="this 'qwen3' model cannot be exported to GGUF") as caught:
+        export_gguf(tmp_path, Qwen3ForCausalLM(config))
     assert "--to hf" in str(caught.value.hint)
 
 
-def test_what_cannot_be_held_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    ours, tokenizer = whet.load(saved(tmp_path / "source", tiny_model()), dtype=torch.float32, device="cpu")
+def test_unrepresentable_models_are_rejected_and_nothing_is_written(tmp_path: Path) -> None:
+    ours, tokenizer = whet.load(
+        save_with_tokenizer(tmp_path / "source", tiny_model()), dtype=torch.float32, device="cpu"
+    )
     out = tmp_path / "out.gguf"
     with pytest.raises(ConfigError, match="unknown GGUF type 'q5_9'"):
         write_gguf(out, ours, tokenizer, kind="q5_9")
@@ -199,10 +203,10 @@ def test_what_cannot_be_held_is_refused_and_nothing_is_left(tmp_path: Path) -> N
         write_gguf(out, ours, None, kind="f16")
     ours.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
     with pytest.raises(
-        ModelError, match=r"layers.0.mlp.up_proj.weight holds numbers that F16 cannot.* 1e\+06"
+        ModelError, match=r"layers.0.mlp.up_proj.weight has values that F16 cannot represent.* 1e\+06"
     ):
         write_gguf(out, ours, tokenizer, kind="f16")
-    with pytest.raises(ModelError, match=r"up_proj.weight holds numbers that Q4_0 cannot"):
+    with pytest.raises(ModelError, match=r"up_proj.weight has values that Q4_0 cannot represent"):
         write_gguf(out, ours, tokenizer, kind="q4_0")
     ours.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(ModelError, match=r"the largest is nan"):
@@ -212,46 +216,48 @@ def test_what_cannot_be_held_is_refused_and_nothing_is_left(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="never overwrites existing files"):
         write_gguf(tmp_path / "bf16.gguf", ours, tokenizer, kind="bf16")
     whet.attach_lora(ours)
-    with pytest.raises(ModelError, match="fold its adapter in first"):
+    with pytest.raises(ModelError, match="merge its adapter first"):
         write_gguf(out, ours, tokenizer, kind="f32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16.gguf", "source"]
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    ours, tokenizer = whet.load(saved(tmp_path / "source", tiny_model()), dtype=torch.float32, device="cpu")
+def test_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
+    ours, tokenizer = whet.load(
+        save_with_tokenizer(tmp_path / "source", tiny_model()), dtype=torch.float32, device="cpu"
+    )
 
-    def full(path: Path, chunks: Any) -> None:
+    def fail_with_full_disk(path: Path, chunks: Any) -> None:
         with path.open("wb") as file:
             file.write(next(iter(chunks)))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("whet.model_io.gguf.writer.write_chunks", full)
+    monkeypatch.setattr("whet.model_io.gguf.writer.write_chunks", fail_with_full_disk)
     with pytest.raises(OSError, match="No space"):
         write_gguf(tmp_path / "out.gguf", ours, tokenizer, kind="f16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def rebuilt(tokenizer: Any, rows: int = 0) -> Any:
-    """A tokenizer through GGUF's metadata and back."""
+def round_trip(tokenizer: Any, rows: int = 0) -> Any:
+    """Convert a tokenizer to GGUF metadata and back."""
     size = rows or len(tokenizer)
     metadata = tokenizer_metadata(tokenizer, vocab_size=size)
-    return build_tokenizer(metadata, where="x.gguf", vocab_size=size, max_length=64)
+    return build_tokenizer(metadata, source="x.gguf", vocab_size=size, max_length=64)
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
-def test_tokenizers_of_whets_own_make_come_back(spec: str) -> None:
+def test_tokenizers_trained_by_whet_round_trip(spec: str) -> None:
     tokenizer = make_tokenizer(spec, ["the thin thing then thanked the thick theme"] * 3)
-    again = rebuilt(tokenizer, len(tokenizer) + 5).tokenizer
+    reloaded = round_trip(tokenizer, len(tokenizer) + 5).tokenizer
     for text in TRICKY:
-        assert again.encode(text).ids == tokenizer(text)["input_ids"]
-    assert again.get_vocab_size() == len(tokenizer)  # rows without a token are none
+        assert reloaded.encode(text).ids == tokenizer(text)["input_ids"]
+    assert reloaded.get_vocab_size() == len(tokenizer)  # rows without a token are not tokens
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
-def test_each_way_of_splitting_is_recognised(pre: str) -> None:
+def test_pre_tokenizers_are_recognized(pre: str) -> None:
     from model_io.test_gguf_reader import byte_level_metadata
 
-    first = build_tokenizer(byte_level_metadata(pre=pre), where="x", vocab_size=300, max_length=64)
+    first = build_tokenizer(byte_level_metadata(pre=pre), source="x", vocab_size=300, max_length=64)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=first.tokenizer, bos_token="<|user|>", eos_token="<|end|>"
     )
@@ -262,9 +268,9 @@ def test_each_way_of_splitting_is_recognised(pre: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_tokenizer_comes_back_from_its_merges(prefix: bool) -> None:
+def test_sentencepiece_tokenizer_round_trips_through_its_merges(prefix: bool) -> None:
     original = sentencepiece_metadata(add_space_prefix=prefix)
-    first = build_tokenizer(original, where="x", vocab_size=400, max_length=64)
+    first = build_tokenizer(original, source="x", vocab_size=400, max_length=64)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=first.tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -272,58 +278,64 @@ def test_a_sentencepiece_tokenizer_comes_back_from_its_merges(prefix: bool) -> N
     assert metadata["tokenizer.ggml.add_space_prefix"] is prefix
     assert metadata["tokenizer.ggml.token_type"][:274] == original["tokenizer.ggml.token_type"]
     assert metadata["tokenizer.ggml.tokens"][:274] == original["tokenizer.ggml.tokens"]
-    again = build_tokenizer(metadata, where="y", vocab_size=280, max_length=64).tokenizer
+    reloaded = build_tokenizer(metadata, source="y", vocab_size=280, max_length=64).tokenizer
     for text in [*TRICKY, "abcab aab", "<s>a b</s>", "< x>"]:
-        assert again.encode(text).ids == first.tokenizer.encode(text).ids
+        assert reloaded.encode(text).ids == first.tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize(
-    ("ends", "kept", "said"),
+    ("ends", "stored", "warnings"),
     [
         ({256, 258}, [256, 258], []),
         ({5, 256, 258}, [256, 5, 258], []),
-        ({5, 7, 9, 256, 258}, [256, 5, 7], ["GGUF has no place for more ends of an answer: 9, 258"]),
+        (
+            {5, 7, 9, 256, 258},
+            [256, 5, 7],
+            ["GGUF cannot store these additional end tokens, which will not stop generation: 9, 258"],
+        ),
     ],
 )
-def test_the_ends_of_a_turn_and_of_a_message_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: set[int], kept: list[int], said: list[str]
+def test_end_of_turn_and_end_of_message_tokens_are_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: set[int], stored: list[int], warnings: list[str]
 ) -> None:
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     metadata = tokenizer_metadata(tokenizer, vocab_size=260, end_tokens=ends)
-    ids = build_tokenizer(metadata, where="x", vocab_size=260, max_length=8).ids
-    assert ids["eos_token_id"] == kept
-    assert [record.message for record in caplog.records] == said
+    ids = build_tokenizer(metadata, source="x", vocab_size=260, max_length=8).ids
+    assert ids["eos_token_id"] == stored
+    assert [record.message for record in caplog.records] == warnings
 
 
-def test_tokenizers_that_gguf_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_unrepresentable_tokenizers_are_rejected(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
     with pytest.raises(ModelError, match="this one is WordLevel"):
         tokenizer_metadata(PreTrainedTokenizerFast(tokenizer_object=words), vocab_size=2)
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="the tokenizer has a token 259, and the model 200 rows"):
+    with pytest.raises(
+        ModelError, match="the tokenizer has a token 259, but the embedding has only 200 rows"
+    ):
         tokenizer_metadata(tokenizer, vocab_size=200)
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    odd = Tokenizer.from_str(json.dumps(described))
-    odd.normalizer = normalizers.Lowercase()
-    with pytest.raises(ModelError, match="no name for the way in which this tokenizer splits"):
-        tokenizer_metadata(PreTrainedTokenizerFast(tokenizer_object=odd), vocab_size=260)
-    described["model"]["vocab"] |= {"th": 260}
-    described["model"]["merges"] = [["t", "h"]]
-    odd = Tokenizer.from_str(json.dumps(described))
-    odd.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(ModelError, match="no name for the way"):
-        tokenizer_metadata(PreTrainedTokenizerFast(tokenizer_object=odd), vocab_size=261)
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    unsupported = Tokenizer.from_str(json.dumps(tokenizer_json))
+    unsupported.normalizer = normalizers.Lowercase()
+    with pytest.raises(ModelError, match="no name for the pre-tokenizer of this tokenizer"):
+        tokenizer_metadata(PreTrainedTokenizerFast(tokenizer_object=unsupported), vocab_size=260)
+    tokenizer_json["model"]["vocab"] |= {"th": 260}
+    tokenizer_json["model"]["merges"] = [["t", "h"]]
+    unsupported = Tokenizer.from_str(json.dumps(tokenizer_json))
+    unsupported.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    with pytest.raises(ModelError, match="no name for the pre-tokenizer"):
+        tokenizer_metadata(PreTrainedTokenizerFast(tokenizer_object=unsupported), vocab_size=261)
 
 
 @pytest.mark.parametrize("length", [32, 64, 100, 3000, 8192])
-def test_llama3_scaling_for_any_length_is_read_back(length, tmp_path):
+def test_llama3_scaling_of_any_length_round_trips(length, tmp_path):
     scaling = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": length}
     write_tiny_model(tmp_path / "base", rope_parameters=scaling)
     model, tokenizer = whet.load(tmp_path / "base", dtype=torch.float32, device="cpu")
     write_gguf(tmp_path / "x.gguf", model, tokenizer, kind="f32", end_tokens={256})
-    again, _ = whet.load(tmp_path / "x.gguf", dtype=torch.float32, device="cpu")
+    reloaded, _ = whet.load(tmp_path / "x.gguf", dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(reloaded(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Loading is strict: what does not fit is named, and nothing is read from outside the directory."""
+"""Loading is strict: mismatches are named, and nothing is read from outside the directory."""
 
 import json
 import subprocess
@@ -31,52 +31,52 @@ def configure(directory, **keys):
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
 
 
-def problem(directory):
+def load_error(directory):
     with pytest.raises(ModelError) as caught:
         whet.load(directory)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(directory):
+def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(directory):
     def edit(tensors):
         del tensors["model.layers.1.self_attn.k_proj.weight"]
         tensors["model.layers.1.self_attn.z_proj.weight"] = torch.zeros(2)
         tensors["model.norm.weight"] = torch.ones(33)
 
     change(directory, edit)
-    message = problem(directory)
+    message = load_error(directory)
     assert "missing: model.layers.1.self_attn.k_proj.weight" in message
     assert "unexpected: model.layers.1.self_attn.z_proj.weight" in message
     assert "wrong shape: model.norm.weight is [33], expected [32]" in message
 
 
-def test_a_head_that_contradicts_its_tying_is_refused_and_an_equal_copy_is_not(directory):
+def test_tied_head_must_equal_the_embedding(directory):
     change(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert whet.load(directory)[0].spec.tied_head
     change(directory, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
-    assert "says the head is tied to the embedding, but lm_head.weight differs" in problem(directory)
+    assert "ties the head to the embedding, but lm_head.weight differs" in load_error(directory)
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "none.safetensors"])
-def test_an_index_cannot_point_outside_the_directory(directory, name):
+def test_index_cannot_point_outside_the_directory(directory, name):
     (directory / "model.safetensors").rename(directory.parent / "elsewhere.safetensors")
     index = {"weight_map": {"model.norm.weight": name}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "is not a file of this directory" in problem(directory)
+    assert "is not a file in this directory" in load_error(directory)
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"\x80\x04K\x01.", b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}"]
 )
-def test_a_file_that_is_no_safetensors_is_refused(directory, content):
+def test_invalid_safetensors_file_is_rejected(directory, content):
     (directory / "model.safetensors").write_bytes(content)
-    assert "is not a readable safetensors file" in problem(directory)
+    assert "is not a readable safetensors file" in load_error(directory)
 
 
-def test_pickled_weights_are_never_opened(directory):
+def test_pickled_weights_are_never_loaded(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    assert "pickled weights (.bin, .pt) are never opened" in problem(directory)
+    assert "pickled weights (.bin, .pt) are never loaded" in load_error(directory)
 
 
 @pytest.mark.parametrize(
@@ -95,29 +95,29 @@ def test_pickled_weights_are_never_opened(directory):
     ],
     ids=str,
 )
-def test_a_config_that_makes_no_sense_is_a_model_error(directory, keys):
+def test_invalid_config_is_a_model_error(directory, keys):
     configure(directory, **keys)
-    assert problem(directory)
+    assert load_error(directory)
 
 
-def test_a_rope_that_nobody_knows_is_named(directory):
+def test_unsupported_rope_type_is_named(directory):
     configure(directory, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(
-        ModelError, match=r"transformers cannot open .*whet's native llama does not support rope type 'spiral'"
+        ModelError, match=r"transformers cannot load .*whet's native llama does not support rope type 'spiral'"
     ):
         whet.load(directory)
 
 
-def test_an_unknown_rope_goes_to_the_bridge_with_the_reason(directory, caplog):
+def test_rope_type_without_native_support_is_loaded_through_transformers(directory, caplog):
     configure(directory, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     caplog.set_level("INFO", logger="whet")
     whet.load(directory)
     assert "through transformers (whet's native llama does not support rope type 'dynamic')" in caplog.text
 
 
-def test_a_broken_config_is_named(directory):
+def test_malformed_config_is_named(directory):
     (directory / "config.json").write_text("{")
-    assert "config.json is not valid JSON" in problem(directory)
+    assert "config.json is not valid JSON" in load_error(directory)
 
 
 MEASURE = """
@@ -145,7 +145,7 @@ print((peak - before) / sum(p.numel() * p.element_size() for p in model.paramete
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sharded_checkpoint_is_streamed(dtype, tmp_path):
+def test_sharded_checkpoint_is_streamed(dtype, tmp_path):
     """Peak memory while loading stays under 1.3 times the model, converted or not."""
     from whet.model_io.save import save_model
     from whet.models.from_scratch.init_weights import from_scratch
@@ -155,5 +155,5 @@ def test_a_sharded_checkpoint_is_streamed(dtype, tmp_path):
     save_model(from_scratch(spec, seed=0), None, tmp_path / "model", max_shard_bytes=60_000_000)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), dtype]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(found.stdout) < 1.3, found.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 1.3, result.stdout

@@ -227,7 +227,7 @@ def test_tied_weights_are_trained_once_and_stay_tied(tiny_directory, tmp_path):
 def test_tied_embedding_trained_separately_from_its_head_is_rejected(tiny_directory, tmp_path):
     config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     shake(get_peft_model(load_theirs(tiny_directory), config)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="are tied here, and trained apart there"):
+    with pytest.raises(ModelError, match="are tied in this model, but not in the adapter"):
         load(tmp_path)
 
 
@@ -259,16 +259,16 @@ def test_targets_by_shorthand_regular_expression_or_list(base, targets, leaves):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 33}, r"rank 33 is above what layers.0.self_attn.q_proj can have: it maps 32 values to 32"),
-        ({"rank_pattern": {"k_proj": 17}}, "rank 17 is above what layers.0.self_attn.k_proj can have"),
-        ({"rank_pattern": {"q_prj": 2}}, "pattern 'q_prj' fits no adapted layer"),
+        ({"rank": 33}, r"rank 33 is too large for layers.0.self_attn.q_proj, which maps 32 values to 32"),
+        ({"rank_pattern": {"k_proj": 17}}, "rank 17 is too large for layers.0.self_attn.k_proj, which maps"),
+        ({"rank_pattern": {"q_prj": 2}}, "pattern 'q_prj' matches no adapted layer"),
         ({"alpha_pattern": {"(": 2}}, r"'\(' is not a regular expression"),
         ({"targets": "["}, r"'\[' is not a regular expression"),
         ({"targets": "atention"}, "did you mean attention"),
         ({"modules_to_save": ["lm_haed"]}, "did you mean lm_head"),
-        ({"modules_to_save": ["mlp"]}, "mlp.down_proj cannot have an adapter and be trained"),
-        ({"targets": ["lm_head"], "modules_to_save": ["lm_head"]}, "lm_head cannot have an adapter and be trained"),
-        ({"targets": ["embed_tokens"], "variant": "dora"}, "dora is for linear layers"),
+        ({"modules_to_save": ["mlp"]}, "mlp.down_proj cannot both have an adapter and be trained in full"),
+        ({"targets": ["lm_head"], "modules_to_save": ["lm_head"]}, "lm_head cannot both have an adapter and be trained in full"),
+        ({"targets": ["embed_tokens"], "variant": "dora"}, "dora supports linear layers, not embeddings"),
     ],
 )  # fmt: skip
 def test_invalid_settings_raise_errors_and_do_not_change_the_model(tmp_path, settings, message):
@@ -405,7 +405,7 @@ def test_adapters_of_fused_experts_match_peft(experts_directory, tmp_path, targe
         close(loaded(input_ids=tokens()).logits, model(tokens()))
         assert torch.equal(load(tmp_path / "ours")(tokens()), model(tokens()))
         close(load(tmp_path / "theirs")(tokens()), model(tokens()))
-        with pytest.raises(ModelError, match="the mlx layout cannot hold adapters of fused experts"):
+        with pytest.raises(ModelError, match="the mlx layout does not support adapters of fused experts"):
             whet.save_adapter(model, tmp_path / "mlx", layout="mlx")
         before = model(tokens())
         whet.save(model, None, tmp_path / "merged")
@@ -415,8 +415,8 @@ def test_adapters_of_fused_experts_match_peft(experts_directory, tmp_path, targe
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"dropout": 0.1}, "fused experts cannot have dropout"), ({"variant": "dora"}, "not for fused experts"),
-     ({"rank": 33}, "gate_up_proj can have: it maps 32 values to")],
+    [({"dropout": 0.1}, "fused experts and routers cannot have dropout"), ({"variant": "dora"}, "not fused experts or routers"),
+     ({"rank": 33}, "gate_up_proj, which maps 32 values to")],
 )  # fmt: skip
 def test_unsupported_settings_for_fused_experts_raise_errors(experts_directory, settings, message):
     model = load(experts_directory)

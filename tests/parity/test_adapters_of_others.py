@@ -154,7 +154,7 @@ def test_adapters_that_peft_would_apply_to_experts_cause_a_warning(tmp_path, cap
         model = shake(whet.attach_lora(load(base), rank=2))
         whet.save_adapter(model, tmp_path / "adapter")
     [message] = caplog.messages
-    assert "PEFT takes adapters of model.layers.0.mlp.down_proj" in message
+    assert "PEFT mistakes the adapters of model.layers.0.mlp.down_proj" in message
     theirs = PeftModel.from_pretrained(load_theirs(base), tmp_path / "adapter").eval()
     with torch.no_grad():  # if they ever agree, the warning can be removed
         assert (model(tokens()) - theirs(input_ids=tokens()).logits).abs().max() > 0.1

@@ -489,7 +489,7 @@ def shorten(stored):
     [
         (lambda stored: stored.pop(NORM), f"missing: {NORM}"),
         (lambda stored: stored.update(stray=torch.zeros(2)), "unexpected: stray"),
-        (shorten, rf"shapes: {NORM} is \[31\], not \[32\]"),
+        (shorten, rf"wrong shape: {NORM} is \[31\], expected \[32\]"),
     ],
     ids=["missing", "unexpected", "mismatched"],
 )
@@ -506,7 +506,7 @@ def test_mismatched_tensors_are_named(phi3, edit, message, capfd):
         ({"model_type": "abacus"}, "`abacus` but Transformers does not recognize"),
         ({"model_type": "clip"}, "'clip' is not a causal language model"),
         ({"num_attention_heads": "many"}, "num_attention_heads.*expected int"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "does not support quantized weights"),
         (
             {"model_type": "abacus", "auto_map": {"AutoConfig": "evil.Config"}},
             "contains custom code",
@@ -551,7 +551,7 @@ def test_unknown_head_is_rejected(phi3, monkeypatch):
         return output
 
     monkeypatch.setattr(Phi3ForCausalLM, "forward", modified_forward)
-    with pytest.raises(ModelError, match="the head of Phi3ForCausalLM does something"):
+    with pytest.raises(ModelError, match="the head of Phi3ForCausalLM transforms the logits in a way"):
         bridge_of(phi3)
 
 

@@ -103,7 +103,7 @@ def test_a_bridge_model_classifies(tmp_path):
     )
     again = whet.Classifier.load(result.directory)
     assert again.predict_proba(["1: fire"]).shape == (1, 3)
-    with pytest.raises(ConfigError, match="adapter target 'qv': this model has none of these layers"):
+    with pytest.raises(ConfigError, match="adapter target 'qv': this model has no such layers"):
         whet.train(config(directory, tmp_path, run={"name": "qv"}))
 
 
@@ -418,12 +418,12 @@ def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
     info = result.directory / "final" / "classifier.json"
     whole = json.loads(info.read_text())
     for changed, message in (
-        ({"classes": CLASSES[1:]}, "is not a head of 2 classes"),
-        ({"classes": "red"}, "classes cannot be 'red'"),
-        ({"pooling": "max"}, "pooling cannot be 'max'"),
-        ({"precision": "fp8"}, "precision cannot be 'fp8'"),
-        ({"max_length": 0}, "max_length cannot be '0'"),
-        ({"odd": 1}, "cannot be understood"),
+        ({"classes": CLASSES[1:]}, "is not a head for 2 classes"),
+        ({"classes": "red"}, "classes has the invalid value 'red'"),
+        ({"pooling": "max"}, "pooling has the invalid value 'max'"),
+        ({"precision": "fp8"}, "precision has the invalid value 'fp8'"),
+        ({"max_length": 0}, "max_length has the invalid value '0'"),
+        ({"odd": 1}, "classifier.json is invalid"),
     ):
         info.write_text(json.dumps({**whole, **changed}))
         with pytest.raises(ModelError, match=message):
@@ -592,7 +592,7 @@ def test_weights_that_were_counted_and_not_kept_must_be_given(tiny_directory, tm
     with pytest.raises(ConfigError, match="one number above 0 for each of the 3 classes"):
         whet.Classifier.load(run, class_weights=[1.0])
     kept.write_text(json.dumps({"red": 1}))
-    with pytest.raises(ModelError, match="does not hold a number above 0 for each of 3 classes"):
+    with pytest.raises(ModelError, match="does not contain a positive number for each of 3 classes"):
         whet.Classifier.load(run)
 
 

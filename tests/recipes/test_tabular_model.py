@@ -196,7 +196,7 @@ def test_a_changed_architecture_is_refused(change, message, tmp_path):
 def test_tensors_of_another_size_are_refused(tmp_path):
     save_quality(new_quality_model(spec_of(arm="dense"), seed=0), tmp_path)
     (tmp_path / "arch.json").write_text(json.dumps(architecture(spec_of())))
-    with pytest.raises(ModelError, match="do not fit"):
+    with pytest.raises(ModelError, match="do not match its config.json"):
         load_quality(tmp_path)
 
 

@@ -187,7 +187,7 @@ def test_checkpoint_loads_as_a_model(tiny_directory, tmp_path, kind):
 
 def test_loading_a_checkpoint_outside_a_run_has_a_hint(tiny, tmp_path):
     whet.save_checkpoint(tmp_path / "alone", tiny[0])
-    with pytest.raises(whet.WhetError, match="outside of its run") as caught:
+    with pytest.raises(whet.WhetError, match="outside of a run directory") as caught:
         whet.load(tmp_path / "alone")
     assert "load_checkpoint" in caught.value.hint
     model, _ = tiny

@@ -1,1 +1,1 @@
-"""The LoRA family: layers, targets, attaching and merging, NF4."""
+"""The LoRA family: layers, target selection, attaching and merging, and NF4 quantization."""

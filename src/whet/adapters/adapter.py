@@ -1,4 +1,4 @@
-"""What all adapters have in common, and the two forms in which files hold one."""
+"""The base class of all adapters, and the in-memory forms in which adapter files store them."""
 
 import abc
 import contextlib
@@ -13,12 +13,12 @@ from torch import nn
 from whet.adapters.nf4 import NF4Linear
 from whet.ops.dispatch import chosen_paths
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """What the adapter of one layer is, apart from its weights."""
+    """Hyperparameters of one layer's adapter."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -27,48 +27,48 @@ class LoRASettings:
 
     @property
     def scale(self) -> float:
-        """What the update is multiplied by; rsLoRA's (arXiv 2312.03732) does not shrink with the rank."""
+        """The factor of the update: alpha / rank, or alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.variant == "rslora" else self.rank)
 
-    def checked(self) -> Self:
-        """Return settings out of a file, or a ValueError where no layer can be computed with them."""
+    def validated(self) -> Self:
+        """Return these settings, or raise ValueError if no layer can be computed with them."""
         if self.rank < 1:
-            raise ValueError(f"the rank is {self.rank}, and must be at least 1")
+            raise ValueError(f"rank is {self.rank}, but must be at least 1")
         if not math.isfinite(self.alpha):
-            raise ValueError(f"alpha is {self.alpha}, and must be a finite number")
+            raise ValueError(f"alpha is {self.alpha}, but must be finite")
         if not 0 <= self.dropout <= 1:
-            raise ValueError(f"the dropout is {self.dropout}, and must be from 0 to 1")
+            raise ValueError(f"dropout is {self.dropout}, but must be between 0 and 1")
         return self
 
 
 class StoredLayer(NamedTuple):
-    """One layer's adapter as files hold it."""
+    """The adapter of one weight as adapter files store it."""
 
     settings: LoRASettings
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank]
-    magnitude: torch.Tensor | None = None  # [out]: DoRA's lengths
-    embedding: bool = False  # of an embedding, whose input says which row
-    experts: int = 0  # of a fused weight: A and B of so many experts, as in LoRAExperts
+    magnitude: torch.Tensor | None = None  # [out]: DoRA's magnitude vector
+    embedding: bool = False  # whether the adapted module is an embedding
+    experts: int = 0  # for a fused weight: the number of experts that A and B cover, as in LoRAExperts
 
 
 @dataclass(frozen=True)
 class StoredModule:
-    """What a file holds of one adapter; names are relative to the module that it adapts."""
+    """The stored form of one adapter. Names are relative to the adapted module."""
 
-    layers: dict[str, StoredLayer] = field(default_factory=dict)  # by weight; "" is the module itself
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # trained in full
+    layers: dict[str, StoredLayer] = field(default_factory=dict)  # by weight name; "" is the module itself
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters trained in full
 
     @classmethod
     def of_layer(cls, layer: StoredLayer) -> Self:
-        """An adapter that is one update, of the module itself."""
+        """Return the stored form of an adapter that is a single update of the module itself."""
         return cls({"": layer})
 
 
 class Adapter(nn.Module, abc.ABC):
-    """A module in the place of one that it changes, which it keeps as `base`.
+    """A module that replaces a module of the model and stores the original as `base`.
 
-    `stored` and `merged` are all that saving, merging and exporting need to know of a kind of adapter.
+    Saving, merging and exporting rely only on `stored` and `merged`. A new kind of adapter implements both.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -76,27 +76,28 @@ class Adapter(nn.Module, abc.ABC):
         self.base = base
         self.enabled = True
         self.paths = chosen_paths()
-        self.lasting: dict[object, Any] | None = None  # within `unchanging`: what was made of weights alone
+        # values derived from weights alone; a dict within `unchanging`, otherwise None
+        self.weight_cache: dict[object, Any] | None = None
 
-    def once(self, key: object, make: Callable[[], Made]) -> Made:
-        """What `make` gives, made the first time only within `unchanging`."""
-        if self.lasting is None:
-            return make()
-        if key not in self.lasting:
-            self.lasting[key] = make()
-        made: Made = self.lasting[key]
-        return made
+    def cached(self, key: object, compute: Callable[[], T]) -> T:
+        """Return `compute()`. Within `unchanging`, compute it once per key and reuse the result."""
+        if self.weight_cache is None:
+            return compute()
+        if key not in self.weight_cache:
+            self.weight_cache[key] = compute()
+        value: T = self.weight_cache[key]
+        return value
 
     @abc.abstractmethod
     def stored(self) -> StoredModule:
-        """Return what a file holds of this adapter, in a form that the layouts know."""
+        """Return the stored form of this adapter, from which every file layout is written."""
 
     @abc.abstractmethod
     def merged(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of a plain module that computes the same; the base stays as it is."""
+        """Return the parameters of a plain module with the same outputs. The base is left unchanged."""
 
-    def folded(self) -> nn.Module:
-        """Return that plain module: the base with these parameters, dequantised if it was quantised."""
+    def merged_module(self) -> nn.Module:
+        """Return the base module with the merged parameters, dequantized if it was quantized."""
         merged = self.merged()
         base = self.base.to_linear() if isinstance(self.base, NF4Linear) else self.base
         for name, tensor in merged.items():
@@ -107,13 +108,13 @@ class Adapter(nn.Module, abc.ABC):
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """The adapters of a model, by the names of the modules they stand for."""
+    """Yield (name, adapter) for every adapter of a model. The name is that of the adapted module."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The untouched base, for the time of a `with` block."""
+    """Disable all adapters of a model inside a `with` block, so that it computes as its base model."""
     modules = [module for _, module in adapted(model)]
     before = [module.enabled for module in modules]
     for module in modules:
@@ -127,20 +128,24 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanging(model: nn.Module) -> Iterator[None]:
-    """No weight changes in a `with` block: what depends on weights alone is made once."""
-    # what ranks hold in parts is gathered anew for each pass
-    modules = [] if hasattr(model, "unshard") else [each for _, each in adapted(model) if each.paths.decoding]
-    before = [module.lasting for module in modules]
+    """Let adapters cache values derived from weights alone, inside a `with` block.
+
+    No weight may change inside the block.
+    """
+    # a sharded model gathers its parameters in each forward pass, so nothing can be cached
+    is_sharded = hasattr(model, "unshard")
+    modules = [] if is_sharded else [adapter for _, adapter in adapted(model) if adapter.paths.decoding]
+    before = [module.weight_cache for module in modules]
     for module in modules:
-        module.lasting = {} if module.lasting is None else module.lasting
+        module.weight_cache = {} if module.weight_cache is None else module.weight_cache
     try:
         yield
     finally:
-        for module, lasting in zip(modules, before, strict=True):
-            module.lasting = lasting
+        for module, cache in zip(modules, before, strict=True):
+            module.weight_cache = cache
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module where another one is."""
+    """Replace the submodule called `name` by `module`."""
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, module)

@@ -1,4 +1,4 @@
-"""Attach adapters to a model, and fold them into it."""
+"""Attach adapters to a model, and merge them into its weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,13 @@ from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_w
 from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.modules_to_save import retrain
 from whet.adapters.nf4 import NF4Linear
-from whet.adapters.targets import ALL_LINEAR, chosen_layers, per_layer, saved_modules, tied_to_head
+from whet.adapters.targets import (
+    ALL_LINEAR,
+    select_layers,
+    select_modules_to_save,
+    tied_to_head,
+    values_per_layer,
+)
 from whet.config.method import Method
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
@@ -39,39 +45,56 @@ def attach_lora(
     alpha_pattern: Mapping[str, float] | None = None,
     modules_to_save: Sequence[str] = (),
 ) -> LanguageModel:
-    """Freeze the model and put adapters on its linear layers, in place.
+    """Freeze the model and attach LoRA adapters to its linear layers, in place.
 
-    `targets` is "all-linear" (all but the output head), another shorthand ("qv", "attention", "mlp"), or
-    names or regular expressions for the end of a layer's path; `layers` limits them to the last N layers (a
-    number) or to the layers listed. The patterns, in the same language, give some layers a rank or alpha of
-    their own. `modules_to_save` are trained whole.
+    Args:
+        model: The model to adapt. It must not have adapters.
+        rank: The rank of the updates.
+        alpha: The update is scaled by alpha / rank, or by alpha / sqrt(rank) for rsLoRA.
+        targets: The layers to adapt: "all-linear" (every linear layer except the output head), another
+            shorthand ("qv", "attention", "mlp", "experts", "routers"), or names or regular expressions that
+            match the end of a layer's path.
+        variant: One of "lora", "rslora", "dora" and "pissa".
+        dropout: The dropout probability of the update's input.
+        layers: Restrict the targets to the last N layers (an integer) or to the layers with these indices.
+        rank_pattern: Ranks that override `rank`, by layer name or regular expression as in `targets`.
+        alpha_pattern: Alphas that override `alpha`, likewise.
+        modules_to_save: Modules to train in full next to the adapters.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: If the model already has adapters, a target matches no layer, or a setting is invalid.
     """
     if variant not in VARIANTS:
-        raise ConfigError(f"unknown adapter variant {variant!r}", hint=f"known: {', '.join(VARIANTS)}")
+        raise ConfigError(f"unknown adapter variant {variant!r}", hint=f"use one of {', '.join(VARIANTS)}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout {dropout} is not in [0, 1)")
     if any(True for _ in adapted(model)):
-        raise ConfigError("the model has adapters already", hint="merge them first: whet.merge(model)")
-    chosen = chosen_layers(model, targets, layers)
-    ranks = per_layer(model, chosen, rank_pattern or {}, rank)
-    alphas = per_layer(model, chosen, alpha_pattern or {}, alpha)
-    settings = {name: LoRASettings(ranks[name], alphas[name], dropout, variant) for name in chosen}
+        raise ConfigError("the model already has adapters", hint="merge them first: whet.merge(model)")
+    selected = select_layers(model, targets, layers)
+    ranks = values_per_layer(model, selected, rank_pattern or {}, rank)
+    alphas = values_per_layer(model, selected, alpha_pattern or {}, alpha)
+    settings = {name: LoRASettings(ranks[name], alphas[name], dropout, variant) for name in selected}
     fused = fused_weights(model)
-    for name, each in settings.items():
-        if not each.alpha > 0:
-            raise ConfigError(f"alpha {each.alpha:g}: it must be above 0, or the adapter does nothing")
-        _check_rank(name, each.rank, _shape(model, name, is_fused=name in fused))
+    for name, layer_settings in settings.items():
+        if not layer_settings.alpha > 0:
+            raise ConfigError(
+                f"alpha {layer_settings.alpha:g} must be greater than 0, otherwise the adapter has no effect"
+            )
+        _check_rank(name, layer_settings.rank, _layer_shape(model, name, is_fused=name in fused))
         if dropout and name not in fused and model.get_submodule(name).weight is model.head().weight:
             raise ConfigError(
-                f"{name}: the head cannot have dropout, since its weight is read and it is not called",
-                hint="set method.dropout to 0, or leave the head out of method.targets",
+                f"{name}: the head cannot have dropout, because losses read its weight without calling it",
+                hint="set method.dropout to 0, or remove the head from method.targets",
             )
-    put_adapters(model, settings, saved_modules(model, modules_to_save))
+    insert_adapters(model, settings, select_modules_to_save(model, modules_to_save))
     return model
 
 
-def attach_configured(model: LanguageModel, method: Method) -> LanguageModel:
-    """`attach_lora` as a run's config says."""
+def attach_from_config(model: LanguageModel, method: Method) -> LanguageModel:
+    """Attach the adapters that the `method` section of a config describes."""
     return attach_lora(
         model,
         rank=method.rank,
@@ -87,66 +110,67 @@ def attach_configured(model: LanguageModel, method: Method) -> LanguageModel:
 
 
 def make_trainable(model: LanguageModel, method: Method, *, dtype: torch.dtype) -> None:
-    """Every weight, or the adapters that a config asks for; what trains is held in `dtype`."""
+    """Make every weight trainable, or attach adapters, as `method` says. Trained parameters get `dtype`."""
     if method.kind == "full":
         model.requires_grad_(True)
     else:
-        attach_configured(model, method)
+        attach_from_config(model, method)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def put_adapters(
-    model: LanguageModel, settings: Mapping[str, LoRASettings], saved: Sequence[str] = ()
+def insert_adapters(
+    model: LanguageModel, settings: Mapping[str, LoRASettings], modules_to_save: Sequence[str] = ()
 ) -> None:
-    """Freeze the model, adapt the layers named, and train the modules in `saved` whole."""
-    if both := sorted(settings.keys() & set(saved)):
+    """Freeze the model, adapt the layers named in `settings`, and train `modules_to_save` in full."""
+    if both := sorted(settings.keys() & set(modules_to_save)):
         raise ConfigError(
-            f"{both[0]} cannot have an adapter and be trained whole: drop it from one of the two"
+            f"{both[0]} cannot both have an adapter and be trained in full: "
+            "remove it from the adapter targets or from modules_to_save"
         )
     with using(model.paths):
-        made = _adapters(model, settings)
+        adapters = _create_adapters(model, settings)
     model.requires_grad_(False)
-    for name, module in made.items():
+    for name, module in adapters.items():
         replace_module(model, name, module)
-    retrain(model, list(saved))
+    retrain(model, list(modules_to_save))
 
 
-def _adapters(model: LanguageModel, settings: Mapping[str, LoRASettings]) -> dict[str, Adapter]:
-    """New adapters, by the names of the modules they are for."""
+def _create_adapters(model: LanguageModel, settings: Mapping[str, LoRASettings]) -> dict[str, Adapter]:
+    """Return new adapters by the names of the modules they adapt."""
     fused, tied = fused_weights(model), tied_to_head(model)
-    made: dict[str, Adapter] = {
-        name: _adapter(model, name, each, is_tied=name in tied)
-        for name, each in settings.items()
+    adapters: dict[str, Adapter] = {
+        name: _create_adapter(model, name, layer_settings, is_tied=name in tied)
+        for name, layer_settings in settings.items()
         if name not in fused
     }
     by_module: dict[str, dict[str, LoRASettings]] = {}
-    for name in (name for name in fused if name in settings):  # in the module's own order, as PEFT nests them
+    for name in (name for name in fused if name in settings):  # in the module's order, as PEFT nests them
         path, _, leaf = name.rpartition(".")
         by_module.setdefault(path, {})[leaf] = settings[name]
-    experts = {path: LoRAExperts(model.get_submodule(path), each) for path, each in by_module.items()}
-    return {**made, **experts}
+    experts = {path: LoRAExperts(model.get_submodule(path), weights) for path, weights in by_module.items()}
+    return {**adapters, **experts}
 
 
-def _adapter(model: LanguageModel, name: str, settings: LoRASettings, *, is_tied: bool) -> Adapter:
+def _create_adapter(model: LanguageModel, name: str, settings: LoRASettings, *, is_tied: bool) -> Adapter:
     base = model.get_submodule(name)
     if is_tied:
         raise ConfigError(
-            f"{name} is tied: an update of the embedding would also be one of the head",
-            hint="train both whole instead: method.modules_to_save",
+            f"{name} is tied: updating the embedding would also update the head",
+            hint="train both in full instead: method.modules_to_save",
         )
     if isinstance(base, nn.Linear | NF4Linear):
         layer: LoRALinear = load_object(VARIANTS[settings.variant])(base, settings)
         return layer
     assert isinstance(base, nn.Embedding)
     if settings.variant not in ("lora", "rslora"):
-        raise ConfigError(f"{name}: {settings.variant} is for linear layers, not for embeddings")
+        raise ConfigError(f"{name}: {settings.variant} supports linear layers, not embeddings")
     return LoRAEmbedding(base, settings)
 
 
-def _shape(model: LanguageModel, name: str, *, is_fused: bool) -> tuple[int, int]:
-    """Inputs and outputs of a layer."""
+def _layer_shape(model: LanguageModel, name: str, *, is_fused: bool) -> tuple[int, int]:
+    """Return the input and output size of a layer."""
     if is_fused:
         path, _, leaf = name.rpartition(".")
         return expert_shape(model.get_submodule(path), leaf)[1:]
@@ -159,22 +183,23 @@ def _shape(model: LanguageModel, name: str, *, is_fused: bool) -> tuple[int, int
 
 def _check_rank(name: str, rank: int, shape: tuple[int, int]) -> None:
     if rank < 1:
-        raise ConfigError(f"rank {rank}: an adapter needs a rank of at least 1")
+        raise ConfigError(f"rank {rank} is too small: an adapter needs a rank of at least 1")
     if rank > min(shape):
         raise ConfigError(
-            f"rank {rank} is above what {name} can have: it maps {shape[0]} values to {shape[1]}",
-            hint="lower method.rank, or give this layer a rank of its own: method.rank_pattern",
+            f"rank {rank} is too large for {name}, which maps {shape[0]} values to {shape[1]}",
+            hint="lower method.rank, or set a smaller rank for this layer: method.rank_pattern",
         )
 
 
 def merge(model: LanguageModel) -> LanguageModel:
-    """Fold every adapter into its base weight and remove it, in place; quantised layers become plain ones.
+    """Merge every adapter into its base weight and remove it, in place.
 
-    The result is no longer the model that it was loaded as, so it loses its name.
+    Quantized layers become plain linear layers. `model.name` is cleared, because the result is no longer the
+    model that was loaded.
     """
     with torch.no_grad():
         for name, module in list(adapted(model)):
-            replace_module(model, name, module.folded())
+            replace_module(model, name, module.merged_module())
             model.name = None
         for name, layer in list(model.named_modules()):
             if isinstance(layer, NF4Linear):

@@ -1,8 +1,9 @@
-"""4-bit base weights: NF4 with double quantisation (arXiv 2305.14314), in bitsandbytes' numbers and layout.
+"""4-bit base weights: NF4 with double quantization (arXiv 2305.14314), in the layout of bitsandbytes.
 
-A block of 64 values has one scale, its largest magnitude, and each value is one of 16 codes, two to a byte,
-the first in the high half. The scales, less their mean, are themselves 8-bit codes, in blocks of 256: 4.13
-bits a weight. bitsandbytes unpacks them where it is installed; torch alone gives the same numbers.
+Each block of 64 values has one scale, its largest magnitude. Each value is one of 16 codes, packed two per
+byte with the first in the high half. The scales, minus their mean, are themselves quantized to 8-bit codes
+in blocks of 256, which gives 4.13 bits per weight. bitsandbytes dequantizes if it is installed. Plain torch
+gives the same values.
 """
 
 import functools
@@ -28,7 +29,7 @@ CODES = (
 
 @functools.cache
 def bitsandbytes() -> ModuleType | None:
-    """bitsandbytes' functions, where it can be imported."""
+    """Return the module bitsandbytes.functional, or None if bitsandbytes cannot be imported."""
     try:
         import bitsandbytes.functional
     except ImportError:
@@ -38,7 +39,11 @@ def bitsandbytes() -> ModuleType | None:
 
 @functools.cache
 def code_table(kind: str, device: torch.device) -> torch.Tensor:
-    """What codes mean, on a device: `values`, codes of `scales`, or the middles between either's."""
+    """Return a table that maps codes to floats, on a device.
+
+    `kind` is "values" (the 16 codes of weights), "scales" (the 256 codes of scales), or "middles of values"
+    and "middles of scales": the midpoints between neighboring entries, which bound the codes.
+    """
     if kind == "values":
         return torch.tensor(CODES, device=device)
     if kind == "scales":
@@ -50,8 +55,8 @@ def code_table(kind: str, device: torch.device) -> torch.Tensor:
     return (table[:-1] + table[1:]) / 2
 
 
-def _nearest(blocks: torch.Tensor, largest: torch.Tensor, kind: str) -> torch.Tensor:
-    """The code of each value, relative to the largest of its block."""
+def _nearest_codes(blocks: torch.Tensor, largest: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the code nearest to each value divided by the largest magnitude of its block."""
     relative = blocks * (1 / largest.clamp(min=1e-38))[:, None]  # as bitsandbytes rounds it
     return torch.bucketize(relative, code_table(f"middles of {kind}", blocks.device)).to(torch.uint8)
 
@@ -61,27 +66,29 @@ def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that stand for a weight: packed codes, codes of their scales, and those codes' scales.
+    """Return the NF4 form of a weight.
 
-    Always by torch: of two equal weights bitsandbytes' CPU kernel may give one a scale's second nearest code.
+    "codes" has the packed 4-bit codes, "scales" the 8-bit codes of the block scales, and "rest" the float32
+    scales of those codes followed by their mean, viewed as int32. Plain torch computes all of it, because
+    the CPU kernel of bitsandbytes may round the scales of equal weights to different codes.
     """
     if weight.is_meta:
-        return _unfilled(weight.numel())
+        return _empty_on_meta(weight.numel())
     blocks = _blocks(weight.float().flatten(), BLOCK)
     largest = blocks.abs().amax(1)
-    values = _nearest(blocks, largest, "values").view(-1, 2)
+    values = _nearest_codes(blocks, largest, "values").view(-1, 2)
     codes = ((values[:, 0] << 4) | values[:, 1])[: -(-weight.numel() // 2)]
     mean = largest.mean()
-    centred = _blocks(largest - mean, SCALES_BLOCK)
-    top = centred.abs().amax(1)
-    scales = _nearest(centred, top, "scales").flatten()[: largest.numel()]
-    # as integers: `model.to(torch.bfloat16)` must not round them
+    centered = _blocks(largest - mean, SCALES_BLOCK)
+    top = centered.abs().amax(1)
+    scales = _nearest_codes(centered, top, "scales").flatten()[: largest.numel()]
+    # viewed as integers, so that `model.to(torch.bfloat16)` does not round them
     rest = torch.cat([top, mean.view(1)]).view(torch.int32)
     return {"codes": codes, "scales": scales, "rest": rest}
 
 
-def _unfilled(count: int) -> dict[str, torch.Tensor]:
-    """What stands for so many weights, on the meta device: their sizes, quickly."""
+def _empty_on_meta(count: int) -> dict[str, torch.Tensor]:
+    """Return the NF4 form of `count` weights on the meta device."""
     scales = -(-count // BLOCK)
     return {
         "codes": torch.empty(-(-count // 2), dtype=torch.uint8, device="meta"),
@@ -93,13 +100,13 @@ def _unfilled(count: int) -> dict[str, torch.Tensor]:
 def dequantise(
     packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, paths: Paths = FAST
 ) -> torch.Tensor:
-    """The weight again."""
+    """Return the weight of this shape, in `dtype`, from the output of `quantise`."""
     codes, rest = packed["codes"], packed["rest"].view(torch.float32)
-    centred = _blocks(code_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
-    scales = (centred * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
+    centered = _blocks(code_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
+    scales = (centered * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
     if paths.quantised and bitsandbytes() is not None and shape[0] * shape[1] % BLOCK == 0:
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
-        # a row a block: its CPU kernel goes wrong where blocks begin inside of rows
+        # one row per block, because the CPU kernel is wrong if a block starts inside a row
         return kernel(codes[:, None], scales, BLOCK, "nf4", (scales.numel(), BLOCK), dtype).view(shape)
     halves = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
     values = _blocks(code_table("values", codes.device)[halves.int()], BLOCK) * scales[:, None]
@@ -107,7 +114,7 @@ def dequantise(
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer in 4 bits; its weight exists only while it is used."""
+    """A frozen linear layer in NF4. Its weight is dequantized on each use and not stored."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -116,7 +123,7 @@ class NF4Linear(nn.Module):
     def __init__(self, linear: nn.Linear, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.dtype = dtype  # of the computation
+        self.dtype = dtype  # the compute dtype
         self.paths = chosen_paths()
         for name, tensor in quantise(linear.weight.detach().to(device)).items():
             self.register_buffer(name, tensor)
@@ -124,12 +131,12 @@ class NF4Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as it is computed with."""
+        """The dequantized weight [out, in], in the compute dtype."""
         packed = {"codes": self.codes, "scales": self.scales, "rest": self.rest}
         return dequantise(packed, (self.out_features, self.in_features), self.dtype, self.paths)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The linear layer."""
+        """Compute x W' + bias with the dequantized weight."""
         if not self.paths.quantised:
             with torch.autocast(x.device.type, enabled=False):
                 y = F.linear(x.to(self.dtype), self.weight)
@@ -138,11 +145,11 @@ class NF4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """Weight and bias of a plain layer that computes the same."""
+        """Return the weight and bias of a plain layer with the same outputs."""
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
     def to_linear(self) -> nn.Linear:
-        """A plain layer with the weight that this one computes with."""
+        """Return a plain linear layer with the dequantized weight."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight = nn.Parameter(self.weight, requires_grad=False)
@@ -151,7 +158,7 @@ class NF4Linear(nn.Module):
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x W' that makes W again for its gradient: keeping it would undo the quantisation."""
+    """x W' that dequantizes W again in the backward pass, because saving it would need the full memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: NF4Linear) -> torch.Tensor:  # Any: autograd's context

@@ -1,4 +1,4 @@
-"""A base model in 4 bits, to train adapters on."""
+"""QLoRA: quantize the linear layers of a base model to 4 bits before adapters are attached."""
 
 import logging
 
@@ -16,14 +16,15 @@ log = logging.getLogger("whet")
 
 
 def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-    """Put every linear layer but the head into 4 bits, in place, to be computed with in `dtype`.
+    """Quantize every linear layer except the head to NF4, in place, with `dtype` as the compute dtype.
 
-    Layer by layer, on the device: the whole weights never have to fit there. The rest of the model follows.
+    Layers are moved to the device and quantized one by one, so the unquantized weights never have to fit
+    there at once. The other parameters of the model are moved last.
     """
     layers = linear_layers(model)
     if not layers:
         raise ModelError(
-            "this model has no linear layer that could be put into 4 bits", hint="use kind: lora"
+            "this model has no linear layer that can be quantized to 4 bits", hint="set method.kind=lora"
         )
     for name in layers:
         linear = model.get_submodule(name)
@@ -32,14 +33,19 @@ def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
             replace_module(model, name, NF4Linear(linear, device=device, dtype=dtype))
     model.to(device, dtype)
     count, size = quantised_weights(model)
-    how = "bitsandbytes" if bitsandbytes() is not None else "torch (bitsandbytes is not installed)"
-    how = how if model.paths.quantised else "torch"
-    log.info("base: %s weights in NF4, %.3f bytes each, by %s", f"{count:,}", size / count, how)
+    backend = "bitsandbytes" if bitsandbytes() is not None else "torch (bitsandbytes is not installed)"
+    backend = backend if model.paths.quantised else "torch"
+    log.info(
+        "base model: %s weights in NF4, %.3f bytes per weight, dequantized by %s",
+        f"{count:,}",
+        size / count,
+        backend,
+    )
     return model
 
 
 def quantised_weights(model: nn.Module) -> tuple[int, int]:
-    """How many weights are in 4 bits, and the bytes that all that stands for them takes."""
+    """Return the number of weights in 4 bits, and the bytes of their codes and scales."""
     layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
     size = sum(b.numel() * b.element_size() for layer in layers for b in layer.buffers())
     return sum(layer.in_features * layer.out_features for layer in layers), size

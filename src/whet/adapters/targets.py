@@ -1,4 +1,4 @@
-"""Which layers of a model get adapters, and which rank and alpha each of them gets."""
+"""Select the layers of a model that get adapters, and the rank and alpha of each."""
 
 import difflib
 import re
@@ -19,10 +19,10 @@ from whet.ops.linear import Linear
 T = TypeVar("T")
 
 ALL_LINEAR = "all-linear"
-EXPERTS = "experts"  # weights of experts that are one tensor
+EXPERTS = "experts"  # experts whose weights are fused into one tensor
 ROUTERS = "routers"
-_PLAIN = nn.Linear.forward, Linear.forward
-# by the names that native families and the classes of transformers use
+_LINEAR_FORWARDS = nn.Linear.forward, Linear.forward
+# the patterns match the layer names of whet's model families and of transformers
 _ATTENTION = r".*(attn|attention).*"
 SHORTHANDS = {
     ALL_LINEAR: ".*",
@@ -35,7 +35,10 @@ SHORTHANDS = {
 
 
 def linear_layers(model: LanguageModel) -> list[str]:
-    """The layers that all-linear means: linear ones but the head, routers and gates of a single output."""
+    """Return the layers that "all-linear" selects.
+
+    These are the linear layers except the head, routers, and gates with a single output.
+    """
     head = model.head().weight
     return [
         name
@@ -46,82 +49,91 @@ def linear_layers(model: LanguageModel) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | NF4Linear]:
-    """Whether it is no router and computes x W' + bias: classes that inherit from a linear layer may not."""
+    """Return whether a module computes x W' + bias and is not a router.
+
+    Subclasses of nn.Linear may compute something else, so the forward method is compared.
+    """
     if not isinstance(module, nn.Linear) or isinstance(module, Router):
         return isinstance(module, NF4Linear)
-    return type(module).forward in _PLAIN or type(module).__name__ == "FalconLinear"
+    return type(module).forward in _LINEAR_FORWARDS or type(module).__name__ == "FalconLinear"
 
 
-def chosen_layers(
+def select_layers(
     model: LanguageModel, targets: str | Sequence[str], layers: int | Sequence[int] | None
 ) -> list[str]:
-    """The layers that targets and layers select, in order; a target that selects nothing is an error."""
+    """Return the names of the layers that `targets` and `layers` select, in model order.
+
+    Raises:
+        ConfigError: A target matches no layer, or no layer is left.
+    """
     linear, experts, routers = linear_layers(model), list(expert_weights(model)), list(router_weights(model))
     modules = [
         name
         for name, module in model.named_modules()
         if is_linear(module) or isinstance(module, nn.Embedding)
     ]
-    every = [*modules, *experts, *routers]
-    possible = {**dict.fromkeys(SHORTHANDS, linear), EXPERTS: experts, ROUTERS: routers}
-    chosen: set[str] = set()
+    candidates = [*modules, *experts, *routers]
+    by_shorthand = {**dict.fromkeys(SHORTHANDS, linear), EXPERTS: experts, ROUTERS: routers}
+    selected: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
-        chosen |= _found(model, target, possible.get(target, every))
+        selected |= _match_target(model, target, by_shorthand.get(target, candidates))
     if layers is not None:
-        inside = tuple(f"{name}." for name in _inside_layers(model, layers))
-        chosen = {name for name in chosen if name.startswith(inside)}
-    if not chosen:
-        raise ConfigError("no layer was left to adapt", hint="check method.targets and method.layers")
-    return [name for name in every if name in chosen]
+        prefixes = tuple(f"{name}." for name in _block_names(model, layers))
+        selected = {name for name in selected if name.startswith(prefixes)}
+    if not selected:
+        raise ConfigError("no layer is left to adapt", hint="check method.targets and method.layers")
+    return [name for name in candidates if name in selected]
 
 
-def _found(model: LanguageModel, target: str, possible: Sequence[str]) -> set[str]:
+def _match_target(model: LanguageModel, target: str, candidates: Sequence[str]) -> set[str]:
     pattern = SHORTHANDS.get(target, target)
-    if found := {name for name in possible if matches(model, name, pattern)}:
-        return found
+    if matches := {name for name in candidates if layer_matches(model, name, pattern)}:
+        return matches
     if target in SHORTHANDS:
         linear = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
         raise ConfigError(
-            f"adapter target {target!r}: this model has none of these layers",
+            f"adapter target {target!r}: this model has no such layers",
             hint=f"its linear layers are {', '.join(linear)}" if linear else None,
         )
-    known = sorted({name.rpartition(".")[2] for name in possible})
+    known = sorted({name.rpartition(".")[2] for name in candidates})
     raise ConfigError(
         f"adapter target {target!r} matches no linear layer of this model",
-        hint=f"{_nearest(target, [*known, *SHORTHANDS])}known: {', '.join(known)}, or "
+        hint=f"{_suggestion(target, [*known, *SHORTHANDS])}use {', '.join(known)}, or "
         f"{', '.join(SHORTHANDS)}",
     )
 
 
-def matches(model: LanguageModel, name: str, pattern: str) -> bool:
-    """Whether a regular expression fits the end of a layer's path, in whet's names or Hugging Face's."""
+def layer_matches(model: LanguageModel, name: str, pattern: str) -> bool:
+    """Return whether a pattern matches the end of a layer's path, in whet's or Hugging Face's naming."""
     try:
-        whole = compile_pattern(pattern, before=r"(.*\.)?")
+        compiled = compile_pattern(pattern, before=r"(.*\.)?")
     except ValueError as error:
         hint = "correct this pattern in method.targets, method.rank_pattern or method.alpha_pattern"
         raise ConfigError(str(error), hint=hint) from error
-    return bool(whole.fullmatch(name) or whole.fullmatch(model.hf_name(name)))
+    return bool(compiled.fullmatch(name) or compiled.fullmatch(model.hf_name(name)))
 
 
-def per_layer(
-    model: LanguageModel, chosen: Iterable[str], patterns: Mapping[str, T], usual: T
+def values_per_layer(
+    model: LanguageModel, layers: Iterable[str], patterns: Mapping[str, T], default: T
 ) -> dict[str, T]:
-    """A value for each layer: that of the first pattern that fits it, else the usual one."""
-    chosen = list(chosen)
+    """Return a value for each layer: that of the first matching pattern, or the default."""
+    layers = list(layers)
     for pattern in patterns:
-        if not any(matches(model, name, pattern) for name in chosen):
+        if not any(layer_matches(model, name, pattern) for name in layers):
             raise ConfigError(
-                f"pattern {pattern!r} fits no adapted layer",
-                hint=_nearest(pattern, sorted({name.rpartition(".")[2] for name in chosen})),
+                f"pattern {pattern!r} matches no adapted layer",
+                hint=_suggestion(pattern, sorted({name.rpartition(".")[2] for name in layers})),
             )
     return {
-        name: next((value for pattern, value in patterns.items() if matches(model, name, pattern)), usual)
-        for name in chosen
+        name: next(
+            (value for pattern, value in patterns.items() if layer_matches(model, name, pattern)), default
+        )
+        for name in layers
     }
 
 
 def tied_to_head(model: LanguageModel) -> list[str]:
-    """The modules that share the head's weight, if the embedding is one of them."""
+    """Return the names of the modules that share the head's weight, or [] if no embedding is among them."""
     head = model.head().weight
     owners = {
         name: module
@@ -131,48 +143,50 @@ def tied_to_head(model: LanguageModel) -> list[str]:
     return list(owners) if any(isinstance(module, nn.Embedding) for module in owners.values()) else []
 
 
-def saved_modules(model: LanguageModel, wanted: Sequence[str]) -> list[str]:
-    """The modules that are trained whole, those inside of one that is named included.
+def select_modules_to_save(model: LanguageModel, targets: Sequence[str]) -> list[str]:
+    """Return the modules to train in full: the named ones and the modules inside them.
 
-    A tied head or embedding stands for both.
+    Naming a tied head or embedding selects both.
     """
     modules = dict(model.named_modules())
     names = [name for name, module in modules.items() if name and any(True for _ in _tensors(module))]
     owners = tied_to_head(model)
-    chosen: set[str] = set()
-    for target in wanted:
-        found = {name for name in names if matches(model, name, re.escape(target))}
-        if owners and (target == "lm_head" or found & set(owners)):
-            found |= set(owners)
-        if not found:
+    selected: set[str] = set()
+    for target in targets:
+        matches = {name for name in names if layer_matches(model, name, re.escape(target))}
+        if owners and (target == "lm_head" or matches & set(owners)):
+            matches |= set(owners)
+        if not matches:
             known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
             raise ConfigError(
-                f"method.modules_to_save: {target!r} is no module of this model",
-                hint=f"{_nearest(target, known)}known: {', '.join(known)}",
+                f"method.modules_to_save: {target!r} is not a module of this model",
+                hint=f"{_suggestion(target, known)}its modules are {', '.join(known)}",
             )
-        chosen |= found
-    inside = tuple(f"{name}." for name in chosen)
-    whole = [name for name in modules if name in chosen or name.startswith(inside)]
-    if packed := [name for name in whole if isinstance(modules[name], NF4Linear)]:
-        raise ConfigError(f"method.modules_to_save: {packed[0]} is in 4 bits, which cannot be trained")
-    return [name for name in whole if any(True for _ in modules[name].parameters(recurse=False))]
+        selected |= matches
+    prefixes = tuple(f"{name}." for name in selected)
+    with_submodules = [name for name in modules if name in selected or name.startswith(prefixes)]
+    if quantized := [name for name in with_submodules if isinstance(modules[name], NF4Linear)]:
+        raise ConfigError(
+            f"method.modules_to_save: {quantized[0]} is quantized to 4 bits and cannot be trained in full"
+        )
+    return [name for name in with_submodules if any(True for _ in modules[name].parameters(recurse=False))]
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
-    yield from module.buffers()  # of layers in 4 bits
+    yield from module.buffers()  # 4-bit layers store their weight in buffers
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}? " if near else ""
 
 
-def _inside_layers(model: LanguageModel, layers: int | Sequence[int]) -> list[str]:
-    """The names of the blocks meant."""
+def _block_names(model: LanguageModel, layers: int | Sequence[int]) -> list[str]:
+    """Return the names of the last `layers` blocks, or of the blocks with these indices."""
     blocks = list(model.blocks())
-    wanted = range(len(blocks) - layers, len(blocks)) if isinstance(layers, int) else layers
-    if any(not 0 <= index < len(blocks) for index in wanted) or not len(wanted):
-        raise ConfigError(f"layers {layers} do not fit a model of {len(blocks)} layers")
+    indices = range(len(blocks) - layers, len(blocks)) if isinstance(layers, int) else layers
+    if any(not 0 <= index < len(blocks) for index in indices) or not len(indices):
+        raise ConfigError(f"layers {layers} is out of range: the model has {len(blocks)} layers")
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(blocks[index])] for index in wanted]
+    return [names[id(blocks[index])] for index in indices]

@@ -1,1 +1,1 @@
-"""Everything that opens or writes models."""
+"""Load, save, convert, merge and export models."""

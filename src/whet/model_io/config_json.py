@@ -1,4 +1,4 @@
-"""A model's config.json: read, checked, and understood by one of whet's own families."""
+"""Read and validate a model's config.json, and convert it to the spec of a native family."""
 
 import math
 from collections.abc import Mapping
@@ -13,12 +13,16 @@ from whet.models.spec import ModelSpec
 from whet.storage import read_json
 
 CONFIG = "config.json"
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_MOST_LAYERS = 10_000  # more would be built one by one before anybody looks for their weights
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_MAX_LAYERS = 10_000  # more layers would take very long to build before a missing weight is reported
 
 
 def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON values
-    """Read a config.json whose numbers are usable: no NaN anywhere, and every epsilon finite, from 0."""
+    """Read a config.json and check its numbers.
+
+    Raises:
+        ModelError: If a value is NaN, an epsilon is negative or infinite, or there are too many layers.
+    """
     check_links(directory)
     config = read_json(directory / CONFIG)
     _check_numbers(config, path=directory / CONFIG, key="")
@@ -32,20 +36,20 @@ def _check_numbers(value: Any, *, path: Path, key: str) -> None:  # Any: a JSON 
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _check_numbers(inner, path=path, key=f"{key}.{index}")
-    elif isinstance(value, int) and key.endswith(_LAYERS) and value > _MOST_LAYERS:
-        raise ModelError(f"{path}: {key} is {value}: a model of so many layers cannot be built")
+    elif isinstance(value, int) and key.endswith(_LAYER_KEYS) and value > _MAX_LAYERS:
+        raise ModelError(f"{path}: {key} is {value}, but at most {_MAX_LAYERS} layers are supported")
     elif isinstance(value, float) and math.isnan(value):
-        raise ModelError(f"{path}: {key} is NaN, not a number")
+        raise ModelError(f"{path}: {key} is NaN")
     elif isinstance(value, int | float) and key.endswith(("eps", "epsilon")) and not 0 <= value < math.inf:
-        raise ModelError(f"{path}: {key} is {value}, and must be a number from 0")
+        raise ModelError(f"{path}: {key} is {value}, but must be finite and not negative")
 
 
 def read_spec(
     family: ModuleType, config: Mapping[str, Any], directory: Path
 ) -> ModelSpec:  # Any: JSON values
-    """Return what a native family makes of a config.json."""
+    """Convert a config.json to the model spec of a native family."""
     try:
-        with wrong_input(f"{directory / CONFIG} cannot be understood"):
+        with wrong_input(f"{directory / CONFIG} is invalid"):
             spec: ModelSpec = family.from_config(config)
     except ModelError as error:
         if CONFIG in error.message:

@@ -1,4 +1,4 @@
-"""What a model's files must be before anything computes with them: in their directory, and usable weights."""
+"""Check the files of a model before they are used: no links out of the directory, and valid weights."""
 
 import math
 from pathlib import Path
@@ -7,13 +7,13 @@ import torch
 
 from whet.errors import ModelError
 
-_TEMPLATES = "additional_chat_templates"  # the one folder of a model directory that transformers reads
+_TEMPLATES = "additional_chat_templates"  # the only subdirectory of a model that transformers reads
 
 
 def check_links(directory: Path) -> None:
-    """Refuse files that are symbolic links out of their directory: using one would reveal its target.
+    """Raise ModelError for symbolic links that lead out of the directory, which could expose other files.
 
-    The hub's cache consists of links, from models--x/snapshots/REVISION into models--x/blobs: these pass.
+    Links within the hub cache, from models--x/snapshots/REVISION to models--x/blobs, are allowed.
     """
     if not directory.is_dir():
         return
@@ -22,33 +22,36 @@ def check_links(directory: Path) -> None:
     folder = directory / _TEMPLATES
     for path in [*directory.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]:
         real = path.resolve()
-        if any(real.is_relative_to(each) for each in allowed) or not (real.is_file() or path == folder):
+        if any(real.is_relative_to(parent) for parent in allowed) or not (real.is_file() or path == folder):
             continue
         raise ModelError(
             f"{path} is a symbolic link that leads out of its directory, to {real}",
-            hint="copy the file, or make the whole directory a link",
+            hint="copy the file, or link to the entire directory instead",
         )
 
 
 def weight_problem(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor cannot be the weights of a model, or None; one pass over its values."""
+    """Return why a tensor is not a valid weight, or None. It reads all values once."""
     if not tensor.is_floating_point():
-        return f"is stored as {_name(tensor.dtype)}, and weights are floating-point"
-    return None if _is_finite(tensor) else "has values that are NaN or infinite"
+        return f"is stored as {_dtype_name(tensor.dtype)}, but weights must be floating-point"
+    return None if _is_finite(tensor) else "has NaN or infinite values"
 
 
 def check_weight(stored: torch.Tensor, name: str, path: Path, *, used: torch.Tensor | None = None) -> None:
-    """Refuse a tensor that cannot be weights, or not in the dtype in which it is used, by file and name."""
+    """Raise ModelError, with file and name, if a tensor is not a valid weight or overflows as `used`.
+
+    `used` is the tensor in the dtype in which the model computes with it.
+    """
     if used is not None and stored.is_floating_point() and _is_finite(used):
         return
     if (problem := weight_problem(stored)) is not None:
         raise ModelError(
             f"{path}: tensor {name} {problem}",
-            hint="the file is damaged, or its training diverged: get another copy or an earlier checkpoint",
+            hint="the file is corrupt, or training diverged: use another copy or an earlier checkpoint",
         )
     if used is not None:
         raise ModelError(
-            f"{path}: tensor {name} overflows in {_name(used.dtype)}",
+            f"{path}: tensor {name} overflows in {_dtype_name(used.dtype)}",
             hint="choose another precision: bf16 has the range of fp32",
         )
 
@@ -56,10 +59,10 @@ def check_weight(stored: torch.Tensor, name: str, path: Path, *, used: torch.Ten
 def _is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.numel() or tensor.is_meta:
         return True
-    # aminmax is NaN where any value is, and some ten times as fast as isfinite; it does not know float8
-    ends = torch.aminmax(tensor.detach().float() if tensor.element_size() == 1 else tensor.detach())
-    return all(math.isfinite(float(end)) for end in ends)
+    # aminmax propagates NaN and is about ten times as fast as isfinite, but it does not support float8
+    extrema = torch.aminmax(tensor.detach().float() if tensor.element_size() == 1 else tensor.detach())
+    return all(math.isfinite(float(extremum)) for extremum in extrema)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

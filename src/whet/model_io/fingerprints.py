@@ -1,4 +1,4 @@
-"""Hashes of weights and configs, in memory and on disk."""
+"""SHA-256 digests of weights and configs, in memory and on disk."""
 
 import hashlib
 from pathlib import Path
@@ -10,14 +10,14 @@ from whet.errors import ModelError
 from whet.model_io.resolve import base_of, usable_directory
 from whet.storage import sha256_of
 
-_SAMPLE = 2**14  # numbers of each tensor
+_SAMPLE = 2**14  # values per tensor, roughly
 
 
 def weights_mark(name: str) -> str | None:
-    """What tells a teacher's weights on this machine from others; None for one known by name only."""
+    """Return a digest of a local teacher's weight files, or None if the teacher is only known by name."""
     try:
         target = usable_directory(name)
-    except ModelError:  # a run that has not finished
+    except ModelError:  # the run has not finished
         return None
     path = Path(target)
     if path.is_file():
@@ -26,12 +26,12 @@ def weights_mark(name: str) -> str | None:
         return None
     base = base_of(path)
     files = sorted(path.glob("*.safetensors"))
-    marks = [*(sha256_of(file) for file in files), *([str(weights_mark(base))] if base else [])]
-    return hashlib.sha256(" ".join(marks).encode()).hexdigest()
+    digests = [*(sha256_of(file) for file in files), *([str(weights_mark(base))] if base else [])]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def config_mark(name: str) -> str | None:
-    """What tells the config of a teacher's weights from others, where they are in a directory."""
+    """Return a digest of the config.json of a local teacher or its base, or None if there is no such file."""
     try:
         path = Path(usable_directory(name))
     except ModelError:
@@ -44,18 +44,18 @@ def config_mark(name: str) -> str | None:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A SHA-256 that tells a model's weights, as they are in memory, from any others.
+    """Return a SHA-256 digest of a model's weights in memory.
 
-    Of each tensor it takes name, type and shape, the sum of all its bytes read as integers (exact in any
-    order, so one changed weight changes it), and a sample spread over the whole.
+    It covers each tensor's name, dtype and shape, the sum of its bytes read as integers (exact in any order,
+    so a single changed weight changes it), and a sample spread over the tensor.
     """
     digest = hashlib.sha256()
-    kept = model.state_dict().keys()  # also quantised weights and the biases of experts, which are buffers
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    persistent = model.state_dict().keys()  # quantized weights and biases of experts are buffers
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
     for name, tensor in [*model.named_parameters(), *buffers]:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        wide = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
-        bits = raw.view(torch.int64) if wide else raw
+        is_aligned = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
+        bits = raw.view(torch.int64) if is_aligned else raw
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(f"{bits.sum(dtype=torch.int64).item()} ".encode())

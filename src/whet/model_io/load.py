@@ -1,4 +1,4 @@
-"""`whet.load`: any model that can be named, adapters, checkpoints and finished runs included."""
+"""`whet.load`: load a model by name or path, including adapters, checkpoints and finished runs."""
 
 import logging
 from collections.abc import Container
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whet.adapters.attach import attach_configured, merge
+from whet.adapters.attach import attach_from_config, merge
 from whet.config.load_config import load_config
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
@@ -18,15 +18,15 @@ from whet.hardware import choose_device, choose_precision
 from whet.model_io.checkpoint_weights import put_trained, read_trained
 from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
-from whet.model_io.formats.adapter_files import NF4_BASE, QUANTISED, load_adapter
+from whet.model_io.formats.adapter_files import NF4_BASE, QUANTIZATION_FILE, load_adapter
 from whet.model_io.formats.classifier_head import SCORE, is_classifier
 from whet.model_io.hub import resolve
 from whet.model_io.resolve import (
+    absolute_path_or_name,
     at_home,
     base_of,
     below_checkpoint,
     config_of_checkpoint,
-    full_name,
     usable_directory,
 )
 from whet.model_io.safetensors import TensorFiles, load_parameters
@@ -48,71 +48,88 @@ def load(
     name_or_path: str | Path,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer, or None where the directory has none
-    """A model and its tokenizer: by name, or from a model, GGUF file, adapter, finished run or checkpoint."""
-    refuse_classifier(name_or_path)
+) -> tuple[LanguageModel, Any]:  # Any: a transformers tokenizer, or None if the directory has none
+    """Load a model in evaluation mode, and its tokenizer.
+
+    Args:
+        name_or_path: A model name, a Hugging Face model directory, a GGUF file, an adapter directory, a
+            finished run, or a checkpoint of a run.
+        dtype: The dtype of the weights. By default the dtype that suits the device.
+        device: The device to load to. By default the best available one.
+
+    Returns:
+        The model and its transformers tokenizer, or None instead of a tokenizer if there is none.
+
+    Raises:
+        ModelError: If the model cannot be found or read, or if it is a classifier.
+    """
+    check_not_classifier(name_or_path)
     return load_body(name_or_path, dtype=dtype, device=device)
 
 
-def refuse_classifier(name_or_path: str | Path) -> None:
-    """A classifier has no next token: its model was trained for its head."""
+def check_not_classifier(name_or_path: str | Path) -> None:
+    """Raise ModelError for a classifier, which was trained for its head and cannot predict tokens."""
     config = config_of_checkpoint(name_or_path)
     if config is not None and not isinstance(config.objective, ClassifyObjective):
         return
     if config is not None or is_classifier(usable_directory(name_or_path)):
         raise ModelError(
             f"{name_or_path} is a classifier, not a language model",
-            hint=f'whet classify {name_or_path} "some text", or whet.Classifier.load',
+            hint=f'use whet classify {name_or_path} "some text", or whet.Classifier.load',
         )
 
 
 def load_body(
     name_or_path: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
-    """The same, and of a classifier the model under its head."""
+    """Load a model like `load`, or the model without the head in the case of a classifier."""
     if ((path := at_home(name_or_path)) / MANIFEST).is_file():
-        return _load_checkpointed(path, dtype=dtype, device=device)
+        return _load_checkpoint(path, dtype=dtype, device=device)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is None:
-        besides = {SCORE} if is_classifier(target) else ()
-        return load_model(target, dtype=dtype, device=device, besides=besides), tokenizer_of(target)
+        extra = {SCORE} if is_classifier(target) else ()
+        return load_model(target, dtype=dtype, device=device, extra_tensors=extra), tokenizer_of(target)
     assert isinstance(target, Path)
-    if not (target / QUANTISED).is_file():
+    if not (target / QUANTIZATION_FILE).is_file():
         model, _ = load_base(base, dtype=dtype, device=device)
     else:
-        if (kind := read_json(target / QUANTISED)) != NF4_BASE:
-            raise ModelError(f"{target / QUANTISED}: whet does not know a base of {kind}")
-        model = _load_quantised(base, dtype=dtype, device=device)
-    model.name = full_name(base)  # also where that is an adapter itself
+        if (kind := read_json(target / QUANTIZATION_FILE)) != NF4_BASE:
+            raise ModelError(
+                f"{target / QUANTIZATION_FILE}: unsupported quantization of the base model: {kind}"
+            )
+        model = _load_quantized(base, dtype=dtype, device=device)
+    model.name = absolute_path_or_name(base)  # also if the base is itself an adapter
     load_adapter(model, target)
     return model.eval(), tokenizer_of(target)
 
 
-def _load_quantised(
+def _load_quantized(
     name: str, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> LanguageModel:
-    where = choose_device(str(device or "auto"))
-    return load_quantised(name, dtype=dtype or choose_precision("auto", where).frozen, device=where)
+    torch_device = choose_device(str(device or "auto"))
+    dtype = dtype or choose_precision("auto", torch_device).frozen
+    return load_quantised(name, dtype=dtype, device=torch_device)
 
 
 def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LanguageModel:
-    """Like `load_base`, in 4 bits: the model without its tokenizer."""
-    # from float32, which holds what any file holds: the codes then do not depend on the run's precision
+    """Load a base model quantized to NF4, without its tokenizer."""
+    # quantized from float32, which represents every stored dtype, so that the codes do not depend on the
+    # precision of the run
     model, _ = load_base(name_or_path, dtype=torch.float32, device="cpu")
     from whet.adapters.qlora import quantise_base
 
     return quantise_base(model, device=device, dtype=dtype)
 
 
-def _load_checkpointed(
+def _load_checkpoint(
     checkpoint: Path, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
-    """A run as it was at a checkpoint: its base, built as its config says, with the weights stored there."""
+    """Load the model of a run at a checkpoint: its base model with the weights of the checkpoint."""
     config = config_of_checkpoint(checkpoint)
     if config is None:
         raise ModelError(
-            f"{checkpoint} is a checkpoint outside of its run, so nothing says which model it belongs to",
-            hint="build the model, then whet.load_checkpoint(path, model)",
+            f"{checkpoint} is a checkpoint outside of a run directory, so its base model is unknown",
+            hint="build the model, then call whet.load_checkpoint(path, model)",
         )
     check_manifest(checkpoint)
     tokenizer, base = tokenizer_of(checkpoint), below_checkpoint(checkpoint)
@@ -121,18 +138,19 @@ def _load_checkpointed(
         from whet.models.from_scratch.new_model import new_model
 
         model = new_model(base, tokenizer, seed=config.run.seed, mup=config.optim.mup)
-        where = choose_device(str(device or "auto"))
-        model.to(where, dtype or choose_precision("auto", where).frozen)
-    elif config.method.kind == "qlora" and base == config.language_model:  # what a run keeps is unpacked
-        model = _load_quantised(base, dtype=dtype, device=device)
+        torch_device = choose_device(str(device or "auto"))
+        model.to(torch_device, dtype or choose_precision("auto", torch_device).frozen)
+    elif config.method.kind == "qlora" and base == config.language_model:
+        # a base that is stored in the run's directory is already dequantized
+        model = _load_quantized(base, dtype=dtype, device=device)
     else:
         model, _ = load_base(base, dtype=dtype, device=device)
-    model.name = full_name(base_of(checkpoint) or checkpoint)
+    model.name = absolute_path_or_name(base_of(checkpoint) or checkpoint)
     if config.method.kind == "full":
         model.requires_grad_(True)
     else:
-        attach_configured(model, config.method)
-    weights = read_trained(model, checkpoint, besides=HEADS)
+        attach_from_config(model, config.method)
+    weights = read_trained(model, checkpoint, extra_prefix=HEADS)
     for name, tensor in weights.items():
         check_weight(tensor, name, checkpoint)
     put_trained(model, weights)
@@ -142,13 +160,14 @@ def _load_checkpointed(
 def load_base(
     name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
-    """Like `load`, with adapters folded in: something to train on top of, a finished run included.
+    """Load a model to train on top of: like `load`, with adapters merged into the weights.
 
-    What was folded has no name: nobody else has these weights. Nor has a checkpoint, which may be gone soon.
+    `model.name` is None for merged weights, because they exist nowhere else, and for checkpoints, because
+    they may be deleted later.
     """
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
-    passing = config_of_checkpoint(name_or_path) is not None
-    model.name = None if passing else full_name(name_or_path)
+    is_checkpoint = config_of_checkpoint(name_or_path) is not None
+    model.name = None if is_checkpoint else absolute_path_or_name(name_or_path)
     return merge(model), tokenizer
 
 
@@ -157,15 +176,15 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    besides: Container[str] = (),
+    extra_tensors: Container[str] = (),
 ) -> LanguageModel:
-    """A model in evaluation mode: natively where whet has the family, else on transformers' class.
+    """Load a model in evaluation mode, natively if whet supports its family, else through transformers.
 
-    Its files may hold the tensors named in `besides`, which are not the model's.
+    The files may contain `extra_tensors`, which are ignored because they are not part of the model.
     """
     directory = resolve(str(name_or_path))
-    where = choose_device(str(device or "auto"))
-    dtype = dtype or choose_precision("auto", where).frozen
+    torch_device = choose_device(str(device or "auto"))
+    dtype = dtype or choose_precision("auto", torch_device).frozen
     config = read_config(directory)
     choice = families.choose(config)
     if choice.family is None:
@@ -173,12 +192,14 @@ def load_model(
         try:
             from whet.model_io.load_transformers import load_bridge
 
-            model: LanguageModel = load_bridge(directory, dtype=dtype, device=where, besides=besides)
-        except ModelError as error:  # what whet does not know is often what transformers stumbles over
+            model: LanguageModel = load_bridge(
+                directory, dtype=dtype, device=torch_device, extra_tensors=extra_tensors
+            )
+        except ModelError as error:  # the reason why whet has no native model often explains the failure
             raise ModelError(f"{error.message} ({choice.reason})", hint=error.hint) from error
     else:
         log.info("model: %s", choice.reason)
-        model = _load_native(directory, config, dtype=dtype, device=where, besides=besides)
+        model = _load_native(directory, config, dtype=dtype, device=torch_device, extra_tensors=extra_tensors)
     model.source = directory
     path = Path(name_or_path)
     model.name = str(path.absolute()) if path.exists() else str(name_or_path)
@@ -191,33 +212,33 @@ def _load_native(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    besides: Container[str],
+    extra_tensors: Container[str],
 ) -> Decoder:
     family = families.FAMILIES[config["model_type"]]
     spec = read_spec(family, config, directory)
     files = TensorFiles(directory)
     if len(spec.blocks) > (stored := sum(1 for _ in files)):
         raise ModelError(
-            f"{directory}: config.json has {len(spec.blocks)} layers, and there are {stored} tensors"
+            f"{directory}: config.json has {len(spec.blocks)} layers, but there are only {stored} tensors"
         )
-    experts = max((each.experts for each in spec.mixtures), default=0)
-    with wrong_input(f"{directory / 'config.json'} cannot be understood"), torch.device("meta"):
+    experts = max((mixture.experts for mixture in spec.mixtures), default=0)
+    with wrong_input(f"{directory / 'config.json'} is invalid"), torch.device("meta"):
         model = Decoder(spec, source_config=config)
     names = {name: family.hf_name(name) for name in model.state_dict()}
-    # whole tensors of experts are what older versions of whet wrote
-    apart = [name for name in names if names[name] not in files] if experts <= stored else []
-    parts = {name: each for name in apart if (each := families.stored_parts(spec, name)) is not None}
+    # files store experts as separate tensors; older versions of whet wrote the fused tensors
+    unfused = [name for name in names if names[name] not in files] if experts <= stored else []
+    parts = {name: tensors for name in unfused if (tensors := families.stored_parts(spec, name)) is not None}
     prefix = getattr(family, "PREFIX", "")
     if prefix and not any(name.startswith(prefix) for name in files):
-        # old checkpoints of the bare model, without its head, leave the prefix out
-        names = {name: theirs.removeprefix(prefix) for name, theirs in names.items()}
-    ignored = {name for name in files if families.is_buffer(family, name) or name in besides}
+        # old checkpoints of the model without its head omit the prefix
+        names = {name: hf_name.removeprefix(prefix) for name, hf_name in names.items()}
+    ignored = {name for name in files if families.is_buffer(family, name) or name in extra_tensors}
     if spec.tied_head and (head := family.hf_name("lm_head.weight")) in files:
         embedding = names["embed_tokens.weight"]
         pair = dict(files.read({head, embedding}))
         if embedding in pair and not torch.equal(pair[head], pair[embedding]):
             raise ModelError(
-                f"{directory}: config.json says the head is tied to the embedding, but {head} differs from it"
+                f"{directory}: config.json ties the head to the embedding, but {head} differs from it"
             )
         ignored.add(head)
     transposed = {name for name in names if families.is_transposed(family, name)}
@@ -239,14 +260,19 @@ def load_with_heads(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> tuple[LanguageModel, "PredictionHeads", Any]:  # Any: a transformers tokenizer
-    """The model of a checkpoint, the heads that trained with it, and the tokenizer."""
+    """Load the model of a checkpoint, its multi-token prediction heads, and the tokenizer.
+
+    Raises:
+        ModelError: If the checkpoint does not belong to a run with objective.kind: mtp.
+    """
     checkpoint = Path(checkpoint)
     config = run_of(checkpoint) / CONFIG_FILE
     objective = load_config(config).objective if config.is_file() else None
     if not isinstance(objective, MTPObjective):
         raise ModelError(
             f"{checkpoint} is not a checkpoint of a run with objective.kind: mtp, so it has no heads",
-            hint="name one such as runs/NAME/checkpoints/step-000100; final/ and saved models have none",
+            hint="use a checkpoint such as runs/NAME/checkpoints/step-000100; final/ and saved models have no"
+            " heads",
         )
     model, tokenizer = load(checkpoint, dtype=dtype, device=device)
     from whet.models.mtp import block_of, new_heads

@@ -1,4 +1,4 @@
-"""Open a transformers model behind the bridge, and check that it behaves as the contract says."""
+"""Load a model through transformers, and check the assumptions of the bridge."""
 
 import contextlib
 import logging
@@ -21,41 +21,46 @@ log = logging.getLogger("whet")
 
 
 def load_bridge(
-    directory: Path, *, dtype: torch.dtype, device: torch.device, besides: Container[str] = ()
+    directory: Path, *, dtype: torch.dtype, device: torch.device, extra_tensors: Container[str] = ()
 ) -> Bridge:
-    """Open a Hugging Face directory on transformers' class for it, and check what whet assumes of it."""
+    """Load a Hugging Face directory with its transformers class, and check the assumptions of the bridge.
+
+    `extra_tensors` of the files are ignored.
+    """
     from transformers.utils import logging
 
-    # given the directory, transformers would also follow adapters, torch checkpoints and names in config.json
+    # given the directory, transformers would also load adapters, torch checkpoints and names in config.json
     files = TensorFiles(directory)
-    with contextlib.ExitStack() as quiet:  # no progress bars, no report: whet says what is wrong itself
-        quiet.callback(logging.set_verbosity, logging.get_verbosity())
+    with (
+        contextlib.ExitStack() as stack
+    ):  # no progress bars and reports, because whet reports problems itself
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity_error()
         if logging.is_progress_bar_enabled():
-            quiet.callback(logging.enable_progress_bar)
+            stack.callback(logging.enable_progress_bar)
         logging.disable_progress_bar()
-        with wrong_input(f"transformers cannot open {directory}"):
-            tensors = dict(files.read({name for name in files if name not in besides}))
-            model = _open(directory, tensors, dtype=dtype)
+        with wrong_input(f"transformers cannot load {directory}"):
+            tensors = dict(files.read({name for name in files if name not in extra_tensors}))
+            model = _load_causal_lm(directory, tensors, dtype=dtype)
             _check_weights(model, tensors, files)
             del tensors
             bridge = Bridge(model.to(device))
         with wrong_input(
-            f"transformers opens {directory}, and its {type(model).__name__} fails on a few tokens"
+            f"transformers loads {directory}, but its {type(model).__name__} fails on a few tokens"
         ):
-            _check_behaviour(bridge)
+            _check_behavior(bridge)
     return bridge
 
 
 def _check_weights(model: Any, tensors: dict[str, torch.Tensor], files: TensorFiles) -> None:
-    """Refuse tensors that cannot be weights, all but those that are not parameters of the model."""
+    """Raise ModelError for tensors that are not valid weights, except those that are not parameters."""
     buffers = {name for name, _ in model.named_buffers()}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     for name, tensor in tensors.items():
         if weight_problem(tensor) is None or any(pattern.search(name) for pattern in ignored):
             continue
         if not any(
-            name == each or name.endswith(f".{each}") or each.endswith(f".{name}") for each in buffers
+            name == buffer or name.endswith(f".{buffer}") or buffer.endswith(f".{name}") for buffer in buffers
         ):
             check_weight(tensor, name, files.file_of(name))
     for name, parameter in model.named_parameters():
@@ -65,8 +70,8 @@ def _check_weights(model: Any, tensors: dict[str, torch.Tensor], files: TensorFi
             )
 
 
-def _use_working_experts(bridge: Bridge, tokens: torch.Tensor) -> None:
-    """Let experts be computed one by one where torch's grouped kernel does not take their width."""
+def _choose_experts_implementation(bridge: Bridge, tokens: torch.Tensor) -> None:
+    """Switch to the eager implementation of experts if torch's grouped kernel rejects their width."""
     if not bridge.paths.grouped_experts and bridge.model._can_set_experts_implementation():
         bridge.model.set_experts_implementation("eager")
     try:
@@ -74,11 +79,11 @@ def _use_working_experts(bridge: Bridge, tokens: torch.Tensor) -> None:
     except RuntimeError as error:
         if "multiple of 16 bytes" not in str(error) or not bridge.model._can_set_experts_implementation():
             raise
-        log.info("model: torch's grouped_mm does not take experts of this width: computing each on its own")
+        log.info("model: torch's grouped_mm does not support experts of this width, computing one at a time")
         bridge.model.set_experts_implementation("eager")
 
 
-def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> Any:
+def _load_causal_lm(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -86,64 +91,77 @@ def _open(directory: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dty
     if model_class is None:
         raise ModelError(f"{directory}: {config.model_type!r} is not a causal language model in transformers")
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{directory}: whet does not read quantised weights of {config.model_type!r} models")
+        raise ModelError(
+            f"{directory}: whet does not support quantized weights of {config.model_type!r} models"
+        )
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(tensors):
         raise ModelError(
-            f"{directory}: config.json has {layers} layers, and there are {len(tensors)} tensors"
+            f"{directory}: config.json has {layers} layers, but there are only {len(tensors)} tensors"
         )
     model, report = model_class.from_pretrained(
         None,
         config=text if model_class.config_class is type(text) else config,
         state_dict=tensors,
         dtype=dtype,
-        # None: SDPA where the class supports it, else eager; SDPA cannot cap the logits of attention
+        # None selects SDPA if the class supports it, else eager; SDPA has no softcap of attention logits
         attn_implementation="eager" if field_of(config, "attn_logit_softcapping") else None,
         ignore_mismatched_sizes=True,  # so that they are reported with their names
         output_loading_info=True,
     )
-    shapes = [f"{name} is {[*stored]}, not {[*wanted]}" for name, stored, wanted in report["mismatched_keys"]]
-    found = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "shapes": shapes}
+    shapes = [
+        f"{name} is {[*stored]}, expected {[*expected]}"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
+    mismatches = {
+        "missing": report["missing_keys"],
+        "unexpected": report["unexpected_keys"],
+        "wrong shape": shapes,
+    }
     problems = [
         f"{label}: {', '.join(sorted(names)[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        for label, names in found.items()
+        for label, names in mismatches.items()
         if names
     ]
     if problems:
-        raise ModelError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")
+        raise ModelError(f"the tensors in {directory} do not match its config.json: {'; '.join(problems)}")
     return model
 
 
 @torch.no_grad()
-def _check_behaviour(bridge: Bridge) -> None:
-    """Compare with the class itself, on a few tokens, everything that the bridge takes for granted."""
+def _check_behavior(bridge: Bridge) -> None:
+    """Check the bridge's assumptions about a transformers class on a few tokens.
+
+    The class must be causal and its head must be reproducible. Whether its cache can decode left-padded rows
+    is recorded in `bridge.cache_problem`.
+    """
     name = type(bridge.model).__name__
     if bridge.model.get_output_embeddings() is None:
         raise ModelError(f"{name} has no output embeddings: it is not a language model")
     tokens = torch.randint(bridge.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[1, :6] = tokens[0, :6]
     tokens = tokens.to(bridge.device)
-    _use_working_experts(bridge, tokens)
+    _choose_experts_implementation(bridge, tokens)
     hidden = bridge.hidden(tokens)
     if not hidden.isfinite().all():
         raise ModelError(f"{name} overflows in {hidden.dtype}", hint="choose another precision")
     rounding = torch.finfo(hidden.dtype).eps
     loose, tight = max(1e-3, 16 * rounding), max(1e-5, 4 * rounding)
-    if not _close(hidden[1, :6], hidden[0, :6], within=loose):
-        raise ModelError(f"{name} is not causal: positions see later tokens")
+    if not _is_close(hidden[1, :6], hidden[0, :6], tolerance=loose):
+        raise ModelError(f"{name} is not causal: positions attend to later tokens")
     logits = bridge.model(input_ids=tokens, use_cache=False).logits
-    if not _close(bridge.logits(hidden), logits, within=tight):
-        raise ModelError(f"the head of {name} does something to the logits that whet does not know")
+    if not _is_close(bridge.logits(hidden), logits, tolerance=tight):
+        raise ModelError(f"the head of {name} transforms the logits in a way that whet does not support")
     try:
-        same = _close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11], None], within=loose)
+        same = _is_close(_decode_ragged(bridge, tokens), hidden[[1, 0], [7, 11], None], tolerance=loose)
         bridge.cache_problem = None if same else "left-padded rows decoded from its cache differ"
-    except Exception as error:  # some classes take only a cache of their own kind
+    except Exception as error:  # some classes accept only their own type of cache
         bridge.cache_problem = textwrap.shorten(str(error), 200)
 
 
 def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
-    """The last hidden states of row 1 less its last 4 tokens and of row 0, decoded side by side."""
+    """Return the last hidden states of row 1 without its last 4 tokens and of row 0, decoded in one batch."""
     rows = torch.stack([tokens[0], tokens[1].roll(4), tokens[0]])
     visible = torch.ones_like(rows, dtype=torch.bool)
     visible[1, :4] = False
@@ -154,7 +172,9 @@ def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
     return bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, *, within: float) -> bool:
-    """Whether two tensors have one shape and a relative L2 distance within the tolerance."""
+def _is_close(actual: torch.Tensor, expected: torch.Tensor, *, tolerance: float) -> bool:
+    """Return whether two tensors have the same shape and a relative L2 distance within the tolerance."""
     norm, expected = torch.linalg.vector_norm, expected.float()
-    return found.shape == expected.shape and bool(norm(found.float() - expected) <= within * norm(expected))
+    if actual.shape != expected.shape:
+        return False
+    return bool(norm(actual.float() - expected) <= tolerance * norm(expected))

@@ -1,4 +1,4 @@
-"""Weights on disk: safetensors directories in and out, strict about every name and shape."""
+"""Read and write safetensors directories, with strict checks of every tensor name and shape."""
 
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 
 
 class TensorFiles:
-    """The tensors of a model directory, by name, read one at a time."""
+    """The tensors of a model directory by name, read one at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -51,7 +51,7 @@ class TensorFiles:
             with _open(file) as shard:
                 for name in shard.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                     if name in self._files:
-                        raise ModelError(f"tensor {name} is in {self._files[name].name} and in {file.name}")
+                        raise ModelError(f"tensor {name} is in both {self._files[name].name} and {file.name}")
                     self._files[name] = file
 
     def _shards(self) -> list[Path]:
@@ -60,17 +60,17 @@ class TensorFiles:
             single = self.directory / SINGLE
             if not single.is_file():
                 raise ModelError(
-                    f"{self.directory} holds neither {SINGLE} nor {INDEX}",
-                    hint="whet reads safetensors and GGUF; pickled weights (.bin, .pt) are never opened",
+                    f"{self.directory} contains neither {SINGLE} nor {INDEX}",
+                    hint="whet reads safetensors and GGUF; pickled weights (.bin, .pt) are never loaded",
                 )
             return [single]
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index} has no weight_map from tensors to files")
-        names, there = sorted(set(listed.values())), {path.name for path in self.directory.iterdir()}
+        names, existing = sorted(set(weight_map.values())), {path.name for path in self.directory.iterdir()}
         for name in names:
-            if name not in there or not (self.directory / name).is_file():
-                raise ModelError(f"{index} names {name[:200]!r}, which is not a file of this directory")
+            if name not in existing or not (self.directory / name).is_file():
+                raise ModelError(f"{index} lists {name[:200]!r}, which is not a file in this directory")
         return [self.directory / name for name in names]
 
     def __contains__(self, name: str) -> bool:
@@ -80,34 +80,36 @@ class TensorFiles:
         return iter(self._files)
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
+        """Return the file that contains a tensor."""
         return self._files[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
+        """Return a tensor's shape without reading its values."""
         with _open(self._files[name]) as shard:
             return tuple(shard.get_slice(name).get_shape())
 
     def described(self, name: str) -> torch.Tensor:
-        """A tensor's shape and dtype, as a tensor on the meta device."""
+        """Return a tensor on the meta device with the stored shape and dtype."""
         with _open(self._files[name]) as shard:
-            found = shard.get_slice(name)
-            dtype = _DTYPES.get(found.get_dtype())
+            header = shard.get_slice(name)
+            dtype = _DTYPES.get(header.get_dtype())
             if dtype is None:
-                raise ModelError(f"{self._files[name]}: tensor {name} is of the type {found.get_dtype()}")
-            return torch.empty(found.get_shape(), dtype=dtype, device="meta")
+                raise ModelError(
+                    f"{self._files[name]}: tensor {name} has the unsupported dtype {header.get_dtype()}"
+                )
+            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """Return one tensor."""
         with _open(self._files[name]) as shard:
             tensor: torch.Tensor = shard.get_tensor(name)
             return tensor
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors, one at a time, each from a mapping of its own.
+        """Yield (name, tensor) for the given names, each from a separate memory mapping.
 
-        Files are mapped, not read: pages stay in memory as long as their mapping, so one for a whole file
-        would keep all of it beside the converted copy.
+        Pages stay in memory as long as their mapping, so one mapping for the entire file would keep all of
+        it in memory next to the converted copy.
         """
         for name, file in self._files.items():
             if name in names:
@@ -121,7 +123,7 @@ def _open(path: Path) -> Any:  # Any: safetensors ships no types
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of a safetensors file, all of which must be usable as weights."""
+    """Read every tensor of a safetensors file, and raise ModelError if one is not a valid weight."""
     with wrong_input(f"{path} cannot be read"):
         tensors: dict[str, torch.Tensor] = load_file(path)
     for name, tensor in tensors.items():
@@ -140,58 +142,66 @@ def load_parameters(
     device: torch.device,
     parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> None:
-    """Fill a model built on the meta device; `names` maps its parameters and buffers to their tensors.
+    """Load the tensors of a directory into a model built on the meta device.
 
-    Every one must be there in its shape (`transposed` ones turned), and every tensor must be wanted or in
-    `ignored`. Those in `parts` are read from several tensors, which `split_parts` names.
+    Args:
+        model: The model, with parameters and buffers on the meta device.
+        files: The tensors.
+        names: For each parameter and buffer, the name of its tensor.
+        transposed: Parameters whose tensors are stored transposed.
+        ignored: Tensors that do not belong to the model.
+        dtype: The dtype of the parameters. Buffers keep the dtype of the file.
+        device: The device of the parameters and buffers.
+        parts: Parameters that are stored as several tensors, with the names of these for `split_parts`.
+
+    Raises:
+        ModelError: If a tensor is missing, has a wrong shape, is neither used nor ignored, or has invalid
+            values.
     """
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    cut = parts or {}
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parts = parts or {}
     shapes = {
         names[name]: tuple(p.shape[::-1] if name in transposed else p.shape)
-        for name, p in own.items()
-        if name not in cut
+        for name, p in targets.items()
+        if name not in parts
     }
-    wanted = {names[name]: name for name in own if name not in cut}
-    for name, each in cut.items():
-        pieces = split_parts(own[name], each)
-        shapes |= {theirs: tuple(piece.shape) for theirs, piece in pieces.items()}
-        wanted |= dict.fromkeys(pieces, name)
-    missing = [name for name in wanted if name not in files]
-    unexpected = [name for name in files if name not in wanted and name not in ignored]
-    misshapen = [
+    target_of = {names[name]: name for name in targets if name not in parts}  # by tensor name
+    for name, part_names in parts.items():
+        pieces = split_parts(targets[name], part_names)
+        shapes |= {tensor_name: tuple(piece.shape) for tensor_name, piece in pieces.items()}
+        target_of |= dict.fromkeys(pieces, name)
+    missing = [name for name in target_of if name not in files]
+    unexpected = [name for name in files if name not in target_of and name not in ignored]
+    wrong_shape = [
         f"{name} is {list(files.shape(name))}, expected {list(shapes[name])}"
-        for name in wanted
+        for name in target_of
         if name in files and files.shape(name) != shapes[name]
     ]
-    problems = [
-        f"{label} {_first_few(found)}"
-        for label, found in (("missing:", missing), ("unexpected:", unexpected), ("wrong shape:", misshapen))
-        if found
-    ]
+    labeled = (("missing:", missing), ("unexpected:", unexpected), ("wrong shape:", wrong_shape))
+    problems = [f"{label} {_first_few(tensor_names)}" for label, tensor_names in labeled if tensor_names]
     if problems:
         raise ModelError(
-            f"the tensors in {files.directory} do not fit its config.json: " + "; ".join(problems)
+            f"the tensors in {files.directory} do not match its config.json: " + "; ".join(problems)
         )
-    filled: dict[str, torch.Tensor] = {}
-    for name, tensor in files.read(set(wanted)):
-        target = wanted[name]
-        if target not in cut:
-            turned = tensor.T.contiguous() if target in transposed else tensor
-            # buffers are biases of experts, small and close to each other: they stay as exact as they are
-            kept = dtype if isinstance(own[target], torch.nn.Parameter) else tensor.dtype
-            used = turned.to(device=device, dtype=kept)
+    fused: dict[str, torch.Tensor] = {}
+    for name, tensor in files.read(set(target_of)):
+        target = target_of[name]
+        if target not in parts:
+            oriented = tensor.T.contiguous() if target in transposed else tensor
+            # buffers are biases of experts, small and close to each other, so they are never rounded
+            target_dtype = dtype if isinstance(targets[target], torch.nn.Parameter) else tensor.dtype
+            used = oriented.to(device=device, dtype=target_dtype)
             check_weight(tensor, name, files.file_of(name), used=used)
-            _put(model, target, used)
+            _set_tensor(model, target, used)
             continue
-        if target not in filled:
-            filled[target] = torch.empty(own[target].shape, dtype=dtype, device=device)
-            _put(model, target, filled[target])
-        used = split_parts(filled[target], cut[target])[name].copy_(tensor)
+        if target not in fused:
+            fused[target] = torch.empty(targets[target].shape, dtype=dtype, device=device)
+            _set_tensor(model, target, fused[target])
+        used = split_parts(fused[target], parts[target])[name].copy_(tensor)
         check_weight(tensor, name, files.file_of(name), used=used)
 
 
-def _put(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _set_tensor(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, leaf, tensor if leaf in module._buffers else torch.nn.Parameter(tensor))
@@ -210,12 +220,13 @@ def write_model_directory(
     source: Path | None = None,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    make: Callable[[str], torch.Tensor] | None = None,
-    beside: Callable[[Path], None] | None = None,
+    compute_tensor: Callable[[str], torch.Tensor] | None = None,
+    write_extra_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a Hugging Face model directory: config, tokenizer, weights in one file or in shards.
+    """Write a Hugging Face model directory: config, tokenizer, and weights in one file or in shards.
 
-    `make` is as in `write_safetensors`: tensors that are made when their turn comes. `beside` adds files.
+    With `compute_tensor`, `tensors` only has shapes and dtypes, and each tensor is computed when it is
+    written. `write_extra_files` is called with the directory before the weights are written.
     """
     clear_leftovers(directory.parent, of=directory.name)
     with new_directory(directory) as staging:
@@ -223,32 +234,32 @@ def write_model_directory(
             save_tokenizer(tokenizer, staging)
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copy(source / "generation_config.json", staging)
-        # transformers before 4.56 and vLLM know `dtype` by its old name
-        older = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
-        write_json(staging / "config.json", {**config, **older})
-        if beside is not None:
-            beside(staging)
-        shards = _shards(tensors, max_shard_bytes)
+        # transformers before 4.56 and vLLM read `dtype` under its old name
+        legacy = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+        write_json(staging / "config.json", {**config, **legacy})
+        if write_extra_files is not None:
+            write_extra_files(staging)
+        shards = _split_into_shards(tensors, max_shard_bytes)
         if len(shards) == 1:
-            write_safetensors(staging / SINGLE, shards[0], make=make)
+            write_safetensors(staging / SINGLE, shards[0], make=compute_tensor)
             return
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_safetensors(staging / name, shard, make=make)
+            write_safetensors(staging / name, shard, make=compute_tensor)
             weight_map |= dict.fromkeys(shard, name)
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+def _split_into_shards(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[str, torch.Tensor]]:
     shards: list[dict[str, torch.Tensor]] = [{}]
-    filled = 0
+    shard_bytes = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > limit:
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append({})
-            filled = 0
+            shard_bytes = 0
         shards[-1][name] = tensor
-        filled += size
+        shard_bytes += size
     return shards

@@ -1,4 +1,4 @@
-"""`whet.save`: write a model, quantised or not, as a Hugging Face directory."""
+"""`whet.save`: write a model as a Hugging Face directory, with adapters merged and weights dequantized."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,51 +23,57 @@ def save(
     *,
     classifier: StoredHead | None = None,
 ) -> None:
-    """Write a Hugging Face model directory; adapters are written merged, the model itself stays as it is.
+    """Write a Hugging Face model directory with adapters merged. The model itself stays unchanged.
 
-    The head of a classifier goes with it.
+    Args:
+        model: The model to save.
+        tokenizer: A transformers tokenizer to save with it, or None.
+        directory: The directory to write. An existing non-empty directory is never overwritten.
+        classifier: The head of a classifier, saved with the model.
     """
     plain = {name: module.merged() for name, module in adapted(model)}
-    plain |= {name: layer.merged() for name, layer in _quantised(model) if not name.endswith(".base")}
+    plain |= {name: layer.merged() for name, layer in _quantized_layers(model) if not name.endswith(".base")}
     save_model(
         model,
         tokenizer,
         directory,
-        state=_state(model, plain),
-        more=None if classifier is None else classifier.tensors(model),
+        state=_plain_state(model, plain),
+        extra_tensors=None if classifier is None else classifier.tensors(model),
         config=None if classifier is None else classifier.config(model, tokenizer),
-        beside=None if classifier is None else classifier.write,
+        write_extra_files=None if classifier is None else classifier.write,
     )
 
 
 def save_base(
     model: LanguageModel, tokenizer: Any, directory: str | Path
 ) -> None:  # Any: a transformers tokenizer
-    """Write what a model's adapters were trained on, as a Hugging Face model directory."""
+    """Write the base model that the adapters were trained on as a Hugging Face model directory."""
     plain: dict[str, Mapping[str, torch.Tensor]] = {
         name: dict(module.base.named_parameters()) for name, module in adapted(model)
     }
-    plain |= {name.removesuffix(".base"): layer.merged() for name, layer in _quantised(model)}
-    save_model(model, tokenizer, directory, state=_state(model, plain))
+    plain |= {name.removesuffix(".base"): layer.merged() for name, layer in _quantized_layers(model)}
+    save_model(model, tokenizer, directory, state=_plain_state(model, plain))
 
 
-def _quantised(model: LanguageModel) -> Iterator[tuple[str, NF4Linear]]:
+def _quantized_layers(model: LanguageModel) -> Iterator[tuple[str, NF4Linear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, NF4Linear))
 
 
-def _state(model: LanguageModel, plain: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The parameters of a model, with other ones for some of its modules."""
-    inner = tuple(f"{name}." for name in plain)
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inner)}
+def _plain_state(
+    model: LanguageModel, plain: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model, with the parameters in `plain` for the modules named there."""
+    prefixes = tuple(f"{name}." for name in plain)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
     for name, tensors in plain.items():
         module = model.get_submodule(name)
-        held = _buffers(module.base if isinstance(module, Adapter) else module)
-        state |= {f"{name}.{key}": tensor for key, tensor in {**held, **tensors}.items()}
+        buffers = _persistent_buffers(module.base if isinstance(module, Adapter) else module)
+        state |= {f"{name}.{key}": tensor for key, tensor in {**buffers, **tensors}.items()}
     return state
 
 
-def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a module's state holds beside its parameters, apart from codes that stand for these."""
+def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's state that are neither parameters nor quantized weights."""
     if isinstance(module, NF4Linear):
         return {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -81,17 +87,17 @@ def save_model(
     *,
     state: Mapping[str, torch.Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    more: Mapping[str, torch.Tensor] | None = None,
+    extra_tensors: Mapping[str, torch.Tensor] | None = None,
     config: Mapping[str, Any] | None = None,  # Any: JSON values
-    beside: Callable[[Path], None] | None = None,
+    write_extra_files: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads with equal logits.
 
-    `more` tensors, other keys of the `config`, and files that are written `beside` belong to what is more
-    than a language model.
+    `extra_tensors`, `config` (additional config.json keys) and `write_extra_files`, which is called with the
+    directory, add the parts of a classifier.
     """
-    tensors = model.state_in_files(model.state_dict() if state is None else state) | dict(more or {})
-    # two names on one storage are one tensor: the config says that they are tied
+    tensors = model.state_in_files(model.state_dict() if state is None else state) | dict(extra_tensors or {})
+    # names that share storage are tied, which config.json states, so the tensor is written once
     seen: dict[tuple[int, torch.Size], str] = {}
     unique = {
         name: tensor
@@ -106,5 +112,5 @@ def save_model(
         source=model.source,
         tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
-        beside=beside,
+        write_extra_files=write_extra_files,
     )

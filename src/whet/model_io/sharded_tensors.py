@@ -1,7 +1,7 @@
-"""Tensors from a directory of safetensors files, whole ones or the shards that several ranks wrote.
+"""Read tensors from a directory of safetensors files, full ones or shards written by several ranks.
 
-Read through torch's distributed checkpoints (DCP), each process what it needs and nothing else: a sharded
-model from whole files, a whole model from shards, or shards from other shards.
+Uses torch's distributed checkpoints (DCP). Each process reads only what it needs. A sharded model can be
+read from full tensors or from different shards, and a full model from shards.
 """
 
 import math
@@ -21,73 +21,79 @@ from torch.distributed.tensor import DTensor
 
 from whet.errors import CheckpointError
 
-MOMENT = "::"  # in names: between a weight's and what an optimizer remembers of it
-SHARD = "shard-{:05d}.safetensors"  # of a rank, counted from 1
+MOMENT = "::"  # separates the name of a weight from the name of its optimizer state
+SHARD = "shard-{:05d}.safetensors"  # the file of a rank, counted from 1
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a directory: what it is as a whole."""
+    """The full shape and the dtype of a stored tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether this process holds a part of a tensor only."""
+    """Return whether a tensor is sharded, so that this process has only a part of it."""
     return isinstance(tensor, DTensor)
 
 
 def has_shards(directory: Path) -> bool:
-    """Whether several ranks wrote this checkpoint."""
+    """Return whether a checkpoint consists of shards written by several ranks."""
     return any(directory.glob("shard-*.safetensors"))
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a directory by its name; an error unless its shards make it whole."""
+    """Return shape and dtype of every tensor in a directory, by name.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or the shards of a tensor are incomplete.
+    """
     try:
         metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
-    found = {}
+    tensors = {}
     for name, tensor in metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-        if stored != math.prod(tensor.size):  # before anybody makes room for what a file claims
-            raise CheckpointError(f"{directory}: the shards of {name} do not make it whole")
-        found[name] = StoredTensor(tensor.size, tensor.properties.dtype)
-    return found
+        if stored != math.prod(tensor.size):  # checked before memory of the claimed size is allocated
+            raise CheckpointError(f"{directory}: the shards of {name} are incomplete")
+        tensors[name] = StoredTensor(tensor.size, tensor.properties.dtype)
+    return tensors
 
 
 def fill(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    """Read tensors by their names into those given, of which a sharded one gets its own part only."""
+    """Read tensors by name into the given ones. Sharded tensors receive only the part of this process."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # that it reads on its own
+        with warnings.catch_warnings(action="ignore"):  # DCP warns that this process reads independently
             load(
                 {name: tensor.detach() for name, tensor in tensors.items()},
                 storage_reader=HuggingFaceStorageReader(str(directory)),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=True,  # nobody needs to know what the others read
+                no_dist=True,  # each process reads independently
             )
-    except CheckpointException as failed:  # not even an Exception
+    except CheckpointException as failed:  # derives from BaseException
         error, _ = next(iter(failed.failures.values()))
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
 
 
-def fill_like(likes: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a directory, each cut as the one of that name here, in the dtype of the files."""
+def read_like(templates: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+    """Return tensors of a directory, sharded like the template of the same name, in the files' dtype."""
     stored = stored_tensors(directory)
-    found = {name: torch.empty_like(like, dtype=stored[name].dtype) for name, like in likes.items()}
-    fill(found, directory)
-    return found
+    tensors = {
+        name: torch.empty_like(template, dtype=stored[name].dtype) for name, template in templates.items()
+    }
+    fill(tensors, directory)
+    return tensors
 
 
-def whole_tensors(directory: Path, wanted: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
-    """Tensors of a directory in one piece, on the CPU: all, or those whose names are wanted."""
-    found = {
+def whole_tensors(directory: Path, is_selected: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
+    """Return full tensors of a directory on the CPU: all, or those whose names are selected."""
+    tensors = {
         name: torch.empty(stored.shape, dtype=stored.dtype)
         for name, stored in stored_tensors(directory).items()
-        if wanted(name)
+        if is_selected(name)
     }
-    fill(found, directory)
-    return found
+    fill(tensors, directory)
+    return tensors

@@ -1,4 +1,4 @@
-"""Load the tokenizer of a model, or make one for a model trained from scratch."""
+"""Load the tokenizer of a model, or create one for a model trained from scratch."""
 
 import logging
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ from whet.model_io.safetensors import (
 from whet.run_directory import TOKENIZER, run_of
 
 log = logging.getLogger("whet")
-_TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is damaged: copy them again"
+_TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is corrupt: copy the files again"
 
 
 def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None = None) -> Any:
-    """The tokenizer of a preset: made from the texts, or one that exists.
+    """Return the tokenizer of a preset: an existing one, or a new one trained on the texts.
 
-    One that was made for this run before is read from `kept_in`: a resumed run has its own ids.
+    If the directory `kept_in` exists, the tokenizer is read from it, so that a resumed run uses the same ids.
     Any: a transformers tokenizer.
     """
     from whet.models.from_scratch.train_tokenizer import is_homemade, make_tokenizer
@@ -37,34 +37,34 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None 
 
 
 def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
-    """The tokenizer that `load` would give, without the weights; None where there is none."""
-    if (below := below_checkpoint(name_or_path)) is not None:
-        in_run = run_of(at_home(name_or_path)) / TOKENIZER
-        return load_tokenizer(in_run) if isinstance(below, Preset) else tokenizer_of(below)
+    """Return the tokenizer that `load` returns, without loading weights, or None if there is none."""
+    if (start := below_checkpoint(name_or_path)) is not None:
+        run_tokenizer = run_of(at_home(name_or_path)) / TOKENIZER
+        return load_tokenizer(run_tokenizer) if isinstance(start, Preset) else tokenizer_of(start)
     target = usable_directory(name_or_path)
     if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
         return tokenizer_of(base)
     directory = target if isinstance(target, Path) else resolve(target)
     if not has_tokenizer(directory):
-        directory = resolve(str(directory))  # a GGUF file, say
+        directory = resolve(str(directory))  # for example, if it is a GGUF file
     return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds tokenizer files."""
+    """Return whether a directory contains tokenizer files."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer
-    """The tokenizer of a model or adapter directory, by transformers, never with remote code."""
+    """Load the tokenizer of a model or adapter directory with transformers, never with remote code."""
     from transformers import AutoTokenizer
 
     path = Path(name_or_path)
     directory = path if has_tokenizer(path) else resolve(str(name_or_path))
     check_links(directory)
     with panics_hidden(), wrong_input(f"the tokenizer in {directory} cannot be read", hint=_TOKENIZER_HINT):
-        found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        found("a")  # some settings are first looked at here
-    for way in ("is_local", "local_files_only"):  # how it was read says nothing of what it is
-        found.init_kwargs.pop(way, None)
-    return found
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer("a")  # some settings are only validated on first use
+    for key in ("is_local", "local_files_only"):  # how it was loaded is not a property of the tokenizer
+        tokenizer.init_kwargs.pop(key, None)
+    return tokenizer

@@ -1,1 +1,1 @@
-"""Adapted layers."""
+"""The layers of the LoRA family."""

@@ -1,4 +1,4 @@
-"""DoRA (arXiv 2402.09353): a trained length for each row of the weight; LoRA turns the row."""
+"""DoRA (arXiv 2402.09353): a trained magnitude per row of the weight, while LoRA updates its direction."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from whet.adapters.nf4 import NF4Linear
 
 
 class DoRALinear(LoRALinear):
-    """y = m / |W + s B A| * (x W' + s x A' B') + bias; the norm, of each row, passes no gradient on."""
+    """y = m / |W + s B A| * (x W' + s x A' B') + bias, with row norms that are excluded from the gradient."""
 
     base_square: torch.Tensor
 
@@ -22,26 +22,30 @@ class DoRALinear(LoRALinear):
         self.register_buffer("base_square", norm.square(), persistent=False)
 
     def operands(self) -> Operands:
-        """Without the bias, which the lengths do not scale, and with the scale in A.
+        """Return the operands without the bias, which the magnitudes do not scale, and with the scale in A.
 
-        The compiler cannot follow one number into the product and into the norm.
+        The compiler cannot trace a scale that both the matmul and the norm use.
         """
         return super().operands()._replace(bias=None, a=self.scale * self.lora_A, scale=1.0)
 
-    def finished(self, product: torch.Tensor) -> torch.Tensor:
-        """Each output scaled to its length, which is not rounded: it changes by little."""
-        y = product * self._gain()
-        return (y if self.base.bias is None else y + self.base.bias).to(product.dtype)
+    def finish_output(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the output scaled by m / |W + s B A|, plus the bias.
 
-    def with_dropout(self, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-        """PEFT's: what the lengths change also reads the input after dropout."""
+        The scale stays in float32, because rounding would discard its small changes.
+        """
+        y = output * self._gain()
+        return (y if self.base.bias is None else y + self.base.bias).to(output.dtype)
+
+    def forward_with_dropout(self, x: torch.Tensor, update_input: torch.Tensor) -> torch.Tensor:
+        """Return the output with dropout as in PEFT: the magnitude's change also reads `update_input`."""
         gain, operands, y = self._gain(), self.operands(), self.base(x)
-        update = F.linear(F.linear(dropped, operands.a.to(dropped.dtype)), operands.b.to(dropped.dtype))
-        return (y + update * gain + (gain - 1) * F.linear(dropped, self.base.weight)).to(y.dtype)
+        low = F.linear(update_input, operands.a.to(update_input.dtype))
+        update = F.linear(low, operands.b.to(update_input.dtype))
+        return (y + update * gain + (gain - 1) * F.linear(update_input, self.base.weight)).to(y.dtype)
 
     def _gain(self) -> torch.Tensor:
-        """m / |W + s B A|, from products that are as small as A and B: no second matrix of W's size."""
-        return self.lora_magnitude_vector / self.once("norm", self._norm)
+        """Return m / |W + s B A| [out], without a second matrix of W's size."""
+        return self.lora_magnitude_vector / self.cached("norm", self._norm)
 
     def _norm(self) -> torch.Tensor:
         with torch.no_grad():
@@ -49,16 +53,16 @@ class DoRALinear(LoRALinear):
             if not self.paths.fused_lora:
                 return torch.linalg.vector_norm(weight.float() + self.delta(), dim=1).clamp(min=1e-15)
             a, b = self.scale * self.lora_A.float(), self.lora_B.float()
-            across = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
-            square = self.base_square.float() + ((2 * across + b @ (a @ a.T)) * b).sum(1)
+            cross = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
+            square = self.base_square.float() + ((2 * cross + b @ (a @ a.T)) * b).sum(1)
             return square.clamp(min=1e-30).sqrt()
 
     def merged_weight(self) -> torch.Tensor:
-        """The rows of W + s B A at their trained lengths, computed in float32."""
-        whole = self.base.weight.float() + self.delta()
-        norm = torch.linalg.vector_norm(whole, dim=1, keepdim=True).detach().clamp(min=1e-15)
-        return (whole * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
+        """Return the rows of W + s B A rescaled to their trained magnitudes, computed in float32."""
+        updated = self.base.weight.float() + self.delta()
+        norm = torch.linalg.vector_norm(updated, dim=1, keepdim=True).detach().clamp(min=1e-15)
+        return (updated * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
 
     def stored_layer(self) -> StoredLayer:
-        """With the lengths."""
+        """Return the low-rank update and the magnitude vector."""
         return super().stored_layer()._replace(magnitude=self.lora_magnitude_vector)

@@ -1,4 +1,4 @@
-"""LoRA on the token embedding, PEFT's math: E[tokens] + scale * A'[tokens] B'."""
+"""LoRA on the token embedding, as in PEFT: E[tokens] + scale * A'[tokens] B'."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModu
 
 
 class LoRAEmbedding(Adapter):
-    """A frozen embedding and its low-rank update: a linear layer whose input says which row."""
+    """A frozen embedding and its low-rank update, a linear layer whose input is one-hot."""
 
     base: nn.Embedding
 
@@ -21,37 +21,37 @@ class LoRAEmbedding(Adapter):
         self.lora_embedding_B = nn.Parameter(torch.randn(base.embedding_dim, settings.rank, device=device))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The base's rows, plus the update while it is enabled."""
+        """Return the embeddings of the base, plus the update if it is enabled."""
         rows = self.base(tokens)
         if not self.enabled:
             return rows
         update = F.linear(F.embedding(tokens, self.lora_embedding_A.T), self.lora_embedding_B) * self.scale
-        factor = getattr(self.base, "embed_scale", None)  # of rows, in transformers' classes
+        factor = getattr(self.base, "embed_scale", None)  # transformers' scaled embeddings
         if factor is not None:
             update = update * factor
         return rows + update.to(rows.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rows as the model computes with them."""
+        """The embedding table in use, merged if the adapter is enabled."""
         return self.merged()["weight"] if self.enabled else self.base.weight
 
     @property
     def in_features(self) -> int:
-        """Number of tokens."""
+        """Size of the vocabulary."""
         return self.base.num_embeddings
 
     @property
     def out_features(self) -> int:
-        """Size of a row."""
+        """Size of an embedding."""
         return self.base.embedding_dim
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """The rows of a plain embedding that computes the same."""
+        """Return the table of a plain embedding with the same outputs."""
         update = (self.lora_embedding_B.float() @ self.lora_embedding_A.float()).T * self.scale
         return {"weight": (self.base.weight.float() + update).to(self.base.weight.dtype)}
 
     def stored(self) -> StoredModule:
-        """This adapter, for a file."""
+        """Return the stored form of this adapter."""
         a, b = self.lora_embedding_A, self.lora_embedding_B
         return StoredModule.of_layer(StoredLayer(self.settings, a, b, embedding=True))

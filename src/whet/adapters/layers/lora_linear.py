@@ -1,4 +1,4 @@
-"""A linear layer with a low-rank update, PEFT's math: y = x W' + scale * dropout(x) A' B'."""
+"""A linear layer with a LoRA update, as in PEFT: y = x W' + scale * dropout(x) A' B'."""
 
 import math
 from collections.abc import Sequence
@@ -16,96 +16,96 @@ from whet.ops.kernels import lora_swiglu
 
 
 class LoRALinear(Adapter):
-    """A frozen linear layer and its low-rank update, which starts at zero."""
+    """A frozen linear layer and its low-rank update, which is initialized to zero."""
 
     base: nn.Linear | NF4Linear
 
     def __init__(self, base: nn.Linear | NF4Linear, settings: LoRASettings) -> None:
         super().__init__(base)
         if settings.rank < 1:
-            raise ConfigError(f"rank {settings.rank}: an adapter needs a rank of at least 1")
+            raise ConfigError(f"rank {settings.rank} is too small: an adapter needs a rank of at least 1")
         self.settings = settings
         self.scale = settings.scale
-        # float32 whatever the base: small updates to bf16 weights would round away
+        # float32 for any dtype of the base, because rounding to bf16 would discard small updates
         device = base.codes.device if isinstance(base, NF4Linear) else base.weight.device
-        like = partial(torch.zeros, device=device, dtype=torch.float32)
-        self.lora_A = nn.Parameter(like(settings.rank, base.in_features))
-        self.lora_B = nn.Parameter(like(base.out_features, settings.rank))
+        zeros = partial(torch.zeros, device=device, dtype=torch.float32)
+        self.lora_A = nn.Parameter(zeros(settings.rank, base.in_features))
+        self.lora_B = nn.Parameter(zeros(base.out_features, settings.rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The base layer, plus the update while it is enabled."""
+        """Return the output of the base layer, plus the update if it is enabled."""
         if not self.enabled:
             return self.base(x)
         if self.drops:
-            return self.with_dropout(x, F.dropout(x, self.settings.dropout))
+            return self.forward_with_dropout(x, F.dropout(x, self.settings.dropout))
         if not self.paths.fused_lora:
-            return self.with_dropout(x, x)
-        return self.finished(self._products(x, [self])[0])
+            return self.forward_with_dropout(x, x)
+        return self.finish_output(self._fused_outputs(x, [self])[0])
 
     def together(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor] | None:
-        """The outputs of several layers on one input, if all of them are like this one."""
-        alike = _alike(layers)
-        if not self.paths.fused_lora or len(alike) != len(layers):
+        """Return the outputs of several layers for one input, or None if they cannot be fused."""
+        fusible = _fusible_layers(layers)
+        if not self.paths.fused_lora or len(fusible) != len(layers):
             return None
-        products = self._products(x, alike)
-        return [layer.finished(product) for layer, product in zip(alike, products, strict=True)]
+        outputs = self._fused_outputs(x, fusible)
+        return [layer.finish_output(output) for layer, output in zip(fusible, outputs, strict=True)]
 
     def gated(self, x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
-        """down(silu(self(x)) * up(x)) at once, if these are alike and it is worth it."""
-        layers = _alike((self, up, down))
+        """Return down(silu(self(x)) * up(x)), or None if fusing is impossible or would not be faster."""
+        layers = _fusible_layers((self, up, down))
         if (
             not self.paths.fused_lora
-            or self._is_settled
+            or self._is_prepared
             or len(layers) != 3
-            or any(type(layer).finished is not LoRALinear.finished for layer in layers)
+            or any(type(layer).finish_output is not LoRALinear.finish_output for layer in layers)
         ):
             return None
         operands = [layer.operands() for layer in layers]
-        ranks = tuple(len(each.a) for each in operands)
+        ranks = tuple(len(layer_operands.a) for layer_operands in operands)
         dtype = self.base.dtype if isinstance(self.base, NF4Linear) else self.base.weight.dtype
         if not lora_swiglu.suits(x, dtype, ranks):
             return None
         return low_rank_gated(x, *operands)
 
-    def _products(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
-        if not self._is_settled:
+    def _fused_outputs(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
+        if not self._is_prepared:
             return low_rank_products(x, [layer.operands() for layer in layers])
-        return self.once(tuple(layers), lambda: Settled([layer.operands() for layer in layers]))(x)
+        return self.cached(tuple(layers), lambda: Settled([layer.operands() for layer in layers]))(x)
 
     @property
-    def _is_settled(self) -> bool:
-        """Whether what depends on weights alone is made once."""
-        return self.lasting is not None and not torch.is_grad_enabled()
+    def _is_prepared(self) -> bool:
+        """Whether values derived from weights alone are cached and reused."""
+        return self.weight_cache is not None and not torch.is_grad_enabled()
 
     @property
     def drops(self) -> bool:
-        """Whether what it computes is random now."""
+        """Whether dropout is active, which makes the output random."""
         return self.training and self.settings.dropout > 0
 
     def operands(self) -> Operands:
-        """What the product of this layer is made of."""
+        """Return the operands of this layer's matmuls."""
         base = self.base
         weight = base if isinstance(base, NF4Linear) else base.weight
         return Operands(weight, base.bias, self.lora_A, self.lora_B, self.scale)
 
-    def finished(self, product: torch.Tensor) -> torch.Tensor:
-        """What a variant makes of the product."""
-        return product
+    def finish_output(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, given the fused output for `operands`. Variants override this."""
+        return output
 
-    def with_dropout(self, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-        """The base reads the input, the update what dropout left of it."""
+    def forward_with_dropout(self, x: torch.Tensor, update_input: torch.Tensor) -> torch.Tensor:
+        """Return the output if the base reads x and the update reads `update_input`, x after dropout."""
         operands = self.operands()
         if self.paths.fused_lora:
-            return low_rank_products(x, [operands], dropped)[0]
+            return low_rank_products(x, [operands], update_input)[0]
         wide = torch.promote_types(x.dtype, operands.a.dtype)
-        low = F.linear(dropped.to(wide), operands.a.to(wide))
+        low = F.linear(update_input.to(wide), operands.a.to(wide))
         y = self.base(x)
         return (y + operands.scale * F.linear(low, operands.b.to(low.dtype))).to(y.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as the model computes with it; some classes of transformers read it directly."""
+        """The weight in use, merged if the adapter is enabled. Some transformers models read it directly."""
         return self.merged_weight() if self.enabled else self.base.weight
 
     @property
@@ -115,48 +115,48 @@ class LoRALinear(Adapter):
 
     @property
     def in_features(self) -> int:
-        """Size of the input."""
+        """Size of the last input dimension."""
         return self.base.in_features
 
     @property
     def out_features(self) -> int:
-        """Size of the output."""
+        """Size of the last output dimension."""
         return self.base.out_features
 
     def delta(self) -> torch.Tensor:
-        """scale * B A, in float32."""
+        """Return scale * B A in float32."""
         operands = self.operands()
         return (operands.b.float() @ operands.a.float()) * operands.scale
 
     def merged_weight(self) -> torch.Tensor:
-        """W + scale * B A, computed in float32, in the dtype of the base."""
+        """Return W + scale * B A, computed in float32 and cast to the dtype of the base."""
         weight = self.base.weight
         return (weight.float() + self.delta()).to(weight.dtype)
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """Weight and bias of a plain layer that computes the same."""
+        """Return the weight and bias of a plain layer with the same outputs."""
         bias = {} if self.base.bias is None else {"bias": self.base.bias}
         return {"weight": self.merged_weight(), **bias}
 
     def stored(self) -> StoredModule:
-        """This layer's adapter, for a file."""
+        """Return the stored form of this layer's adapter."""
         return StoredModule.of_layer(self.stored_layer())
 
     def stored_layer(self) -> StoredLayer:
-        """The low-rank update that a variant is stored as."""
+        """Return the low-rank update as which a variant is stored."""
         return StoredLayer(self.settings, self.lora_A, self.lora_B)
 
 
-def _alike(layers: Sequence[nn.Module]) -> list[LoRALinear]:
-    """Those that have an update, without chance, that can be computed together with others."""
+def _fusible_layers(layers: Sequence[nn.Module]) -> list[LoRALinear]:
+    """Return the LoRA layers that are enabled and have no active dropout and no hooks."""
     return [
         layer
         for layer in layers
-        if isinstance(layer, LoRALinear) and layer.enabled and not layer.drops and not _is_watched(layer)
+        if isinstance(layer, LoRALinear) and layer.enabled and not layer.drops and not _has_hooks(layer)
     ]
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Whether it has hooks, which want it called."""
+def _has_hooks(layer: nn.Module) -> bool:
+    """Return whether a layer has hooks, which run only if the layer itself is called."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return any(hooks)

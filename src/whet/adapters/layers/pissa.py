@@ -12,10 +12,10 @@ from whet.adapters.nf4 import NF4Linear
 
 
 class PiSSALinear(LoRALinear):
-    """y = x W' + s (x A' B' - x A0' B0'), where A0 and B0 are what A and B started as.
+    """y = x W' + s (x A' B' - x A0' B0'), where A0 and B0 are the initial values of A and B.
 
-    The paper takes s B0 A0 out of W. Here W stays as it is, so that the base can still be had untouched, and
-    nothing is rounded; the difference is a plain LoRA of twice the rank, and is saved as one.
+    The paper subtracts s B0 A0 from W. Here W stays unchanged, so the base model remains available and
+    nothing is rounded. The update is equivalent to a plain LoRA of twice the rank, and is saved as one.
     """
 
     first_A: torch.Tensor  # noqa: N815 - the paper's letters
@@ -31,16 +31,16 @@ class PiSSALinear(LoRALinear):
         self.lora_B.data.copy_(self.first_B)
 
     def operands(self) -> Operands:
-        """The same product, of what has changed: x (A - A0)' B' + x A0' (B - B0)'.
+        """Return the operands of the equivalent update x (A - A0)' B' + x A0' (B - B0)'.
 
-        A and B are not small: rounded to 16 bits, they would lose most of it.
+        The differences are small compared to A and B, so rounding A and B to 16 bits would lose most of them.
         """
         a = torch.cat([self.lora_A - self.first_A, self.first_A])
         b = torch.cat([self.lora_B, self.lora_B - self.first_B], dim=1)
         return super().operands()._replace(a=a, b=b)
 
     def stored_layer(self) -> StoredLayer:
-        """As that plain LoRA, at the same scale, of what has changed."""
+        """Return the equivalent plain LoRA of twice the rank, at the same scale."""
         operands, rank = self.operands(), 2 * self.settings.rank
         plain = replace(self.settings, variant="lora", rank=rank, alpha=self.scale * rank)
         return StoredLayer(plain, operands.a, operands.b)

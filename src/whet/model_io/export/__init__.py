@@ -1,1 +1,1 @@
-"""Export, and checks of exports."""
+"""Export models for other programs, and check the exports."""

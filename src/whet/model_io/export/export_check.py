@@ -1,4 +1,4 @@
-"""Exports opened again with the library they are for, and compared with the model they were made from."""
+"""Check exports: load them with the library they are for, and compare with the original model."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,30 +11,36 @@ import numpy as np
 import torch
 
 from whet.adapters.nf4 import NF4Linear
-from whet.model_io.export.export_model import Loaded
+from whet.model_io.export.export_model import LoadedModel
 from whet.model_io.export.logit_difference import SAMPLE, TOLERANCES, compare_logits
 from whet.model_io.load import load
 from whet.models.language_model import LanguageModel
 
-# Error of each GGUF type, relative to the largest number of a block of 32: half a step for q8_0, a whole one
-# for q4_0, which has no +8, and for both the rounding of the scale to 11 bits.
-_STEPS = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.5 / 127 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
-_SMALLEST = 1e-6  # of a block's largest number: fp16 scales of tiny blocks lose more bits
+# Error bound of each GGUF type, relative to the largest magnitude of a block of 32: half a step for q8_0, a
+# full step for q4_0, which has no code +8, and for both the rounding of the scale to 11 bits.
+_RELATIVE_ERRORS = {
+    "F32": 0.0,
+    "F16": 2**-11,
+    "BF16": 2**-8,
+    "Q8_0": 0.5 / 127 + 2**-11,
+    "Q4_0": 1 / 8 + 2**-11,
+}
+_ABSOLUTE_ERROR = 1e-6  # fp16 scales of blocks with tiny values lose more bits
 _NEW_TOKENS = 16
-_NO_DIRECTORY = "its base is an adapter or a checkpoint, which {} cannot open: whet merge it first"
+_NO_DIRECTORY = "its base is an adapter or a checkpoint, which {} cannot load: merge it first with whet merge"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: passed, failed, or (None) not possible here, and the reason in words."""
+    """The result of one comparison, with an explanation. `passed` is None if it could not be run."""
 
     passed: bool | None
     text: str
-    needed: bool = True  # the export counts as checked only with it
+    needed: bool = True  # whether a comparison that could not be run counts as failed
 
     @property
     def failed(self) -> bool:
-        """Whether the export cannot be trusted."""
+        """Whether the comparison failed, or is required and could not be run."""
         return self.passed is False or (self.passed is None and self.needed)
 
     def __str__(self) -> str:
@@ -42,7 +48,7 @@ class Check:
 
 
 def check_export(
-    loaded: Loaded,
+    loaded: LoadedModel,
     path: Path,
     layout: str,
     *,
@@ -50,21 +56,25 @@ def check_export(
     kind: str = "",
     tolerance: float | None = None,
 ) -> list[Check]:
-    """Open what was written and compare it with what the model computed before it was written."""
-    narrow = {"f16": torch.float16, "bf16": torch.bfloat16}
-    stored = {"hf": dtype, "gguf": narrow.get(kind, torch.float32)}.get(layout, torch.float32)
-    allowed = TOLERANCES[stored] if tolerance is None else tolerance
+    """Load an export and compare its logits with those of the original model.
+
+    `kind` is the type of a GGUF export. `tolerance` is the largest allowed logit difference, which depends on
+    the stored dtype by default.
+    """
+    gguf_dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
+    stored_dtype = {"hf": dtype, "gguf": gguf_dtypes.get(kind, torch.float32)}.get(layout, torch.float32)
+    tolerance = TOLERANCES[stored_dtype] if tolerance is None else tolerance
     try:
         if layout == "gguf":
-            return list(_check_gguf(loaded, path, kind=kind, allowed=allowed))
-        return [{"hf": _check_hf, "peft": _check_peft, "mlx": _check_mlx}[layout](loaded, path, allowed)]
-    except Exception as error:  # whatever another library makes of it: that is the answer
-        return [Check(False, f"it cannot be opened: {type(error).__name__}: {error}")]
+            return list(_check_gguf(loaded, path, kind=kind, tolerance=tolerance))
+        return [{"hf": _check_hf, "peft": _check_peft, "mlx": _check_mlx}[layout](loaded, path, tolerance)]
+    except Exception as error:  # any failure of the other library means that the export is unusable
+        return [Check(False, f"it cannot be loaded: {type(error).__name__}: {error}")]
 
 
-def _against(loaded: Loaded, logits: torch.Tensor, allowed: float, reader: str) -> Check:
+def _compare(loaded: LoadedModel, logits: torch.Tensor, tolerance: float, reader: str) -> Check:
     difference = compare_logits(loaded.logits, logits)
-    return Check(difference.largest <= allowed, f"{reader}: {difference} ({allowed:g} is allowed)")
+    return Check(difference.largest <= tolerance, f"{reader}: {difference} (tolerance {tolerance:g})")
 
 
 def _transformers_model(directory: Path) -> Any:
@@ -75,13 +85,13 @@ def _transformers_model(directory: Path) -> Any:
     ).eval()
 
 
-def _check_hf(loaded: Loaded, path: Path, allowed: float) -> Check:
+def _check_hf(loaded: LoadedModel, path: Path, tolerance: float) -> Check:
     with torch.no_grad():
         logits = _transformers_model(path)(loaded.tokens).logits
-    return _against(loaded, logits, allowed, "transformers")
+    return _compare(loaded, logits, tolerance, "transformers")
 
 
-def _check_peft(loaded: Loaded, path: Path, allowed: float) -> Check:
+def _check_peft(loaded: LoadedModel, path: Path, tolerance: float) -> Check:
     if find_spec("peft") is None:
         return Check(None, "peft is not installed")
     from peft import PeftModel
@@ -89,25 +99,26 @@ def _check_peft(loaded: Loaded, path: Path, allowed: float) -> Check:
     if loaded.base_directory is None:
         return Check(None, _NO_DIRECTORY.format("PEFT"))
     base = _transformers_model(loaded.base_directory)
-    quantised = _put_what_was_seen(loaded.model, base)
+    is_quantized = _copy_dequantized_weights(loaded.model, base)
     with torch.no_grad():
         model = PeftModel.from_pretrained(base, path)
         logits = model.eval()(input_ids=loaded.tokens).logits
-    return _against(loaded, logits, allowed, f"PEFT{' on the dequantised base' if quantised else ''}")
+    reader = f"PEFT{' on the dequantized base' if is_quantized else ''}"
+    return _compare(loaded, logits, tolerance, reader)
 
 
 @torch.no_grad()
-def _put_what_was_seen(model: LanguageModel, base: Any) -> bool:
-    """Give PEFT's base the 4-bit weights that an adapter was trained on; whether there are any."""
+def _copy_dequantized_weights(model: LanguageModel, base: Any) -> bool:
+    """Copy the dequantized 4-bit weights of a model into PEFT's base. Return whether there are any."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
     for name, layer in layers.items():
-        ours = name.removesuffix(".base")
-        theirs = base.get_submodule(model.hf_name(ours)).weight
-        theirs.copy_(model.as_stored(f"{ours}.weight", layer.weight))
+        module = name.removesuffix(".base")
+        target = base.get_submodule(model.hf_name(module)).weight
+        target.copy_(model.as_stored(f"{module}.weight", layer.weight))
     return bool(layers)
 
 
-def _check_mlx(loaded: Loaded, path: Path, allowed: float) -> Check:
+def _check_mlx(loaded: LoadedModel, path: Path, tolerance: float) -> Check:
     if find_spec("mlx_lm") is None:
         return Check(None, "mlx_lm is not installed")
     import mlx.core as mx
@@ -117,72 +128,81 @@ def _check_mlx(loaded: Loaded, path: Path, allowed: float) -> Check:
         return Check(None, _NO_DIRECTORY.format("mlx-lm"))
     model, _ = mlx_lm.load(str(loaded.base_directory), adapter_path=str(path))
     logits = model(mx.array(loaded.tokens.tolist())).astype(mx.float32)
-    return _against(loaded, torch.from_numpy(np.array(logits)), allowed, "mlx-lm")
+    return _compare(loaded, torch.from_numpy(np.array(logits)), tolerance, "mlx-lm")
 
 
-def _check_gguf(loaded: Loaded, path: Path, *, kind: str, allowed: float) -> Iterator[Check]:
+def _check_gguf(loaded: LoadedModel, path: Path, *, kind: str, tolerance: float) -> Iterator[Check]:
     yield _check_gguf_tensors(loaded.model, path)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".check-") as room:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".check-") as directory:
         from whet.model_io.gguf.reader import convert_gguf
 
-        convert_gguf(path, Path(room) / "model")
-        again, tokenizer = load(Path(room) / "model", dtype=torch.float32, device="cpu")
+        convert_gguf(path, Path(directory) / "model")
+        reloaded, tokenizer = load(Path(directory) / "model", dtype=torch.float32, device="cpu")
         with torch.no_grad():
-            difference = compare_logits(loaded.logits, again(loaded.tokens))
-        if kind.startswith("q"):  # what a quantisation costs is for people to judge
+            difference = compare_logits(loaded.logits, reloaded(loaded.tokens))
+        if kind.startswith("q"):  # the loss of quantization is reported, and the user judges it
             yield Check(True, f"read back by whet: {difference}")
         else:
-            passed = difference.largest <= allowed
-            yield Check(passed, f"read back by whet: {difference} ({allowed:g} is allowed)")
-        same = tokenizer(SAMPLE)["input_ids"] == loaded.tokenizer(SAMPLE)["input_ids"]
-        template = tokenizer.chat_template == loaded.tokenizer.chat_template
+            passed = difference.largest <= tolerance
+            yield Check(passed, f"read back by whet: {difference} (tolerance {tolerance:g})")
+        same_tokens = tokenizer(SAMPLE)["input_ids"] == loaded.tokenizer(SAMPLE)["input_ids"]
+        same_template = tokenizer.chat_template == loaded.tokenizer.chat_template
         yield Check(
-            same and template,
-            f"tokens {'equal' if same else 'differ'}, chat template {'equal' if template else 'differs'}",
+            same_tokens and same_template,
+            f"tokens {'equal' if same_tokens else 'differ'}, "
+            f"chat template {'equal' if same_template else 'differs'}",
         )
-        yield _check_llama_cpp(path, again, tokenizer)
+        yield _check_llama_cpp(path, reloaded, tokenizer)
 
 
 def _check_gguf_tensors(model: LanguageModel, path: Path) -> Check:
-    """Every tensor as the gguf package reads it, against the model's own, within the step of its type."""
+    """Compare every tensor, read by the gguf package, with the model's, within the error of its type."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
     from whet.model_io.gguf.writer import llama_values
 
-    expected, found = llama_values(model), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    if expected.keys() != found.keys():
-        odd = sorted(expected.keys() ^ found.keys())
-        return Check(False, f"gguf: {len(odd)} tensors are not on both sides: {', '.join(odd[:4])}")
-    for name, tensor in found.items():
+    expected, stored = llama_values(model), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    if expected.keys() != stored.keys():
+        unpaired = sorted(expected.keys() ^ stored.keys())
+        return Check(
+            False,
+            f"gguf: {len(unpaired)} tensors are only in the model or only in the file: "
+            f"{', '.join(unpaired[:4])}",
+        )
+    for name, tensor in stored.items():
         ours = expected[name]()
         error = np.abs(dequantize(tensor.data, tensor.tensor_type).reshape(ours.shape) - ours)
         width = 32 if ours.size % 32 == 0 else 1
         largest = np.abs(ours).reshape(-1, width).max(1)
-        bound = largest * _STEPS[tensor.tensor_type.name] * 1.01 + (_SMALLEST if tensor.data.ndim > 1 else 0)
+        relative = _RELATIVE_ERRORS[tensor.tensor_type.name]
+        bound = largest * relative * 1.01 + (_ABSOLUTE_ERROR if tensor.data.ndim > 1 else 0)
         if not (error.reshape(-1, width).max(1) <= bound).all():
-            return Check(False, f"gguf: {name} is off by {error.max():.3g}, more than a step of its type")
-    return Check(True, f"gguf: {len(found)} tensors, each within a step of its type")
+            return Check(
+                False,
+                f"gguf: {name} is off by {error.max():.3g}, more than the quantization step of its type",
+            )
+    return Check(True, f"gguf: {len(stored)} tensors, each within the quantization step of its type")
 
 
 def _check_llama_cpp(path: Path, model: LanguageModel, tokenizer: Any) -> Check:
-    """Greedy tokens of llama.cpp and of whet, from the same file."""
+    """Compare the greedy tokens of llama.cpp and of whet for the same file."""
     if find_spec("llama_cpp") is None:
         return Check(None, "llama.cpp: llama-cpp-python is not installed", needed=False)
     from llama_cpp import Llama
 
-    theirs = Llama(str(path), n_ctx=512, verbose=False)
+    llama = Llama(str(path), n_ctx=512, verbose=False)
     prompt = tokenizer("The capital of France is", add_special_tokens=False)["input_ids"]
-    asked = theirs.tokenize(b"The capital of France is", add_bos=False, special=True)
-    if asked != prompt:
-        return Check(False, f"llama.cpp: the prompt has the tokens {asked}, and {prompt} here")
-    written = [token for token, _ in zip(theirs.generate(prompt, temp=0.0), range(_NEW_TOKENS), strict=False)]
-    ours = _greedy(model, prompt)
-    return Check(written == ours, f"llama.cpp: greedy tokens {written}, and {ours} here")
+    llama_prompt = llama.tokenize(b"The capital of France is", add_bos=False, special=True)
+    if llama_prompt != prompt:
+        return Check(False, f"llama.cpp: the prompt has the tokens {llama_prompt}, but {prompt} in whet")
+    theirs = [token for token, _ in zip(llama.generate(prompt, temp=0.0), range(_NEW_TOKENS), strict=False)]
+    ours = _greedy_tokens(model, prompt)
+    return Check(theirs == ours, f"llama.cpp: greedy tokens {theirs}, whet: {ours}")
 
 
 @torch.no_grad()
-def _greedy(model: LanguageModel, prompt: list[int]) -> list[int]:
+def _greedy_tokens(model: LanguageModel, prompt: list[int]) -> list[int]:
     tokens = list(prompt)
     for _ in range(_NEW_TOKENS):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))

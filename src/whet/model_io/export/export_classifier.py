@@ -1,4 +1,4 @@
-"""Classifiers written for transformers and PEFT, and opened there again to compare."""
+"""Export classifiers for transformers and PEFT, and check that these compute the same probabilities."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from whet.adapters.adapter import adapted
 from whet.adapters.attach import merge
 from whet.errors import ConfigError, ModelError
 from whet.model_io.export.export_check import Check
-from whet.model_io.formats.adapter_files import QUANTISED, save_adapter
+from whet.model_io.formats.adapter_files import QUANTIZATION_FILE, save_adapter
 from whet.model_io.formats.classifier_head import ClassifierInfo, StoredHead, read_head
 from whet.model_io.load import load_body
 from whet.model_io.resolve import base_of, usable_directory
@@ -24,7 +24,7 @@ SAMPLES = ("rm -rf ./build", "The knife was dull, so three stones were brought."
 
 @dataclass(frozen=True)
 class LoadedClassifier:
-    """A classifier in float32, and what it makes of a few texts."""
+    """A classifier in float32, and its probabilities for a few texts."""
 
     model: LanguageModel
     tokenizer: Any
@@ -34,12 +34,12 @@ class LoadedClassifier:
 
     @property
     def info(self) -> ClassifierInfo:
-        """What its answers mean."""
+        """The classes of the classifier, and how it reads a text."""
         return self.stored.info
 
 
 def load_classifier_exact(name: str | Path) -> LoadedClassifier:
-    """Open a classifier for writing it elsewhere."""
+    """Load a classifier in float32 for export."""
     model, tokenizer = load_body(name, dtype=torch.float32, device="cpu")
     stored = read_head(Path(usable_directory(name)))
     return LoadedClassifier(model, tokenizer, stored, str(name), _probabilities(model, tokenizer, stored))
@@ -50,30 +50,30 @@ def _probabilities(model: LanguageModel, tokenizer: Any, stored: StoredHead) -> 
     rows = []
     for text in SAMPLES:
         tokens = torch.tensor([tokenizer(text)["input_ids"]])
-        places = torch.arange(tokens.shape[1])
+        positions = torch.arange(tokens.shape[1])
         state = pool(
-            model.hidden(tokens), places, torch.zeros_like(places), texts=1, pooling=stored.head.pooling
+            model.hidden(tokens), positions, torch.zeros_like(positions), texts=1, pooling=stored.head.pooling
         )
-        rows.append(_chances(stored.head(state), stored.info))
+        rows.append(_to_probabilities(stored.head(state), stored.info))
     return torch.cat(rows)
 
 
-def _chances(logits: torch.Tensor, info: ClassifierInfo) -> torch.Tensor:
+def _to_probabilities(logits: torch.Tensor, info: ClassifierInfo) -> torch.Tensor:
     return logits.sigmoid() if info.multi_label else logits.softmax(-1)
 
 
 def write_classifier(loaded: LoadedClassifier, path: Path, layout: str, *, dtype: torch.dtype) -> None:
-    """Write `peft` (SEQ_CLS, the head among modules_to_save) or `hf` (a whole model, adapters folded in)."""
+    """Write a classifier as `peft` (SEQ_CLS, with the head in modules_to_save) or `hf` (adapters merged)."""
     if layout not in ("hf", "peft"):
-        raise ConfigError(f"a classifier cannot be written for {layout}", hint="--to hf or --to peft")
+        raise ConfigError(f"a classifier cannot be exported to {layout}", hint="use --to hf or --to peft")
     if (reason := loaded.stored.unexportable(loaded.model)) is not None:
         raise ModelError(
             f"{loaded.name} cannot be used by transformers: {reason}",
-            hint="whet.Classifier.load reads it; train with pooling: last and without a bias to export it",
+            hint="load it with whet.Classifier.load; to export, train with pooling: last and without a bias",
         )
     has_adapter = any(True for _ in adapted(loaded.model))
     if layout == "peft" and not has_adapter:
-        raise ModelError(f"{loaded.name} has no adapter: it is a whole model", hint="--to hf")
+        raise ModelError(f"{loaded.name} has no adapter: it is a full model", hint="use --to hf")
     if layout == "peft":
         save_adapter(loaded.model, path, tokenizer=loaded.tokenizer, classifier=loaded.stored)
         return
@@ -84,22 +84,22 @@ def write_classifier(loaded: LoadedClassifier, path: Path, layout: str, *, dtype
 
 
 def check_classifier(loaded: LoadedClassifier, path: Path, layout: str, *, dtype: torch.dtype) -> Check:
-    """Open what was written with transformers, and PEFT, and compare the probabilities of a few texts."""
+    """Load an export with transformers or PEFT, and compare the probabilities of a few texts."""
     try:
-        theirs = _opened(loaded, path, layout)
-    except Exception as error:  # whatever another library makes of it: that is the answer
-        return Check(False, f"it cannot be opened: {type(error).__name__}: {error}")
+        model = _load_with_transformers(loaded, path, layout)
+    except Exception as error:  # any failure of the other library means that the export is unusable
+        return Check(False, f"it cannot be loaded: {type(error).__name__}: {error}")
     with torch.no_grad():
-        rows = [theirs(**loaded.tokenizer(text, return_tensors="pt")).logits for text in SAMPLES]
-    found = _chances(torch.cat(rows).float(), loaded.info)
-    largest = (found - loaded.probabilities).abs().max().item()
-    allowed = TOLERANCES[dtype if layout == "hf" else torch.float32]
+        rows = [model(**loaded.tokenizer(text, return_tensors="pt")).logits for text in SAMPLES]
+    probabilities = _to_probabilities(torch.cat(rows).float(), loaded.info)
+    largest = (probabilities - loaded.probabilities).abs().max().item()
+    tolerance = TOLERANCES[dtype if layout == "hf" else torch.float32]
     reader = "transformers" if layout == "hf" else "PEFT"
-    text = f"{reader}: largest difference of a probability {largest:.2g} ({allowed:g} is allowed)"
-    return Check(largest <= allowed, text)
+    text = f"{reader}: largest probability difference {largest:.2g} (tolerance {tolerance:g})"
+    return Check(largest <= tolerance, text)
 
 
-def _opened(loaded: LoadedClassifier, path: Path, layout: str) -> Any:
+def _load_with_transformers(loaded: LoadedClassifier, path: Path, layout: str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
@@ -108,8 +108,8 @@ def _opened(loaded: LoadedClassifier, path: Path, layout: str) -> Any:
     from peft import PeftModel
 
     base = loaded.model.source
-    if base is None or base_of(base) is not None or (path / QUANTISED).is_file():
-        raise ModelError("its base is not a plain model, which PEFT would need: export it --to hf")
+    if base is None or base_of(base) is not None or (path / QUANTIZATION_FILE).is_file():
+        raise ModelError("its base is not a plain model, which PEFT requires: export with --to hf")
     model = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=len(loaded.info.classes), **settings
     )

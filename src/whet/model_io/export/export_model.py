@@ -1,4 +1,4 @@
-"""A finished run or a model, written for other programs."""
+"""Write a finished run or a model in the formats of other programs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,77 +23,90 @@ GGUF_TYPES = {torch.float32: "f16", torch.float16: "f16", torch.bfloat16: "bf16"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model in float32, whatever its files hold, with all that an export asks about."""
+class LoadedModel:
+    """A model loaded in float32 for export, with the dtype of its files and its logits on a sample."""
 
     model: LanguageModel
     tokenizer: Any  # Any: a transformers tokenizer or None
     dtype: torch.dtype  # of the base's files
     name: str
     tokens: torch.Tensor  # [1, T], the sample text
-    logits: torch.Tensor  # [1, T, V], of those, before anything is done to the model
+    logits: torch.Tensor  # [1, T, V], for these tokens, before the model is changed
 
     @property
     def has_adapter(self) -> bool:
-        """Whether there is an adapter on the model."""
+        """Whether the model has an adapter."""
         return any(True for _ in adapted(self.model))
 
     @property
     def base(self) -> str:
-        """What an adapter is folded into, in words."""
-        held = [dict(layer.base.named_parameters()) for _, layer in adapted(self.model)]
-        quantised = any(all("weight" not in name for name in parameters) for parameters in held)
-        return f"{'the dequantised ' if quantised else ''}{base_of(usable_directory(self.name))}"
+        """A description of the base model that the adapter is merged into."""
+        bases = [dict(layer.base.named_parameters()) for _, layer in adapted(self.model)]
+        is_quantized = any(all("weight" not in name for name in parameters) for parameters in bases)
+        return f"{'the dequantized ' if is_quantized else ''}{base_of(usable_directory(self.name))}"
 
     @property
     def base_directory(self) -> Path | None:
-        """The files of an adapter's base; None where that is an adapter or a checkpoint itself."""
-        inner = base_of(usable_directory(self.name))
-        if inner is None:
+        """The directory of the adapter's base, or None if the base is itself an adapter or a checkpoint."""
+        base = base_of(usable_directory(self.name))
+        if base is None:
             return self.model.source
-        target = usable_directory(inner)
+        target = usable_directory(base)
         if base_of(target) is not None or config_of_checkpoint(target) is not None:
             return None
         return resolve(str(target))
 
 
-def load_exact(name: str | Path) -> Loaded:
-    """Open a model, run or adapter for writing it elsewhere."""
+def load_exact(name: str | Path) -> LoadedModel:
+    """Load a model, run or adapter in float32 for export."""
     model, tokenizer = load(name, dtype=torch.float32, device="cpu")
-    dtypes = [torch.float32]  # of a checkpoint of a model from scratch
+    dtypes = [torch.float32]  # for a checkpoint of a model trained from scratch
     if model.source is not None:
         files = TensorFiles(model.source)
-        dtypes = [found.dtype for found in map(files.described, files) if found.dtype in TOLERANCES]
+        dtypes = [tensor.dtype for tensor in map(files.described, files) if tensor.dtype in TOLERANCES]
         if not dtypes:
-            raise ModelError(f"{model.source} holds no weights in float32, float16 or bfloat16")
+            raise ModelError(f"{model.source} contains no weights in float32, float16 or bfloat16")
     tokens = sample_tokens(model, tokenizer)
     with torch.no_grad():
         logits = model(tokens)
-    return Loaded(model, tokenizer, max(set(dtypes), key=dtypes.count), str(name), tokens, logits)
+    return LoadedModel(model, tokenizer, max(set(dtypes), key=dtypes.count), str(name), tokens, logits)
 
 
-def fold(loaded: Loaded, dtype: torch.dtype, *, tolerance: float | None = None) -> LogitDifference:
-    """Fold the adapter into the base, rounded to `dtype`; refuse where that changes the logits too much."""
+def fold(loaded: LoadedModel, dtype: torch.dtype, *, tolerance: float | None = None) -> LogitDifference:
+    """Merge the adapter into the base, rounded to `dtype`, and return how much the logits changed.
+
+    Raises:
+        RunError: If a logit changes by more than the tolerance, which depends on the dtype by default.
+    """
     difference = merge_measured(loaded.model, loaded.tokens, dtype=dtype)
-    allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    if not difference.largest <= allowed:
+    tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
+    if not difference.largest <= tolerance:
         raise RunError(
-            f"merged in {dtype_name(dtype)}, {loaded.name} is no longer what it was: {difference}; "
-            f"{allowed:g} is allowed",
-            hint="merge in a wider dtype (--dtype float32), or allow more (--tolerance)",
+            f"merging {loaded.name} in {dtype_name(dtype)} changes its outputs too much: {difference} "
+            f"(tolerance {tolerance:g})",
+            hint="merge in a wider dtype (--dtype float32), or raise the tolerance (--tolerance)",
         )
     return difference
 
 
 def write_export(
-    loaded: Loaded, path: str | Path, layout: str, *, dtype: torch.dtype, kind: str, tolerance: float | None
+    loaded: LoadedModel,
+    path: str | Path,
+    layout: str,
+    *,
+    dtype: torch.dtype,
+    kind: str,
+    tolerance: float | None,
 ) -> LogitDifference | None:
-    """Write the model in a layout: `hf` in the dtype, `gguf` as the kind; returns what folding changed."""
+    """Write the model in a layout, and return how much merging changed the logits, if it was merged.
+
+    `dtype` applies to the layout `hf`, and `kind` is the tensor type of `gguf`.
+    """
     if layout in ("peft", "mlx"):
         _write_adapter(loaded, path, layout)
         return None
-    folded = dtype if layout == "hf" else torch.float32
-    difference = fold(loaded, folded, tolerance=tolerance) if loaded.has_adapter else None
+    merge_dtype = dtype if layout == "hf" else torch.float32
+    difference = fold(loaded, merge_dtype, tolerance=tolerance) if loaded.has_adapter else None
     if layout == "hf":
         write_hf(loaded, path, dtype)
     else:
@@ -103,29 +116,31 @@ def write_export(
     return difference
 
 
-def write_hf(loaded: Loaded, directory: str | Path, dtype: torch.dtype) -> None:
-    """Write a Hugging Face model directory; the model itself is rounded to the dtype."""
+def write_hf(loaded: LoadedModel, directory: str | Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face model directory. The loaded model itself is cast to the dtype."""
     save_model(loaded.model.to(dtype), loaded.tokenizer, directory)
 
 
-def _write_adapter(loaded: Loaded, directory: str | Path, layout: str) -> None:
+def _write_adapter(loaded: LoadedModel, directory: str | Path, layout: str) -> None:
     if not loaded.has_adapter:
         raise ModelError(
-            f"{loaded.name} has no adapter, and the {layout} layout holds nothing else",
-            hint="it is a whole model: --to hf, which mlx-lm reads too",
+            f"{loaded.name} has no adapter, but the {layout} layout is for adapters only",
+            hint="export the full model with --to hf, which mlx-lm reads too",
         )
     save_adapter(loaded.model, directory, layout=layout, tokenizer=loaded.tokenizer)
 
 
 def default_path(name: str, layout: str, kind: str) -> Path:
-    """Where an export goes when nobody says: into the run."""
+    """Return the default path of an export, inside the run directory."""
     run = at_home(name)
     if not (run / FINAL).is_dir():
-        raise ConfigError(f"{name} is not a run, so there is no place for an export", hint="name it: --out")
-    place = run / "export"
-    return place / f"{run.resolve().name}-{kind}.gguf" if layout == "gguf" else place / layout
+        raise ConfigError(
+            f"{name} is not a run, so there is no default path for the export", hint="set one with --out"
+        )
+    directory = run / "export"
+    return directory / f"{run.resolve().name}-{kind}.gguf" if layout == "gguf" else directory / layout
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as people write it."""
+    """Return the name of a dtype without the `torch.` prefix."""
     return str(dtype).removeprefix("torch.")

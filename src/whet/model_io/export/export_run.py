@@ -1,4 +1,4 @@
-"""Export a run, an adapter or a model, classifiers included: the work of `whet.export` and `whet export`."""
+"""Export a run, an adapter, a model or a classifier, for `whet.export` and `whet export`."""
 
 import shlex
 from collections.abc import Callable
@@ -27,12 +27,12 @@ _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: its path, remarks for the user, and how to check it."""
+    """A written export: its path, messages for the user, and a function that checks it."""
 
     path: Path
-    remarks: list[str]  # before the path is shown
-    advice: list[str]  # after it
-    check: Callable[[], list[Check]]  # opens the result with its library and compares
+    remarks: list[str]  # printed before the path
+    advice: list[str]  # printed after the path
+    check: Callable[[], list[Check]]  # loads the result with its library and compares
 
 
 def export_run(
@@ -44,29 +44,33 @@ def export_run(
     dtype: str | torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> Export:
-    """Write a run, an adapter directory or a model for another program; see `whet.export`."""
+    """Write a run, an adapter directory or a model in the format of another program. See `whet.export`."""
     if to not in get_args(Layout):
-        raise ConfigError(f"unknown format {to!r}", hint=f"known: {', '.join(get_args(Layout))}")
+        raise ConfigError(f"unknown format {to!r}", hint=f"use one of {', '.join(get_args(Layout))}")
     if gguf_type is not None and to != "gguf":
-        raise ConfigError(f"--type is for --to gguf; --to {to} has none", hint="from Python: gguf_type")
+        raise ConfigError(
+            f"--type only applies to --to gguf, not to --to {to}", hint="in Python it is called gguf_type"
+        )
     if dtype is not None and to != "hf":
-        raise ConfigError(f"--dtype is for --to hf; --to {to} has none", hint="from Python: dtype")
-    rounded = None if dtype is None else _as_dtype(dtype)
+        raise ConfigError(
+            f"--dtype only applies to --to hf, not to --to {to}", hint="in Python it is called dtype"
+        )
+    torch_dtype = None if dtype is None else _as_dtype(dtype)
     if is_classifier(usable_directory(run)):
-        return _export_classifier(run, to, output, dtype=rounded or torch.float32)
+        return _export_classifier(run, to, output, dtype=torch_dtype or torch.float32)
     loaded = load_exact(run)
     kind = gguf_type or GGUF_TYPES[loaded.dtype]
     path = Path(output) if output else default_path(str(run), to, kind)
-    chosen, onto = rounded or loaded.dtype, loaded.base
+    export_dtype, base = torch_dtype or loaded.dtype, loaded.base
     settings: dict[str, Any] = {
-        "dtype": chosen,
+        "dtype": export_dtype,
         "kind": kind,
         "tolerance": tolerance,
     }  # Any: keyword arguments
     difference = write_export(loaded, path, to, **settings)
-    folded = dtype_name(chosen if to == "hf" else torch.float32)
-    remarks = [] if difference is None else [f"merged onto {onto} in {folded}: {difference}"]
-    return Export(path, remarks, _needed_base(run, to), lambda: check_export(loaded, path, to, **settings))
+    merge_dtype = dtype_name(export_dtype if to == "hf" else torch.float32)
+    remarks = [] if difference is None else [f"merged into {base} in {merge_dtype}: {difference}"]
+    return Export(path, remarks, _base_advice(run, to), lambda: check_export(loaded, path, to, **settings))
 
 
 def _export_classifier(
@@ -75,20 +79,22 @@ def _export_classifier(
     loaded = load_classifier_exact(run)
     path = Path(output) if output else default_path(str(run), to, "")
     write_classifier(loaded, path, to, dtype=dtype)
-    return Export(path, [], _needed_base(run, to), lambda: [check_classifier(loaded, path, to, dtype=dtype)])
+    return Export(path, [], _base_advice(run, to), lambda: [check_classifier(loaded, path, to, dtype=dtype)])
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in _DTYPES:
-        raise ConfigError(f"weights cannot be written in {name}", hint=f"known: {', '.join(_DTYPES)}")
+        raise ConfigError(f"weights cannot be written in {name}", hint=f"use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
-def _needed_base(run: str | Path, to: Layout) -> list[str]:
-    """An adapter is opened on its base, and only whet does that from a GGUF file."""
+def _base_advice(run: str | Path, to: Layout) -> list[str]:
+    """Return advice if the base of an adapter is a GGUF file, which PEFT and mlx-lm cannot load."""
     base = base_of(usable_directory(run))
     reader = {"peft": "PEFT", "mlx": "mlx-lm"}.get(to)
     if reader is None or base is None or not Path(base).is_file():
         return []
-    return [f"{reader} needs the base as a directory: whet export {shlex.quote(base)} --to hf --out DIR"]
+    return [
+        f"{reader} needs the base model as a directory: whet export {shlex.quote(base)} --to hf --out DIR"
+    ]

@@ -1,4 +1,4 @@
-"""How far logits move when an adapter is merged into its base model."""
+"""Measure how much logits change when an adapter is merged into its base model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from whet.adapters.attach import merge
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
 
-# Prose, a chat, code, numbers and other scripts: enough to reach most of a model's weights.
+# Prose, a chat, code, numbers and other scripts, to exercise most of a model's weights.
 SAMPLE = (
     "The knife was dull, so three stones and two oils were brought; by noon it cut paper.\n"
     "Question: What is the capital of France? Answer: The capital of France is Paris.\n"
@@ -24,26 +24,26 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """How far two models are apart on some tokens."""
+    """The difference between two models' logits on the same tokens."""
 
     largest: float
-    same_choice: float  # share of positions where both find the same token likeliest
+    same_argmax: float  # fraction of positions with the same most likely token
 
     def __str__(self) -> str:
         return (
             f"largest logit difference {self.largest:.2g}, "
-            f"the same likeliest token at {self.same_choice:.1%} of the positions"
+            f"same most likely token at {self.same_argmax:.1%} of positions"
         )
 
 
 def compare_logits(first: torch.Tensor, second: torch.Tensor) -> LogitDifference:
-    """The difference between logits [B, T, V] of the same tokens."""
+    """Compare two tensors of logits [B, T, V] for the same tokens."""
     same = (first.argmax(-1) == second.argmax(-1)).float().mean()
     return LogitDifference((first - second).abs().max().item(), same.item())
 
 
 def sample_tokens(model: LanguageModel, tokenizer: Any) -> torch.Tensor:  # Any: a transformers tokenizer
-    """The sample text as tokens [1, T]; without a tokenizer, tokens spread over the vocabulary."""
+    """Return the sample text as tokens [1, T], or tokens spread over the vocabulary without a tokenizer."""
     if tokenizer is None:
         tokens = torch.arange(64) * 7919 % model.vocab_size
     else:
@@ -52,12 +52,12 @@ def sample_tokens(model: LanguageModel, tokenizer: Any) -> torch.Tensor:  # Any:
 
 
 def merge_measured(model: LanguageModel, tokens: torch.Tensor, *, dtype: torch.dtype) -> LogitDifference:
-    """Fold the adapter of a float32 model into its base, rounded to `dtype`, and say what that changed.
+    """Merge the adapter of a float32 model, round the weights to `dtype`, and return the logit difference.
 
-    The model computes in float32 before and after, so that the difference is that of the weights alone.
+    The model computes in float32 before and after, so the difference is due to the weights alone.
     """
     if not any(True for _ in adapted(model)):
-        raise ModelError("there is no adapter to merge", hint="the model is whole already: whet export")
+        raise ModelError("there is no adapter to merge", hint="it is already a full model: whet export")
     with torch.no_grad():
         before = model(tokens)
         merge(model)

@@ -1,1 +1,1 @@
-"""Adapters and classifier heads in files: PEFT, mlx-lm, and what they have in common."""
+"""File formats of adapters and classifier heads: PEFT, mlx-lm, and their common stored form."""

@@ -1,4 +1,4 @@
-"""Adapters on disk: `whet.save_adapter` and `whet.load_adapter`."""
+"""Read and write adapters: `whet.save_adapter` and `whet.load_adapter`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from whet.models.language_model import LanguageModel
 from whet.storage import clear_leftovers, new_directory, write_json
 
 CONFIG = "adapter_config.json"
-QUANTISED = "base_quantization.json"  # whet's own, beside either layout: how to quantise the base
-TRAINED_ON = "trained_on.json"  # whet's own, beside a hub id: the copy of that model on this machine
+QUANTIZATION_FILE = "base_quantization.json"  # specific to whet, in both layouts: how to quantize the base
+TRAINED_ON = "trained_on.json"  # specific to whet, for bases with a hub id: the local copy of that model
 NF4_BASE = {"kind": "nf4", "block_size": BLOCK, "double_quantization": True}
 LAYOUTS = {"peft": "whet.model_io.formats.peft:write_peft", "mlx": "whet.model_io.formats.mlx:write_mlx"}
 
@@ -32,18 +32,28 @@ def save_adapter(
     base: Path | None = None,
     classifier: StoredHead | None = None,
 ) -> None:
-    """Write the adapter as a directory that PEFT, or mlx-lm, loads.
+    """Write the adapter as a directory that PEFT or mlx-lm loads.
 
-    It names what the model was loaded from as its base, or `base`: a directory with the weights as they were
-    trained on, quantised or not. The head of a classifier goes with it.
+    Args:
+        model: A model with adapters.
+        directory: The directory to write. An existing non-empty directory is never overwritten.
+        layout: "peft" or "mlx".
+        tokenizer: A transformers tokenizer to save with the adapter.
+        base: A directory with the base weights that the adapter was trained on, dequantized if they were
+            quantized. By default the adapter refers to the model that was loaded.
+        classifier: The head of a classifier, saved with the adapter.
+
+    Raises:
+        ConfigError: If the layout is unknown.
+        ModelError: If the model has no adapter, or the layout cannot represent it.
     """
     if layout not in LAYOUTS:
-        raise ConfigError(f"unknown adapter layout {layout!r}", hint=f"known: {', '.join(LAYOUTS)}")
-    origin = base_name(model) if base is None else str(base.absolute())
-    stored = replace(collect(model), origin=origin)
+        raise ConfigError(f"unknown adapter layout {layout!r}", hint=f"use one of {', '.join(LAYOUTS)}")
+    base_reference = base_name(model) if base is None else str(base.absolute())
+    stored = replace(collect(model), base=base_reference)
     if classifier is not None:
-        stored = replace(stored, whole=stored.whole | classifier.tensors(model))
-    quantised = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
+        stored = replace(stored, parameters=stored.parameters | classifier.tensors(model))
+    is_quantized = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
     directory = Path(directory)
     clear_leftovers(directory.parent, of=directory.name)
     with new_directory(directory) as staging:
@@ -52,21 +62,33 @@ def save_adapter(
         load_object(LAYOUTS[layout])(staging, model, stored)
         if classifier is not None:
             classifier.write(staging)
-        if quantised:
-            write_json(staging / QUANTISED, NF4_BASE)
-        if base is None and model.source is not None and origin == hub_id(str(model.name)):
+        if is_quantized:
+            write_json(staging / QUANTIZATION_FILE, NF4_BASE)
+        if base is None and model.source is not None and base_reference == hub_id(str(model.name)):
             write_json(staging / TRAINED_ON, {"name": model.name, "directory": str(model.source.absolute())})
 
 
 def base_name(model: LanguageModel) -> str | None:
-    """What other programs can open a base by: a path, its hub id, or else the directory it was read from."""
+    """Return a name by which other programs can load the base: a path, a hub id, or the source directory."""
     if model.name is None or Path(model.name).exists():
         return model.name
     return hub_id(model.name) or (model.name if model.source is None else str(model.source.absolute()))
 
 
 def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
-    """Attach the adapter in a directory of either layout; every tensor must fit this model."""
+    """Attach an adapter from a directory in the PEFT or mlx-lm layout, in place.
+
+    Args:
+        model: The base model, without adapters.
+        directory: The adapter directory.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: If the model already has adapters.
+        ModelError: If the files are invalid, or a tensor does not match this model.
+    """
     directory = Path(directory)
     check_links(directory)
     if (directory / MLX_WEIGHTS).is_file():

@@ -1,4 +1,4 @@
-"""An adapter between a model and a file, whatever the file's layout."""
+"""Convert between the adapters of a model and a layout-independent stored form."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,74 +7,75 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import StoredLayer, adapted, adapters_off
-from whet.adapters.attach import put_adapters
+from whet.adapters.attach import insert_adapters
 from whet.adapters.layers.lora_experts import expert_shape, fused_weights
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import tied_to_head
 from whet.errors import ConfigError, ModelError
 from whet.models.language_model import LanguageModel
 
-MLX_WEIGHTS = "adapters.safetensors"  # the file that mlx-lm's layout is known by
+MLX_WEIGHTS = "adapters.safetensors"  # a directory with this file has the mlx-lm layout
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """All of an adapter, under Hugging Face's names."""
+    """A complete adapter, with Hugging Face names."""
 
     layers: dict[str, StoredLayer]  # by module
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters of modules trained whole
-    bases: dict[str, torch.Tensor] = field(default_factory=dict)  # base weights some libraries store with it
-    origin: str | None = None  # the base it was made for
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of modules trained in full
+    base_weights: dict[str, torch.Tensor] = field(default_factory=dict)  # which some libraries store as well
+    base: str | None = None  # the base model that it was trained on
 
 
 def collect(model: LanguageModel) -> StoredAdapter:
-    """What there is to save of a model with adapters."""
-    own_layers, own_parameters = _own_tensors(model)
-    layers = {model.hf_name(name): layer for name, layer in own_layers.items()}
-    whole = {}
+    """Return the stored form of a model's adapters."""
+    layers_by_name, parameters_by_name = _adapter_tensors(model)
+    layers = {model.hf_name(name): layer for name, layer in layers_by_name.items()}
+    parameters = {}
     with adapters_off(model):
         tied = {name.removesuffix(".base") for name in tied_to_head(model)}
-    for name, parameter in own_parameters.items():
-        whole[model.hf_name(name)] = model.as_stored(name, parameter)
+    for name, parameter in parameters_by_name.items():
+        parameters[model.hf_name(name)] = model.as_stored(name, parameter)
         if name.rpartition(".")[0] in tied:
-            # under both names: a library that finds one would train it apart from the other
-            whole[model.hf_name("lm_head.weight")] = parameter
-    if not layers and not whole:
+            # stored under both names, because a library that finds only one would untie them
+            parameters[model.hf_name("lm_head.weight")] = parameter
+    if not layers and not parameters:
         raise ModelError("the model has no adapter to save", hint="attach one: whet.attach_lora(model)")
-    return StoredAdapter(layers, whole, origin=model.name)
+    return StoredAdapter(layers, parameters, base=model.name)
 
 
 def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Path) -> None:
-    """Attach what a file holds; every tensor must fit, and nothing is changed when one does not."""
+    """Attach a stored adapter to a model. If a tensor does not match, raise and leave the model unchanged."""
     if any(True for _ in adapted(model)):
-        raise ConfigError("the model has adapters already", hint="merge them first: whet.merge(model)")
+        raise ConfigError("the model already has adapters", hint="merge them first: whet.merge(model)")
     names = {model.hf_name(name): name for name, _ in model.named_modules()}
     names |= {model.hf_name(name): name for name in fused_weights(model)}
-    problems = [*_layer_problems(model, stored, names), *_whole_problems(model, stored)]
-    problems += _base_problems(model, stored)
+    problems = [*_layer_problems(model, stored, names), *_parameter_problems(model, stored)]
+    problems += _base_weight_problems(model, stored)
     if problems:
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ModelError(
-            f"the adapter in {directory} does not fit this model: " + "; ".join(problems[:4]) + more,
-            hint=f"it was made for {stored.origin}",
+            f"the adapter in {directory} does not match this model: " + "; ".join(problems[:4]) + more,
+            hint=f"it was trained on {stored.base}",
         )
-    whole = _own_parameters(model, stored)
-    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in whole))
-    put_adapters(model, {names[name]: layer.settings for name, layer in stored.layers.items()}, saved)
-    own_layers, own_parameters = _own_tensors(model)
+    parameters = _parameters_by_name(model, stored)
+    modules_to_save = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
+    settings = {names[name]: layer.settings for name, layer in stored.layers.items()}
+    insert_adapters(model, settings, modules_to_save)
+    target_layers, target_parameters = _adapter_tensors(model)
     with torch.no_grad():
         for name, layer in stored.layers.items():
-            own = own_layers[names[name]]
-            own.a.copy_(layer.a)
-            own.b.copy_(layer.b)
-            if own.magnitude is not None and layer.magnitude is not None:
-                own.magnitude.copy_(layer.magnitude)
-        for name, tensor in whole.items():
-            own_parameters[name].copy_(model.as_stored(name, tensor))
+            target = target_layers[names[name]]
+            target.a.copy_(layer.a)
+            target.b.copy_(layer.b)
+            if target.magnitude is not None and layer.magnitude is not None:
+                target.magnitude.copy_(layer.magnitude)
+        for name, tensor in parameters.items():
+            target_parameters[name].copy_(model.as_stored(name, tensor))
 
 
-def _own_tensors(model: LanguageModel) -> tuple[dict[str, StoredLayer], dict[str, torch.Tensor]]:
-    """The updates and the parameters trained in full, by this model's names."""
+def _adapter_tensors(model: LanguageModel) -> tuple[dict[str, StoredLayer], dict[str, torch.Tensor]]:
+    """Return the low-rank updates and the parameters trained in full, by their names in this model."""
     layers: dict[str, StoredLayer] = {}
     parameters: dict[str, torch.Tensor] = {}
     for name, module in adapted(model):
@@ -97,7 +98,7 @@ def _layer_problems(model: LanguageModel, stored: StoredAdapter, names: dict[str
         elif isinstance(module, nn.Linear | NF4Linear) and not layer.embedding:
             size = [module.in_features, module.out_features]
         else:
-            problems.append(f"{name} is no layer of this model that can be adapted")
+            problems.append(f"{name} is not an adaptable layer of this model")
             continue
         rank = count * layer.settings.rank
         parts = {"lora_A": (layer.a, [rank, size[0]]), "lora_B": (layer.b, [size[1], rank])}
@@ -111,7 +112,7 @@ def _layer_problems(model: LanguageModel, stored: StoredAdapter, names: dict[str
     return problems
 
 
-def _whole_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
+def _parameter_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
     known = {
         model.hf_name(n): model.as_stored(n, p) for n, p in model.named_parameters(remove_duplicate=False)
     }
@@ -119,43 +120,45 @@ def _whole_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
     if tied:
         tied.add(model.hf_name("lm_head.weight"))
         known |= dict.fromkeys(tied, model.head().weight)
-    problems = [f"{name} is no parameter of this model" for name in stored.whole if name not in known]
+    problems = [f"{name} is not a parameter of this model" for name in stored.parameters if name not in known]
     problems += [
         f"{name} is {list(tensor.shape)}, expected {list(known[name].shape)}"
-        for name, tensor in stored.whole.items()
+        for name, tensor in stored.parameters.items()
         if name in known and tensor.shape != known[name].shape
     ]
-    modules = {name.rpartition(".")[0] for name in stored.whole}
+    modules = {name.rpartition(".")[0] for name in stored.parameters}
     problems += [
-        f"{name} is not stored"
+        f"{name} is missing"
         for name in known
-        if name.rpartition(".")[0] in modules and name not in stored.whole
+        if name.rpartition(".")[0] in modules and name not in stored.parameters
     ]
-    given = [stored.whole[name] for name in tied if name in stored.whole]
-    if given and (len(given) < len(tied) or any(not torch.equal(given[0], tensor) for tensor in given)):
-        problems.append(f"{' and '.join(sorted(tied))} are tied here, and trained apart there")
+    copies = [stored.parameters[name] for name in tied if name in stored.parameters]
+    if copies and (len(copies) < len(tied) or any(not torch.equal(copies[0], copy) for copy in copies)):
+        problems.append(f"{' and '.join(sorted(tied))} are tied in this model, but not in the adapter")
     return problems
 
 
-def _base_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
-    own = {model.hf_name(n): model.as_stored(n, p) for n, p in model.named_parameters()}
+def _base_weight_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
+    expected = {model.hf_name(n): model.as_stored(n, p) for n, p in model.named_parameters()}
     return [
-        f"{name} is not the base's: it was resized or trained"
-        for name, tensor in stored.bases.items()
-        if name not in own or tensor.shape != own[name].shape or not _near(tensor, own[name])
+        f"{name} differs from the base model: it was resized or trained"
+        for name, tensor in stored.base_weights.items()
+        if name not in expected
+        or tensor.shape != expected[name].shape
+        or not _is_close(tensor, expected[name])
     ]
 
 
-def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to the rounding of the narrower dtype."""
-    found, expected = found.float(), expected.detach().float().cpu()
-    return bool((found - expected).norm() <= 1e-2 * expected.norm())
+def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether two tensors are equal up to the rounding of the narrower dtype."""
+    actual, expected = actual.float(), expected.detach().float().cpu()
+    return bool((actual - expected).norm() <= 1e-2 * expected.norm())
 
 
-def _own_parameters(model: LanguageModel, stored: StoredAdapter) -> dict[str, torch.Tensor]:
-    """The parameters trained whole, by this model's names."""
+def _parameters_by_name(model: LanguageModel, stored: StoredAdapter) -> dict[str, torch.Tensor]:
+    """Return the stored parameters trained in full, by their names in this model."""
     return {
-        name: stored.whole[model.hf_name(name)]
+        name: stored.parameters[model.hf_name(name)]
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if model.hf_name(name) in stored.whole
+        if model.hf_name(name) in stored.parameters
     }

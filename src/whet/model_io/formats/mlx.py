@@ -1,7 +1,7 @@
-"""mlx-lm's layout: adapters.safetensors, A as [in, rank] and B as [rank, out], beside adapter_config.json.
+"""mlx-lm's layout: adapter_config.json and adapters.safetensors, with A as [in, rank] and B as [rank, out].
 
-It has one rank and one scale, and adapts the same layers (`keys`) in each of the last `num_layers` blocks, so
-not every adapter fits into it.
+It supports a single rank and scale, and the same layers (`keys`) in each of the last `num_layers` blocks, so
+it cannot represent every adapter.
 """
 
 from pathlib import Path
@@ -21,21 +21,21 @@ _PARTS = {"lora_a": "a", "lora_b": "b", "m": "magnitude"}
 
 
 def write_mlx(directory: Path, model: LanguageModel, stored: StoredAdapter) -> None:
-    """Write the files that mlx-lm loads."""
+    """Write adapter_config.json and adapters.safetensors."""
     if any(layer.experts for layer in stored.layers.values()):
-        raise _cannot_hold("adapters of fused experts")
-    if stored.whole:
-        raise _cannot_hold(f"modules trained whole ({', '.join(list(stored.whole)[:4])})")
-    kinds = {(layer.settings.rank, layer.settings.scale) for layer in stored.layers.values()}
-    if len(kinds) > 1:
-        raise _cannot_hold("ranks or scales that differ from layer to layer")
-    rank, scale = kinds.pop()
+        raise _unsupported("adapters of fused experts")
+    if stored.parameters:
+        raise _unsupported(f"modules trained in full ({', '.join(list(stored.parameters)[:4])})")
+    ranks_and_scales = {(layer.settings.rank, layer.settings.scale) for layer in stored.layers.values()}
+    if len(ranks_and_scales) > 1:
+        raise _unsupported("ranks or scales that differ between layers")
+    rank, scale = ranks_and_scales.pop()
     keys, blocks = _keys(model, stored)
     settings = next(iter(stored.layers.values())).settings
     config = {
         "fine_tune_type": "dora" if settings.variant == "dora" else "lora",
         "lora_parameters": {"rank": rank, "scale": scale, "dropout": settings.dropout, "keys": keys},
-        "model": stored.origin,
+        "model": stored.base,
         "num_layers": blocks,
     }
     tensors: dict[str, torch.Tensor] = {}
@@ -47,63 +47,64 @@ def write_mlx(directory: Path, model: LanguageModel, stored: StoredAdapter) -> N
     write_safetensors(directory / MLX_WEIGHTS, tensors)
 
 
-def _cannot_hold(what: str) -> ModelError:
+def _unsupported(feature: str) -> ModelError:
     return ModelError(
-        f"the mlx layout cannot hold {what}",
-        hint="write it in the peft layout, or merge it and write a whole model",
+        f"the mlx layout does not support {feature}",
+        hint="use the peft layout, or merge the adapter and export the full model",
     )
 
 
 def _keys(model: LanguageModel, stored: StoredAdapter) -> tuple[list[str], int]:
-    """Names of the adapted layers, those in a block relative to it, and how many blocks have them."""
-    own_names = {id(module): name for name, module in model.named_modules()}
-    blocks = [model.hf_name(own_names[id(block)]) for block in model.blocks()]
+    """Return the names of the adapted layers, relative to their block, and the number of adapted blocks."""
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = [model.hf_name(names[id(block)]) for block in model.blocks()]
     relative = {
         block: {name.removeprefix(f"{block}.") for name in stored.layers if name.startswith(f"{block}.")}
         for block in blocks
     }
-    inside = [block for block in blocks if relative[block]]
+    adapted_blocks = [block for block in blocks if relative[block]]
     keys = set().union(*relative.values())
-    bases = {name for name, _ in adapted(model)}
-    everything = {
+    adapters = {name for name, _ in adapted(model)}
+    modules = {
         model.hf_name(name)
         for name, _ in model.named_modules()
-        if not any(name.startswith(f"{base}.") for base in bases)
+        if not any(name.startswith(f"{adapter}.") for adapter in adapters)
     }
-    wanted = {f"{block}.{key}" for block in inside for key in keys} & everything
-    if inside != blocks[len(blocks) - len(inside) :] or not wanted <= stored.layers.keys():
-        raise _cannot_hold("anything but the same layers of each of the last N blocks")
+    required = {f"{block}.{key}" for block in adapted_blocks for key in keys} & modules
+    is_suffix = adapted_blocks == blocks[len(blocks) - len(adapted_blocks) :]
+    if not is_suffix or not required <= stored.layers.keys():
+        raise _unsupported("anything but the same layers of each of the last N blocks")
     outside = {name for name in stored.layers if not any(name.startswith(f"{block}.") for block in blocks)}
-    return sorted(keys | outside), len(inside)
+    return sorted(keys | outside), len(adapted_blocks)
 
 
 def read_mlx(directory: Path) -> StoredAdapter:
-    """Read what mlx-lm, or `write_mlx`, wrote."""
+    """Read an adapter that mlx-lm or `write_mlx` wrote."""
     config = read_json(directory / CONFIG)
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise ModelError(
             f"{directory / CONFIG}: fine_tune_type {kind!r} is not an adapter",
-            hint="whet reads lora and dora",
+            hint="whet supports lora and dora",
         )
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or not {"rank", "scale"} <= parameters.keys():
         raise ModelError(f"{directory / CONFIG} has no lora_parameters with a rank and a scale")
-    with wrong_input(f"{directory / CONFIG} cannot be understood"):
+    with wrong_input(f"{directory / CONFIG} is invalid"):
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
         dropout = float(parameters.get("dropout") or 0.0)
-        settings = LoRASettings(rank, scale * rank, dropout, kind).checked()
+        settings = LoRASettings(rank, scale * rank, dropout, kind).validated()
     layers: dict[str, dict[str, torch.Tensor]] = {}
-    for full, tensor in read_tensors(directory / MLX_WEIGHTS).items():
-        name, _, part = full.rpartition(".")
+    for key, tensor in read_tensors(directory / MLX_WEIGHTS).items():
+        name, _, part = key.rpartition(".")
         if part not in _PARTS:
-            raise ModelError(f"{directory / MLX_WEIGHTS}: {full} is not a tensor of an adapter")
+            raise ModelError(f"{directory / MLX_WEIGHTS}: {key} is not a tensor of an adapter")
         layers.setdefault(name, {})[_PARTS[part]] = tensor.T if tensor.dim() == 2 else tensor
     expected = {"a", "b", "magnitude"} if kind == "dora" else {"a", "b"}
-    odd = [name for name, parts in layers.items() if parts.keys() != expected]
-    if odd:
+    incomplete = [name for name, parts in layers.items() if parts.keys() != expected]
+    if incomplete:
         raise ModelError(
-            f"{directory / MLX_WEIGHTS} does not hold all of the adapter of {', '.join(odd[:4])}"
+            f"{directory / MLX_WEIGHTS}: the adapter of {', '.join(incomplete[:4])} is incomplete"
         )
     return StoredAdapter(
         {
@@ -116,5 +117,5 @@ def read_mlx(directory: Path) -> StoredAdapter:
             )
             for name, parts in layers.items()
         },
-        origin=config.get("model"),
+        base=config.get("model"),
     )

@@ -1,1 +1,1 @@
-"""GGUF in and out."""
+"""Read and write GGUF files."""

@@ -1,4 +1,4 @@
-"""What GGUF files look like, to reader and writer: value types, a llama's tensors, their row order."""
+"""The GGUF format as reader and writer see it: value types, the tensors of a llama, their row order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# the number types of metadata values, as struct's codes, and the two types that are not numbers
+# the numeric types of metadata values as struct format characters, and the two other types
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-ALIGNMENT = 32  # of every tensor, unless the file says otherwise
+ALIGNMENT = 32  # of every tensor, unless the metadata has another value
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a GGUF tensor goes: its Hugging Face name, its shape, and the heads its rows are grouped in."""
+    """The Hugging Face name and shape of a GGUF tensor, and the heads into which its rows are grouped."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Slot:
 
 
 def slots_of(config: Mapping[str, Any]) -> dict[str, Slot]:
-    """Every tensor the model must have, by its GGUF name."""
+    """Return every tensor that the model must have, by GGUF name."""
     vocab, hidden, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -43,23 +43,23 @@ def slots_of(config: Mapping[str, Any]) -> dict[str, Slot]:
     if not config["tie_word_embeddings"]:
         slots["output.weight"] = Slot("lm_head.weight", (vocab, hidden))
     for layer in range(config["num_hidden_layers"]):
-        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
-        slots[f"{theirs}.attn_norm.weight"] = Slot(f"{ours}.input_layernorm.weight", (hidden,))
-        slots[f"{theirs}.ffn_norm.weight"] = Slot(f"{ours}.post_attention_layernorm.weight", (hidden,))
+        hf, gguf = f"model.layers.{layer}", f"blk.{layer}"
+        slots[f"{gguf}.attn_norm.weight"] = Slot(f"{hf}.input_layernorm.weight", (hidden,))
+        slots[f"{gguf}.ffn_norm.weight"] = Slot(f"{hf}.post_attention_layernorm.weight", (hidden,))
         for name, (module, shape, rotary_heads) in linear.items():
-            slots[f"{theirs}.{name}.weight"] = Slot(f"{ours}.{module}.weight", shape, rotary_heads)
+            slots[f"{gguf}.{name}.weight"] = Slot(f"{hf}.{module}.weight", shape, rotary_heads)
             if config["attention_bias" if name.startswith("attn") else "mlp_bias"]:
-                slots[f"{theirs}.{name}.bias"] = Slot(f"{ours}.{module}.bias", shape[:1], rotary_heads)
+                slots[f"{gguf}.{name}.bias"] = Slot(f"{hf}.{module}.bias", shape[:1], rotary_heads)
     return slots
 
 
 def split_rotary_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo llama.cpp's row order: it keeps rotary pairs side by side, Hugging Face half a head apart."""
+    """Convert rows with adjacent rotary pairs (llama.cpp) to pairs half a head apart (Hugging Face)."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def join_rotary_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows in llama.cpp's order: the inverse of `split_rotary_pairs`."""
+    """Convert rows to llama.cpp's order, the inverse of `split_rotary_pairs`."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, rebuilt as a Hugging Face one."""
+"""Rebuild the tokenizer of a GGUF file as a Hugging Face tokenizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from whet.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's visible space
-_MAX_PIECE = (
-    512  # characters; every way to cut a piece in two is tried, which a hostile one could make endless
-)
+# characters per piece: every way to split a piece in two is tried, which a malicious file could make endless
+_MAX_PIECE = 512
 
-# Contractions, letters with what precedes them, digits, punctuation, line ends, spaces.
+# Contractions, letters with the character before them, digits, punctuation, line ends, spaces.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,7 +21,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer, its tokenizer_config.json, and the token ids that config.json repeats."""
+    """A tokenizer, its tokenizer_config.json, and the special token ids for config.json."""
 
     tokenizer: Tokenizer
     config: dict[str, object]
@@ -31,7 +30,7 @@ class GgufTokenizer:
 
 @dataclass(frozen=True)
 class PreTokenizerSplit:
-    """How a kind of byte-level BPE cuts text before merging."""
+    """How a kind of byte-level BPE splits text before merging."""
 
     pre_tokenizer: pre_tokenizers.PreTokenizer
     normalizer: normalizers.Normalizer | None = None
@@ -40,7 +39,7 @@ class PreTokenizerSplit:
 
 
 def splits() -> dict[str, PreTokenizerSplit]:
-    """The ways of splitting by their names in GGUF files."""
+    """Return the supported pre-tokenizers by their names in GGUF files."""
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -60,26 +59,24 @@ def splits() -> dict[str, PreTokenizerSplit]:
 
 
 class _Vocabulary:
-    """The token lists of a GGUF file, checked to be of one length and free of repeats."""
+    """The token lists of a GGUF file, checked to have the same length and no duplicates."""
 
-    def __init__(self, metadata: Mapping[str, object], where: str, vocab_size: int) -> None:
+    def __init__(self, metadata: Mapping[str, object], source: str, vocab_size: int) -> None:
         self.metadata = metadata
-        self.where = where
+        self.source = source
         self.tokens = self.strings("tokens")
         if len(self.tokens) > vocab_size:
-            raise self.error(
-                f"there are {len(self.tokens)} tokens, but the model has {vocab_size} rows for them"
-            )
+            raise self.error(f"there are {len(self.tokens)} tokens, but the embedding has {vocab_size} rows")
         self.types = self.numbers("token_type") or [NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise self.error(f"there are {len(self.tokens)} tokens, but {len(self.types)} token types")
         self.rows = used = len(self.tokens)
-        while used and self.types[used - 1] == UNUSED:  # rows of the embedding that no token has
+        while used and self.types[used - 1] == UNUSED:  # embedding rows without a token
             used -= 1
         self.tokens, self.types = self.tokens[:used], self.types[:used]
 
-    def error(self, what: str, hint: str | None = None) -> ModelError:
-        return ModelError(f"{self.where}: the tokenizer cannot be read: {what}", hint=hint)
+    def error(self, problem: str, hint: str | None = None) -> ModelError:
+        return ModelError(f"{self.source}: the tokenizer cannot be read: {problem}", hint=hint)
 
     def get(self, key: str) -> object:
         return self.metadata.get(f"tokenizer.ggml.{key}")
@@ -87,7 +84,7 @@ class _Vocabulary:
     def strings(self, key: str) -> list[str]:
         values = self.get(key)
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise self.error(f"tokenizer.ggml.{key} is not a list of text")
+            raise self.error(f"tokenizer.ggml.{key} is not a list of strings")
         return values
 
     def numbers(self, key: str) -> list[float]:
@@ -119,21 +116,21 @@ class _Vocabulary:
 
 
 def build_tokenizer(
-    metadata: Mapping[str, object], *, where: str, vocab_size: int, max_length: int
+    metadata: Mapping[str, object], *, source: str, vocab_size: int, max_length: int
 ) -> GgufTokenizer:
-    """Build the tokenizer that the metadata of the GGUF file `where` describes."""
+    """Build the tokenizer that the metadata of the GGUF file `source` describes."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{where}: the tokenizer {kind!r} cannot be read" if kind else f"{where} has no tokenizer",
-            hint="known here: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
+            f"{source}: the tokenizer {kind!r} is not supported" if kind else f"{source} has no tokenizer",
+            hint="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
         )
-    vocabulary = _Vocabulary(metadata, where, vocab_size)
+    vocabulary = _Vocabulary(metadata, source, vocab_size)
     try:
         return _build(vocabulary, _byte_level if kind == "gpt2" else _sentencepiece, max_length=max_length)
     except ModelError:
         raise
-    except Exception as error:  # the tokenizers package raises nothing narrower
+    except Exception as error:  # the tokenizers package raises plain Exceptions
         raise vocabulary.error(str(error)) from error
 
 
@@ -142,12 +139,12 @@ def _build(
 ) -> GgufTokenizer:
     tokenizer, add_bos = build(vocabulary)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: vocabulary.special_id(theirs) for ours, theirs in roles.items()}
+    ids = {role: vocabulary.special_id(gguf_role) for role, gguf_role in roles.items()}
     _add_tokens(tokenizer, vocabulary, named={index for index in ids.values() if index is not None})
     named = {role: tokenizer.id_to_token(index) for role, index in ids.items() if index is not None}
     add_bos = "bos" in named and vocabulary.flag("add_bos_token", default=add_bos)
     add_eos = "eos" in named and vocabulary.flag("add_eos_token", default=False)
-    _frame(tokenizer, bos=named["bos"] if add_bos else None, eos=named["eos"] if add_eos else None)
+    _set_bos_and_eos(tokenizer, bos=named["bos"] if add_bos else None, eos=named["eos"] if add_eos else None)
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": add_bos,
@@ -159,18 +156,18 @@ def _build(
     template = vocabulary.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
-    others = [vocabulary.special_id(role) for role in ("eot", "eom")]
-    return GgufTokenizer(tokenizer, config, _config_ids(ids, other_ends=others))
+    extra_ends = [vocabulary.special_id(role) for role in ("eot", "eom")]
+    return GgufTokenizer(tokenizer, config, _config_ids(ids, extra_ends=extra_ends))
 
 
 def _config_ids(
-    ids: Mapping[str, int | None], *, other_ends: Sequence[int | None]
+    ids: Mapping[str, int | None], *, extra_ends: Sequence[int | None]
 ) -> dict[str, int | list[int]]:
     named: dict[str, int | list[int]] = {
         f"{role}_token_id": index for role, index in ids.items() if index is not None and role != "unk"
     }
-    # chat models end a turn, a message and a document differently
-    ends = list(dict.fromkeys(index for index in (ids["eos"], *other_ends) if index is not None))
+    # chat models have different tokens for the end of a turn, a message and a document
+    ends = list(dict.fromkeys(index for index in (ids["eos"], *extra_ends) if index is not None))
     if ids["eos"] is not None and len(ends) > 1:
         named["eos_token_id"] = ends
     return named
@@ -182,14 +179,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     split = known.get(name) if isinstance(name, str) else None
     if split is None:
         raise vocabulary.error(
-            f"its way of splitting text, tokenizer.ggml.pre={name!r}, is unknown",
-            hint=f"known here: {', '.join(known)}",
+            f"the pre-tokenizer tokenizer.ggml.pre={name!r} is not supported",
+            hint=f"supported: {', '.join(known)}",
         )
     merges: list[tuple[str, str]] = []
     for line in vocabulary.strings("merges"):
         left, _, right = line.partition(" ")
         if not left or not right:
-            raise vocabulary.error(f"the merge {line!r} is not two tokens with a space between them")
+            raise vocabulary.error(f"the merge {line!r} is not two tokens separated by a space")
         merges.append((left, right))
     model = models.BPE(vocabulary.by_text(vocabulary.tokens), merges, ignore_merges=split.whole_words_first)
     tokenizer = Tokenizer(model)
@@ -201,7 +198,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    # User-defined tokens are found in the text as it is typed, before its spaces become visible.
+    # user-defined tokens are matched in the raw text, before its spaces are replaced
     texts = [
         text.replace(SPACE, " ") if kind == USER_DEFINED else text
         for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -219,18 +216,21 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     )
     tokenizer = Tokenizer(model)
     spaces = normalizers.Replace(" ", SPACE)
-    text_again = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoding_steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.flag("add_space_prefix", default=True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
-        tokenizer.decoder = decoders.Sequence([*text_again, decoders.Strip(" ", 1, 0)])
+        tokenizer.decoder = decoders.Sequence([*decoding_steps, decoders.Strip(" ", 1, 0)])
     else:
         tokenizer.normalizer = spaces
-        tokenizer.decoder = decoders.Sequence(text_again)
+        tokenizer.decoder = decoders.Sequence(decoding_steps)
     return tokenizer, True
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every cut of every piece, the best piece first: SentencePiece joins where the union scores best."""
+    """Return every split of every piece as a merge, the highest score first.
+
+    SentencePiece merges the pair whose union has the highest score.
+    """
     scores = vocabulary.numbers("scores")
     if len(scores) != vocabulary.rows:
         raise vocabulary.error(f"there are {vocabulary.rows} tokens, but {len(scores)} scores")
@@ -241,7 +241,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     }
     longest = max(pieces, key=len, default="")
     if len(longest) > _MAX_PIECE:
-        raise vocabulary.error(f"a token has {len(longest)} characters; {_MAX_PIECE} is the most")
+        raise vocabulary.error(f"a token has {len(longest)} characters, but {_MAX_PIECE} is the maximum")
     return [
         (piece[:cut], piece[cut:])
         for piece in sorted(pieces, key=lambda text: -pieces[text])
@@ -251,7 +251,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, *, named: set[int]) -> None:
-    """Make control and user-defined tokens atomic: found in the text before anything is split."""
+    """Add control and user-defined tokens, which are matched before the text is split."""
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
     for index, kind in enumerate(vocabulary.types):
@@ -259,21 +259,21 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, *, named: set[int
         if is_special or kind == USER_DEFINED:
             text = tokenizer.id_to_token(index)
             if not text:
-                raise vocabulary.error(f"token {index} is special and has no text")
+                raise vocabulary.error(f"the special token {index} has no text")
             token = AddedToken(text, special=is_special, normalized=False)
             (special if is_special else plain).append(token)
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
 
 
-def _frame(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
-    """Put the begin and end tokens around every text, where the model expects them."""
+def _set_bos_and_eos(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
+    """Make the tokenizer add BOS and EOS tokens to every text, if given."""
     if bos is None and eos is None:
         return
-    around = [*([f"{bos}:{{n}}"] if bos else []), "${name}:{n}", *([f"{eos}:{{n}}"] if eos else [])]
+    template = [*([f"{bos}:{{n}}"] if bos else []), "${name}:{n}", *([f"{eos}:{{n}}"] if eos else [])]
     first, second = (
-        [part.replace("{n}", number).replace("{name}", name) for part in around]
-        for number, name in (("0", "A"), ("1", "B"))
+        [part.replace("{n}", type_id).replace("{name}", name) for part in template]
+        for type_id, name in (("0", "A"), ("1", "B"))
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=first,

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as the metadata of a GGUF file: the inverse of tokenizer_reader."""
+"""Convert a Hugging Face tokenizer to the metadata of a GGUF file, the inverse of tokenizer_reader."""
 
 import json
 import logging
@@ -23,8 +23,8 @@ from whet.model_io.gguf.tokenizer_reader import (
 log = logging.getLogger("whet")
 
 _PREFIX = "tokenizer.ggml."
-# Text that shows where two tokenizers differ: spaces, lines, digits, accents, emoji, bytes, contractions.
-_HARD = (
+# Texts on which tokenizers often differ: spaces, lines, digits, accents, emoji, bytes, contractions.
+_DIFFICULT_TEXTS = (
     "",
     " ",
     "   three before, two after  ",
@@ -42,29 +42,29 @@ _HARD = (
 def tokenizer_metadata(
     tokenizer: Any, *, vocab_size: int, end_tokens: Collection[int] = ()
 ) -> dict[str, object]:
-    """What a GGUF file says about the tokenizer; rebuilt from it, it must give the same ids.
+    """Return the GGUF metadata of a tokenizer, and check that a tokenizer rebuilt from it gives the same ids.
 
-    `vocab_size` is the number of rows of the embedding: rows without a token get an unused one.
+    `vocab_size` is the number of rows of the embedding. Rows without a token get an unused token.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise ModelError("GGUF holds byte-pair tokenizers; this one has no tokenizer.json")
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    if described["model"]["type"] != "BPE":
+        raise ModelError("GGUF requires a byte-pair tokenizer, but this one has no tokenizer.json")
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    if tokenizer_json["model"]["type"] != "BPE":
         raise ModelError(
-            f"GGUF files are written with byte-pair tokenizers; this one is {described['model']['type']}"
+            f"GGUF requires a byte-pair tokenizer, but this one is {tokenizer_json['model']['type']}"
         )
-    tokens, types = _tokens(described, vocab_size)
+    tokens, types = _tokens_and_types(tokenizer_json, vocab_size)
     common: dict[str, object] = {
         "tokens": tokens,
         "token_type": types,
         **_special_ids(tokenizer, end_tokens),
-        **_frame(tokenizer),
+        **_bos_and_eos_flags(tokenizer),
     }
-    if _mentions(described["pre_tokenizer"], "ByteLevel"):
-        candidates = [_byte_level(described) | common]
+    if _has_type(tokenizer_json["pre_tokenizer"], "ByteLevel"):
+        candidates = [_byte_level(tokenizer_json) | common]
     else:
         candidates = [
-            _sentencepiece(described, tokens) | common | {"add_space_prefix": prefix}
+            _sentencepiece(tokenizer_json, tokens) | common | {"add_space_prefix": prefix}
             for prefix in (True, False)
         ]
     reasons = []
@@ -74,35 +74,35 @@ def tokenizer_metadata(
         template = template.get("default") if isinstance(template, dict) else template
         if template:
             metadata["tokenizer.chat_template"] = template
-        reason = _difference(tokenizer, described, metadata, vocab_size)
+        reason = _difference(tokenizer, tokenizer_json, metadata, vocab_size)
         if reason is None:
             return metadata
         reasons.append(reason)
     raise ModelError(
-        f"the tokenizer does something that GGUF cannot hold: {reasons[0]}",
-        hint="export a Hugging Face directory (--to hf) and use llama.cpp's own converter",
+        f"GGUF cannot represent this tokenizer: {reasons[0]}",
+        hint="export a Hugging Face directory (--to hf) and use llama.cpp's converter",
     )
 
 
-def _tokens(described: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """Texts and types of all tokens, by id."""
-    model = described["model"]
-    found = {index: (text, NORMAL) for text, index in model["vocab"].items()}
+def _tokens_and_types(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Return the texts and the types of all tokens, by id."""
+    model = tokenizer_json["model"]
+    by_id = {index: (text, NORMAL) for text, index in model["vocab"].items()}
     if model.get("byte_fallback"):
         for byte in range(256):
             if (index := model["vocab"].get(f"<0x{byte:02X}>")) is not None:
-                found[index] = (found[index][0], BYTE)
-    byte_level = _mentions(described["pre_tokenizer"], "ByteLevel")
-    for token in described["added_tokens"]:
+                by_id[index] = (by_id[index][0], BYTE)
+    byte_level = _has_type(tokenizer_json["pre_tokenizer"], "ByteLevel")
+    for token in tokenizer_json["added_tokens"]:
         text = token["content"]
         if token["special"]:
-            unknown = not byte_level and text == model.get("unk_token")
-            found[token["id"]] = (text, UNKNOWN if unknown else CONTROL)
+            is_unknown = not byte_level and text == model.get("unk_token")
+            by_id[token["id"]] = (text, UNKNOWN if is_unknown else CONTROL)
         else:
-            found[token["id"]] = (text if byte_level else text.replace(" ", SPACE), USER_DEFINED)
-    if (last := max(found)) >= vocab_size:
-        raise ModelError(f"the tokenizer has a token {last}, and the model {vocab_size} rows for tokens")
-    entries = [found.get(index, (f"[UNUSED{index}]", UNUSED)) for index in range(vocab_size)]
+            by_id[token["id"]] = (text if byte_level else text.replace(" ", SPACE), USER_DEFINED)
+    if (last := max(by_id)) >= vocab_size:
+        raise ModelError(f"the tokenizer has a token {last}, but the embedding has only {vocab_size} rows")
+    entries = [by_id.get(index, (f"[UNUSED{index}]", UNUSED)) for index in range(vocab_size)]
     return [text for text, _ in entries], [kind for _, kind in entries]
 
 
@@ -113,87 +113,95 @@ def _special_ids(tokenizer: Any, end_tokens: Collection[int]) -> dict[str, objec
         "unknown": tokenizer.unk_token_id,
         "padding": tokenizer.pad_token_id,
     }
-    others = sorted(set(end_tokens) - {roles["eos"]})
-    # the ends of a turn and of a message, where they are not the end of a document
-    places = ["eot", "eom"] if roles["eos"] is not None else ["eos", "eot", "eom"]
-    roles |= dict(zip(places, others, strict=False))
-    if dropped := others[len(places) :]:
-        log.warning("GGUF has no place for more ends of an answer: %s", ", ".join(map(str, dropped)))
+    extra_ends = sorted(set(end_tokens) - {roles["eos"]})
+    # the ends of a turn and of a message, if they differ from the end of a document
+    end_roles = ["eot", "eom"] if roles["eos"] is not None else ["eos", "eot", "eom"]
+    roles |= dict(zip(end_roles, extra_ends, strict=False))
+    if dropped := extra_ends[len(end_roles) :]:
+        log.warning(
+            "GGUF cannot store these additional end tokens, which will not stop generation: %s",
+            ", ".join(map(str, dropped)),
+        )
     return {f"{role}_token_id": index for role, index in roles.items() if index is not None}
 
 
-def _frame(tokenizer: Any) -> dict[str, object]:
-    """Whether texts begin and end with a token of their own."""
-    framed, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+def _bos_and_eos_flags(tokenizer: Any) -> dict[str, object]:
+    """Return whether the tokenizer adds a BOS and an EOS token to a text."""
+    with_special, without = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
     return {
-        "add_bos_token": framed != bare and framed[0] == tokenizer.bos_token_id,
-        "add_eos_token": framed != bare and framed[-1] == tokenizer.eos_token_id,
+        "add_bos_token": with_special != without and with_special[0] == tokenizer.bos_token_id,
+        "add_eos_token": with_special != without and with_special[-1] == tokenizer.eos_token_id,
     }
 
 
-def _byte_level(described: Mapping[str, Any]) -> dict[str, object]:
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["model"]["merges"]]
-    return {"model": "gpt2", "pre": _split_name(described, any_split=not merges), "merges": merges}
+def _byte_level(tokenizer_json: Mapping[str, Any]) -> dict[str, object]:
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer_json["model"]["merges"]
+    ]
+    return {"model": "gpt2", "pre": _split_name(tokenizer_json, any_split=not merges), "merges": merges}
 
 
-def _split_name(described: Mapping[str, Any], *, any_split: bool) -> str:
-    """The name under which GGUF files know this way of splitting text."""
-    ours = _splitting(described)
+def _split_name(tokenizer_json: Mapping[str, Any], *, any_split: bool) -> str:
+    """Return the name of this pre-tokenizer in GGUF files."""
+    target = _split_settings(tokenizer_json)
     for name, split in splits().items():
-        twin = Tokenizer(models.BPE(ignore_merges=split.whole_words_first))
-        twin.pre_tokenizer = split.pre_tokenizer
+        candidate = Tokenizer(models.BPE(ignore_merges=split.whole_words_first))
+        candidate.pre_tokenizer = split.pre_tokenizer
         if split.normalizer is not None:
-            twin.normalizer = split.normalizer
-        if name != "default" and _splitting(json.loads(twin.to_str())) == ours:
+            candidate.normalizer = split.normalizer
+        if name != "default" and _split_settings(json.loads(candidate.to_str())) == target:
             return name
-    if any_split and described["normalizer"] is None:
-        return "gpt-2"  # nothing is ever merged, so it does not matter where words end
+    if any_split and tokenizer_json["normalizer"] is None:
+        return "gpt-2"  # without merges, it does not matter where words end
     raise ModelError(
-        "GGUF has no name for the way in which this tokenizer splits text",
-        hint=f"known here: {', '.join(splits())}",
+        "GGUF has no name for the pre-tokenizer of this tokenizer",
+        hint=f"supported: {', '.join(splits())}",
     )
 
 
-def _splitting(described: Mapping[str, Any]) -> object:
+def _split_settings(tokenizer_json: Mapping[str, Any]) -> object:
     parts = (
-        described["normalizer"],
-        described["pre_tokenizer"],
-        bool(described["model"].get("ignore_merges")),
+        tokenizer_json["normalizer"],
+        tokenizer_json["pre_tokenizer"],
+        bool(tokenizer_json["model"].get("ignore_merges")),
     )
     return json.loads(
-        json.dumps(parts), object_hook=lambda found: {k: found[k] for k in found if k != "trim_offsets"}
+        json.dumps(parts), object_hook=lambda node: {k: node[k] for k in node if k != "trim_offsets"}
     )
 
 
-def _sentencepiece(described: Mapping[str, Any], tokens: list[str]) -> dict[str, object]:
-    """Scores that put the pieces in the order in which the merges make them."""
+def _sentencepiece(tokenizer_json: Mapping[str, Any], tokens: list[str]) -> dict[str, object]:
+    """Return scores that rank the pieces in the order of the merges that create them."""
     ranks: dict[str, int] = {}
-    for rank, merge in enumerate(described["model"]["merges"]):
+    for rank, merge in enumerate(tokenizer_json["model"]["merges"]):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
-    worst = len(described["model"]["merges"])
+    worst = len(tokenizer_json["model"]["merges"])
     scores = [-float(ranks.get(text, worst + index)) for index, text in enumerate(tokens)]
     return {"model": "llama", "scores": scores}
 
 
-def _mentions(part: object, kind: str) -> bool:
+def _has_type(part: object, kind: str) -> bool:
     return f'"type": "{kind}"' in json.dumps(part)
 
 
 def _difference(
-    tokenizer: Any, described: Mapping[str, Any], metadata: Mapping[str, object], vocab_size: int
+    tokenizer: Any, tokenizer_json: Mapping[str, Any], metadata: Mapping[str, object], vocab_size: int
 ) -> str | None:
-    """Where the tokenizer rebuilt from the metadata is not the same, or None."""
-    rebuilt = build_tokenizer(metadata, where="the new file", vocab_size=vocab_size, max_length=1).tokenizer
-    again = json.loads(rebuilt.to_str())["model"]["merges"]
-    if {tuple(merge) for merge in again} != {
-        tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in described["model"]["merges"]
+    """Return how the tokenizer rebuilt from the metadata differs from the original, or None."""
+    rebuilt = build_tokenizer(metadata, source="the new file", vocab_size=vocab_size, max_length=1).tokenizer
+    rebuilt_merges = json.loads(rebuilt.to_str())["model"]["merges"]
+    if {tuple(merge) for merge in rebuilt_merges} != {
+        tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        for merge in tokenizer_json["model"]["merges"]
     }:
-        return "its merges do not follow from scores"
-    specials = [token["content"] for token in described["added_tokens"]][:64]
-    for text in (*_HARD, "x".join(specials), " ".join(specials) + " end"):
+        return "its merges cannot be expressed as scores"
+    specials = [token["content"] for token in tokenizer_json["added_tokens"]][:64]
+    for text in (*_DIFFICULT_TEXTS, "x".join(specials), " ".join(specials) + " end"):
         ours, theirs = tokenizer(text)["input_ids"], rebuilt.encode(text).ids
         if ours != theirs:
-            place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-            shown = [ids[place : place + 6] for ids in (ours, theirs)]
-            return f"{text[:40]!r} has the ids {shown[0]} and would have {shown[1]}"
+            start = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+            excerpts = [ids[start : start + 6] for ids in (ours, theirs)]
+            return f"{text[:40]!r} has the ids {excerpts[0]}, but would get {excerpts[1]}"
     return None

@@ -1,7 +1,7 @@
-"""GGUF files out: a llama model with its tokenizer and chat template, as llama.cpp reads it.
+"""Write a llama model with its tokenizer and chat template as a GGUF file for llama.cpp.
 
-The header is packed here, not with the gguf package's writer: that one opens its own files, and it cannot
-hold the empty list of merges that a tokenizer of bytes has.
+This module packs the header itself, because the gguf package's writer opens its own files and cannot write
+the empty list of merges of a byte tokenizer.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ KINDS = {
     "q4_0": (Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 _UINT32, _FLOAT32, _BOOL, _INT32 = 4, 6, 7, 5
-# the largest number each type can hold: blocks have an fp16 scale for steps of their largest number
-_LARGEST = {Kind.F16: 65504.0, Kind.Q8_0: 65504.0 * 127, Kind.Q4_0: 65504.0 * 8}
+# the largest magnitude that each type can represent: a block has an fp16 scale per quantization step
+_MAX_MAGNITUDES = {Kind.F16: 65504.0, Kind.Q8_0: 65504.0 * 127, Kind.Q4_0: 65504.0 * 8}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One tensor to come: how it is stored, and how its values are made."""
+    """A tensor to write: its shape, its storage type, and a function that computes its values."""
 
     shape: tuple[int, ...]
     kind: Kind
@@ -51,8 +51,8 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        values_each, bytes_each = GGML_QUANT_SIZES[self.kind]
-        return int(np.prod(self.shape)) // values_each * bytes_each
+        block_values, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return int(np.prod(self.shape)) // block_values * block_bytes
 
 
 def write_gguf(
@@ -63,17 +63,17 @@ def write_gguf(
     kind: str,
     end_tokens: Collection[int] = (),
 ) -> None:
-    """Write the model as one GGUF file, which appears when it is complete.
+    """Write the model as one GGUF file, which appears under its name only when it is complete.
 
-    `end_tokens` are the ids that end an answer; norms and biases are always float32, and with q4_0 the
-    embedding and the head are q8_0, as they suffer most.
+    `end_tokens` are the ids that end a completion. Norms and biases are always float32. With q4_0, the
+    embedding and the head are q8_0, because 4 bits degrade them most.
     """
     if kind not in KINDS:
-        raise ConfigError(f"unknown GGUF type {kind!r}", hint=f"known: {', '.join(KINDS)}")
+        raise ConfigError(f"unknown GGUF type {kind!r}", hint=f"use one of {', '.join(KINDS)}")
     spec = llama_spec(model)
     if tokenizer is None:
-        raise ModelError("a GGUF file holds its tokenizer, and this model has none")
-    chosen, file_type = KINDS[kind]
+        raise ModelError("a GGUF file needs a tokenizer, but this model has none")
+    tensor_kind, file_type = KINDS[kind]
     metadata = {
         "general.architecture": "llama",
         "general.name": Path(path).stem,
@@ -82,7 +82,7 @@ def write_gguf(
         **_model_metadata(spec),
         **tokenizer_metadata(tokenizer, vocab_size=spec.vocab_size, end_tokens=end_tokens),
     }
-    entries = dict(_entries(spec, model, chosen))
+    entries = dict(_entries(spec, model, tensor_kind))
     path = Path(path)
     clear_leftovers(path.parent, of=path.name)
     with new_file(path) as staging:
@@ -90,30 +90,30 @@ def write_gguf(
 
 
 def llama_values(model: LanguageModel) -> dict[str, Callable[[], NDArray[np.float32]]]:
-    """What each tensor of the file stands for, unrounded, under its GGUF name."""
+    """Return functions that compute the unrounded values of each tensor, by GGUF name."""
     return {name: entry.values for name, entry in _entries(llama_spec(model), model, Kind.F32)}
 
 
 def llama_spec(model: LanguageModel) -> ModelSpec:
-    """The model as a llama, or a ModelError that says why it is none."""
+    """Return the spec of the model as a llama, or raise ModelError if it is not equivalent to one."""
     family = str(model.hf_config().get("model_type"))
     if isinstance(model, Decoder):
         spec = dataclasses.replace(model.spec, family=llama.MODEL_TYPE)
         if _is_llama(spec):
             return spec
     raise ModelError(
-        f"this {family!r} model is no llama, which is what GGUF files can be written of",
+        f"this {family!r} model cannot be exported to GGUF, which only supports llama models",
         hint="export it as a Hugging Face directory (--to hf), which llama.cpp's converter reads",
     )
 
 
 def _is_llama(spec: ModelSpec) -> bool:
-    """Whether a llama's config.json can say all of it, whatever its family."""
+    """Return whether a llama's config.json can represent the spec, whatever its family."""
     try:
-        same = llama.from_config(llama.to_config(spec)) == spec
-    except (ModelError, KeyError):  # a layer without attention, say
+        is_equal = llama.from_config(llama.to_config(spec)) == spec
+    except (ModelError, KeyError):  # for example, a layer without attention
         return False
-    return same and spec.blocks[0].dense.activation == "silu"
+    return is_equal and spec.blocks[0].dense.activation == "silu"
 
 
 def _model_metadata(spec: ModelSpec) -> dict[str, object]:
@@ -137,23 +137,26 @@ def _model_metadata(spec: ModelSpec) -> dict[str, object]:
 
 
 def _rope_metadata(rope: RopeSpec) -> dict[str, object]:
-    """Scaling by a rule; llama 3's is a tensor of its own."""
+    """Return the metadata of linear and YaRN scaling. Llama 3's scaling is stored as a tensor instead."""
     match rope.scaling:
         case LinearRopeScaling(factor=factor):
-            found: dict[str, object] = {"type": "linear", "factor": factor}
+            fields: dict[str, object] = {"type": "linear", "factor": factor}
         case YarnRopeScaling() as scaling:
             plain = YarnRopeScaling(scaling.factor, scaling.original_max_positions, scaling.attention_factor)
-            usual = 1.0 if scaling.factor <= 1 else 0.1 * float(np.log(scaling.factor)) + 1.0
-            if plain != scaling or abs(usual - scaling.attention_factor) > 1e-6:
-                raise ModelError("GGUF holds YaRN's factor and length only; this model's has other settings")
-            found = {
+            default = 1.0 if scaling.factor <= 1 else 0.1 * float(np.log(scaling.factor)) + 1.0
+            if plain != scaling or abs(default - scaling.attention_factor) > 1e-6:
+                raise ModelError(
+                    "GGUF only stores the factor and the original length of YaRN, but this model has other "
+                    "YaRN settings"
+                )
+            fields = {
                 "type": "yarn",
                 "factor": scaling.factor,
                 "original_context_length": scaling.original_max_positions,
             }
         case _:
-            found = {}
-    return {f"llama.rope.scaling.{key}": value for key, value in found.items()}
+            fields = {}
+    return {f"llama.rope.scaling.{key}": value for key, value in fields.items()}
 
 
 def _entries(spec: ModelSpec, model: LanguageModel, kind: Kind) -> Iterator[tuple[str, _Entry]]:
@@ -165,24 +168,25 @@ def _entries(spec: ModelSpec, model: LanguageModel, kind: Kind) -> Iterator[tupl
         yield "rope_freqs.weight", _Entry(divisors.shape, Kind.F32, lambda: divisors)
     for name, slot in slots_of(llama.to_config(spec)).items():
         if slot.name not in tensors:
-            raise ModelError(f"the model has no {slot.name}", hint="fold its adapter in first: whet.merge")
+            raise ModelError(f"the model has no {slot.name}", hint="merge its adapter first: whet.merge")
         tensor = tensors[slot.name]
-        stored = _kind_of(name, slot, kind)
+        tensor_kind = _tensor_kind(name, slot, kind)
         largest = float(tensor.abs().max())
-        if not largest <= _LARGEST.get(stored, np.finfo(np.float32).max):
+        if not largest <= _MAX_MAGNITUDES.get(tensor_kind, np.finfo(np.float32).max):
             raise ModelError(
-                f"{slot.name} holds numbers that {stored.name} cannot: the largest is {largest:.3g}",
-                hint="choose bf16" if math.isfinite(largest) else "the model is broken",
+                f"{slot.name} has values that {tensor_kind.name} cannot represent: the largest is "
+                f"{largest:.3g}",
+                hint="choose bf16" if math.isfinite(largest) else "the weights of the model are not finite",
             )
-        yield name, _Entry(slot.shape, stored, partial(_values, tensor, slot))
+        yield name, _Entry(slot.shape, tensor_kind, partial(_values, tensor, slot))
 
 
-def _kind_of(name: str, slot: Slot, kind: Kind) -> Kind:
+def _tensor_kind(name: str, slot: Slot, kind: Kind) -> Kind:
     if len(slot.shape) == 1:
         return Kind.F32
     if kind == Kind.Q4_0 and name in ("token_embd.weight", "output.weight"):
         kind = Kind.Q8_0
-    return kind if slot.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16  # no half blocks
+    return kind if slot.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16  # only full blocks
 
 
 def _values(tensor: torch.Tensor, slot: Slot) -> NDArray[np.float32]:
@@ -191,13 +195,13 @@ def _values(tensor: torch.Tensor, slot: Slot) -> NDArray[np.float32]:
 
 
 def _chunks(metadata: Mapping[str, object], entries: Mapping[str, _Entry]) -> Iterator[bytes | memoryview]:
-    """The file, one tensor at a time."""
+    """Yield the contents of the file, one tensor at a time."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(metadata))
-    header += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+    header += b"".join(_pack_text(key) + _pack_value(value) for key, value in metadata.items())
     offset = 0
     for name, entry in entries.items():
-        header += _text(name) + struct.pack("<I", len(entry.shape))
-        header += struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape))  # the fastest first
+        header += _pack_text(name) + struct.pack("<I", len(entry.shape))
+        header += struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape))  # fastest dimension first
         header += struct.pack("<IQ", int(entry.kind), offset)
         offset += entry.size + _padding(entry.size)
     yield header + bytes(_padding(len(header)))
@@ -213,20 +217,20 @@ def _padding(size: int) -> int:
     return -size % ALIGNMENT
 
 
-def _text(text: str) -> bytes:
+def _pack_text(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(value: object) -> bytes:
-    """A value of the metadata, behind its type."""
+def _pack_value(value: object) -> bytes:
+    """Return the type of a metadata value followed by the value."""
     if isinstance(value, str):
-        return struct.pack("<I", STRING) + _text(value)
+        return struct.pack("<I", STRING) + _pack_text(value)
     if isinstance(value, list):
         if not value or isinstance(value[0], str):
-            return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
-        kind = _FLOAT32 if isinstance(value[0], float) else _INT32  # as llama.cpp's own converter has it
-        numbers = struct.pack(f"<{len(value)}{SCALARS[kind]}", *value)
-        return struct.pack("<IIQ", ARRAY, kind, len(value)) + numbers
+            return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_pack_text, value))
+        kind = _FLOAT32 if isinstance(value[0], float) else _INT32  # as in llama.cpp's converter
+        packed = struct.pack(f"<{len(value)}{SCALARS[kind]}", *value)
+        return struct.pack("<IIQ", ARRAY, kind, len(value)) + packed
     kind = _BOOL if isinstance(value, bool) else _FLOAT32 if isinstance(value, float) else _UINT32
     return struct.pack("<I", kind) + struct.pack(f"<{SCALARS[kind]}", value)

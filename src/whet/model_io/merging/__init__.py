@@ -1,1 +1,1 @@
-"""Several models or adapters into one."""
+"""Merge several models or adapters into one model."""

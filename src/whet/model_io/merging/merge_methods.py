@@ -1,8 +1,8 @@
-"""Ways to make one weight out of several, as formulas on single tensors.
+"""Methods that merge several weights into one, as formulas on single tensors.
 
-Everything is computed in float32. Models come as iterables and are taken one at a time, so that the memory
-does not grow with their number: `map` and `del` below, where a generator or zip would hold on to a tensor
-while the next one is made.
+Everything is computed in float32. Models are iterables that are consumed one at a time, so the memory does
+not grow with their number. The code uses `map` and `del`, because a generator or zip would keep a reference
+to one tensor while the next is computed.
 """
 
 import hashlib
@@ -12,43 +12,66 @@ from functools import partial
 
 import torch
 
-_PARALLEL = 0.9995  # cosine above which the arc between two tensors is a line
+_PARALLEL = 0.9995  # cosine above which linear interpolation is used
 
 
 def average(models: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """sum_i w_i A_i (model soups, arXiv 2203.05482)."""
+    """Return sum_i w_i A_i (model soups, arXiv 2203.05482).
+
+    Args:
+        models: The tensors A_i of the models.
+        weights: The weights w_i.
+    """
     return _weighted_sum(map(torch.Tensor.float, models), weights)
 
 
 def slerp(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:
-    """The point at `share` of the way from the first to the second, along the arc between their directions.
+    """Interpolate spherically between two tensors, each treated as one vector (Shoemake 1985).
 
-    Spherical linear interpolation (Shoemake 1985) of the whole tensor as one vector; a straight line where
-    the two are nearly parallel or opposite, or one of them is zero: the arc is not defined there.
+    Interpolation is linear if the tensors are nearly parallel or opposite, or if one of them is zero, because
+    the arc is not defined then.
+
+    Args:
+        first: The result for a share of 0.
+        second: The result for a share of 1.
+        share: The position between the two, from 0 to 1.
     """
     a, b = first.float(), second.float()
-    lengths = a.norm() * b.norm()
-    cosine = float(torch.dot(a.flatten(), b.flatten()) / lengths) if lengths > 0 else 1.0
+    norms = a.norm() * b.norm()
+    cosine = float(torch.dot(a.flatten(), b.flatten()) / norms) if norms > 0 else 1.0
     if abs(cosine) > _PARALLEL:
         return torch.lerp(a, b, share)
     angle = math.acos(cosine)
-    parts = [math.sin((1 - share) * angle), math.sin(share * angle)]
-    return (a * (parts[0] / math.sin(angle))).add_(b, alpha=parts[1] / math.sin(angle))
+    sines = [math.sin((1 - share) * angle), math.sin(share * angle)]
+    return (a * (sines[0] / math.sin(angle))).add_(b, alpha=sines[1] / math.sin(angle))
 
 
 def task_arithmetic(
     base: torch.Tensor, models: Iterable[torch.Tensor], weights: Sequence[float]
 ) -> torch.Tensor:
-    """base + sum_i w_i (A_i - base) (arXiv 2212.04089)."""
+    """Return base + sum_i w_i (A_i - base) (task arithmetic, arXiv 2212.04089).
+
+    Args:
+        base: The tensor of the base model.
+        models: The tensors A_i of the models.
+        weights: The weights w_i.
+    """
     return _weighted_sum(_deltas(base, models), weights).add_(base)
 
 
 def ties(
     base: torch.Tensor, models: Iterable[torch.Tensor], weights: Sequence[float], *, density: float
 ) -> torch.Tensor:
-    """Trim, elect sign, disjoint mean (TIES, arXiv 2306.01708), with the trimming tensor by tensor.
+    """Merge with TIES (arXiv 2306.01708): trim, elect a sign, take the disjoint mean. Trims each tensor.
 
-    The sign of each entry is that of the sum of the trimmed updates: the side of the larger total magnitude.
+    The elected sign of an entry is that of the sum of the trimmed updates, the side with the larger total
+    magnitude.
+
+    Args:
+        base: The tensor of the base model.
+        models: The tensors of the models.
+        weights: The weights of the models.
+        density: The fraction of each update that is kept.
     """
     trimmed = map(partial(trim, density=density), _deltas(base, models))
     return _elected_mean(trimmed, weights).add_(base)
@@ -62,8 +85,16 @@ def dare(
     density: float,
     generators: Iterable[torch.Generator],
 ) -> torch.Tensor:
-    """Task arithmetic on updates of which a random part was dropped (DARE, arXiv 2311.03099)."""
-    return _weighted_sum(_dropped(base, models, density, generators), weights).add_(base)
+    """Merge with DARE (arXiv 2311.03099): task arithmetic on updates with randomly dropped entries.
+
+    Args:
+        base: The tensor of the base model.
+        models: The tensors of the models.
+        weights: The weights of the models.
+        density: The probability that an entry of an update is kept.
+        generators: One random generator per model.
+    """
+    return _weighted_sum(_dropped_deltas(base, models, density, generators), weights).add_(base)
 
 
 def dare_ties(
@@ -74,28 +105,36 @@ def dare_ties(
     density: float,
     generators: Iterable[torch.Generator],
 ) -> torch.Tensor:
-    """TIES with DARE's random dropping in the place of the trimming (arXiv 2311.03099, section 4)."""
-    return _elected_mean(_dropped(base, models, density, generators), weights).add_(base)
+    """Merge with TIES, with DARE's random dropping instead of trimming (arXiv 2311.03099, section 4).
+
+    Args:
+        base: The tensor of the base model.
+        models: The tensors of the models.
+        weights: The weights of the models.
+        density: The probability that an entry of an update is kept.
+        generators: One random generator per model.
+    """
+    return _elected_mean(_dropped_deltas(base, models, density, generators), weights).add_(base)
 
 
 def trim(delta: torch.Tensor, density: float) -> torch.Tensor:
-    """Keep the share `density` of the entries with the largest magnitudes (and any equal to the last)."""
+    """Keep the fraction `density` of entries with the largest magnitudes, including ties."""
     magnitudes = delta.abs().flatten().numpy()
-    dropped = magnitudes.size - max(1, round(density * magnitudes.size))
-    magnitudes.partition(dropped)  # in place: torch.kthvalue would need three times the memory
-    least = float(magnitudes[dropped])
+    num_dropped = magnitudes.size - max(1, round(density * magnitudes.size))
+    magnitudes.partition(num_dropped)  # in place: torch.kthvalue would need three times the memory
+    threshold = float(magnitudes[num_dropped])
     del magnitudes
-    return torch.where(delta.abs() >= least, delta, 0.0)
+    return torch.where(delta.abs() >= threshold, delta, 0.0)
 
 
 def drop(delta: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
-    """Keep each entry with probability `density` and divide by it, so that the mean stays."""
-    kept = torch.rand(delta.shape, generator=generator) < density
-    return torch.where(kept, delta / density, 0.0)
+    """Keep each entry with probability `density` and divide it by `density`, which preserves the mean."""
+    mask = torch.rand(delta.shape, generator=generator) < density
+    return torch.where(mask, delta / density, 0.0)
 
 
 def tensor_generator(seed: int, model: int, name: str) -> torch.Generator:
-    """Random numbers for one tensor of one model: the same whatever the order in which tensors come."""
+    """Return a random generator for one tensor of one model, independent of the order of tensors."""
     digest = hashlib.sha256(f"{seed}/{model}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
 
@@ -108,7 +147,7 @@ def _difference(base: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return model.float() - base
 
 
-def _dropped(
+def _dropped_deltas(
     base: torch.Tensor,
     models: Iterable[torch.Tensor],
     density: float,
@@ -125,7 +164,7 @@ def _weighted_sum(tensors: Iterator[torch.Tensor], weights: Sequence[float]) -> 
 
 
 def _elected_mean(deltas: Iterator[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted mean of the updates that have the elected sign; both signs are summed in one pass."""
+    """Return the weighted mean of the updates with the elected sign. Both signs are summed in one pass."""
     delta = next(deltas)
     up, down, up_weight, down_weight = (torch.zeros_like(delta) for _ in range(4))
     for index, weight in enumerate(weights):
@@ -137,8 +176,8 @@ def _elected_mean(deltas: Iterator[torch.Tensor], weights: Sequence[float]) -> t
         down_weight.add_(delta < 0, alpha=weight)
         del delta
     elected = up + down
-    some = torch.finfo(torch.float32).tiny  # nothing on a side: 0 / some = 0
-    up.div_(up_weight.clamp_(min=some))
-    down.div_(down_weight.clamp_(min=some))
+    tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0 if no update has a sign
+    up.div_(up_weight.clamp_(min=tiny))
+    down.div_(down_weight.clamp_(min=tiny))
     del up_weight, down_weight
     return torch.where(elected > 0, up, down).masked_fill_(elected == 0, 0.0)

@@ -1,4 +1,4 @@
-"""Models as merging reads them: tensor by tensor, under Hugging Face's names, adapters folded in."""
+"""Read models for merging: tensor by tensor, with Hugging Face names, and with adapters merged."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -14,7 +14,7 @@ from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
 from whet.model_io.hub import resolve
 from whet.model_io.load import load, load_quantised
-from whet.model_io.merging.adapter_set import merged_parameters
+from whet.model_io.merging.adapter_set import merge_in_float32
 from whet.model_io.resolve import base_of, config_of_checkpoint, usable_directory
 from whet.model_io.safetensors import TensorFiles
 from whet.models import families
@@ -24,8 +24,8 @@ from whet.models.language_model import LanguageModel
 class ModelSource:
     """The tensors of a model directory."""
 
-    base: str | None = None  # what it is an adapter of
-    quantised = False  # whether that is in 4 bits
+    base: str | None = None  # the base model, if this is an adapter
+    is_quantized = False  # whether the base is in 4 bits
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -35,145 +35,148 @@ class ModelSource:
         family = families.choose(self.config).family
         ignored = {tensor for tensor in self._files if family and families.is_buffer(family, tensor)}
         if family and self.config.get("tie_word_embeddings"):
-            ignored.add(family.hf_name("lm_head.weight"))  # some files hold the embedding a second time
-        self.described = {
+            ignored.add(family.hf_name("lm_head.weight"))  # some files contain the embedding twice
+        self.tensors = {  # on the meta device
             tensor: self._files.described(tensor) for tensor in self._files if tensor not in ignored
         }
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """Return one tensor, and raise ModelError if it is not a valid weight."""
         tensor = self._files.get(name)
         if tensor.is_floating_point():
             check_weight(tensor, name, self._files.file_of(name))
         return tensor
 
     def architecture(self) -> dict[str, Any]:  # Any: JSON values
-        """What decides how the tensors are used: the whole description for whet's own families."""
+        """Return the properties that must be equal: for native families, the entire model spec."""
         family = families.choose(self.config).family
-        described = read_spec(family, self.config, self.directory).describe() if family else {}
-        return {"model_type": self.config.get("model_type"), **described}
+        spec = read_spec(family, self.config, self.directory).describe() if family else {}
+        return {"model_type": self.config.get("model_type"), **spec}
 
 
 class AdapterSource(ModelSource):
-    """The tensors of an adapter's base, with the update folded in, in float32, where there is one.
+    """The tensors of an adapter's base, with adapted tensors merged in float32.
 
-    The base is opened in the widest dtype of its files, which mostly leaves its weights mapped from the disk.
+    The base is loaded in the widest dtype of its files, so most of its weights stay memory-mapped.
     """
 
     def __init__(self, name: str, base: str, model: LanguageModel | None = None) -> None:
-        directory = _root_of(base)
+        directory = _base_directory(base)
         super().__init__(name, directory)
         self.base = base
-        self._model = model or load(name, dtype=self._widest(), device="cpu")[0]
-        self.quantised = any(isinstance(module, NF4Linear) for module in self._model.modules())
-        self._layers: dict[str, tuple[Adapter | NF4Linear, str]] = {}
-        self._tensors = self._model.state_dict()
-        self._own = {
-            stored: own for own, tensor in self._tensors.items() for stored in self._in_files(own, tensor)
+        self._model = model or load(name, dtype=self._widest_dtype(), device="cpu")[0]
+        self.is_quantized = any(isinstance(module, NF4Linear) for module in self._model.modules())
+        self._changed: dict[str, tuple[Adapter | NF4Linear, str]] = {}  # by parameter: its layer and key
+        self._state = self._model.state_dict()
+        self._parameter_of = {  # by tensor name
+            stored: parameter
+            for parameter, tensor in self._state.items()
+            for stored in self._to_stored(parameter, tensor)
         }
-        self._merged: tuple[str, torch.Tensor] | None = None  # the last one: experts are asked for one by one
+        # only the last one is cached, because the experts of a fused parameter are read one after the other
+        self._last_merged: tuple[str, torch.Tensor] | None = None
         for path, layer in changed_modules(self._model):
-            for key, tensor in merged_parameters(layer).items():
-                own = f"{path}.{key}"
-                for stored in self._in_files(own, tensor):
-                    if stored not in self.described:
-                        raise ModelError(f"{name} adapts {stored}, which {directory} does not hold")
-                    self._own[stored] = own
-                self._layers[own] = (layer, key)
+            for key, tensor in merge_in_float32(layer).items():
+                parameter = f"{path}.{key}"
+                for stored in self._to_stored(parameter, tensor):
+                    if stored not in self.tensors:
+                        raise ModelError(f"{name} adapts {stored}, which {directory} does not contain")
+                    self._parameter_of[stored] = parameter
+                self._changed[parameter] = (layer, key)
 
-    def _widest(self) -> torch.dtype | None:
-        floats = [tensor.dtype for tensor in self.described.values() if tensor.is_floating_point()]
-        return reduce(torch.promote_types, floats) if floats else None
+    def _widest_dtype(self) -> torch.dtype | None:
+        dtypes = [tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()]
+        return reduce(torch.promote_types, dtypes) if dtypes else None
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor."""
-        own = self._own.get(name)
-        if own in self._layers:
-            return self._in_files(own, self._folded(own))[name]
-        if own is not None:  # not read from the files: the base may be an adapter's, too
-            return self._in_files(own, self._tensors[own])[name]
+        """Return one tensor, merged if it is adapted or quantized."""
+        parameter = self._parameter_of.get(name)
+        if parameter in self._changed:
+            return self._to_stored(parameter, self._merge(parameter))[name]
+        if parameter is not None:  # not read from the files, because the base may itself be an adapter
+            return self._to_stored(parameter, self._state[parameter])[name]
         return super().get(name)
 
-    def _folded(self, own: str) -> torch.Tensor:
-        if self._merged is None or self._merged[0] != own:
-            layer, key = self._layers[own]
-            self._merged = own, merged_parameters(layer)[key]
-        return self._merged[1]
+    def _merge(self, parameter: str) -> torch.Tensor:
+        if self._last_merged is None or self._last_merged[0] != parameter:
+            layer, key = self._changed[parameter]
+            self._last_merged = parameter, merge_in_float32(layer)[key]
+        return self._last_merged[1]
 
-    def _in_files(self, own: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter as the base's files hold it: those of experts may be in one tensor all the same."""
-        whole = self._model.hf_name(own)
-        if whole in self.described:
-            return {whole: self._model.as_stored(own, tensor)}
-        return self._model.in_files(own, tensor)
+    def _to_stored(self, parameter: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a parameter as the tensors of the base's files, which may store experts fused or not."""
+        hf_name = self._model.hf_name(parameter)
+        if hf_name in self.tensors:
+            return {hf_name: self._model.as_stored(parameter, tensor)}
+        return self._model.in_files(parameter, tensor)
 
 
 def changed_modules(model: LanguageModel) -> Iterator[tuple[str, Adapter | NF4Linear]]:
-    """What is not as in the base's files: adapters, and the quantised layers that have none."""
+    """Yield the modules that differ from the base's files: adapters, and quantized layers without one."""
     yield from adapted(model)
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear) and not path.endswith(".base"):
             yield path, module
 
 
-def _root_of(name: str) -> Path:
-    """The model directory at the bottom of adapters on adapters."""
+def _base_directory(name: str) -> Path:
+    """Return the directory of the innermost base model, which may be below several adapters."""
     target = usable_directory(name)
-    inner = base_of(target)
-    return _model_directory(target) if inner is None else _root_of(inner)
+    base = base_of(target)
+    return _model_directory(target) if base is None else _base_directory(base)
 
 
 def _model_directory(target: str | Path) -> Path:
     if config_of_checkpoint(target) is not None:
         raise ModelError(
-            f"{target} is a checkpoint of a whole model, and merging reads model directories",
-            hint=f"write one first: whet export {target} --to hf --out DIR",
+            f"{target} is a checkpoint of a full model, but merging requires model directories",
+            hint=f"export it first: whet export {target} --to hf --out DIR",
         )
     return resolve(str(target))
 
 
 def open_source(name: str) -> ModelSource:
-    """A model by name or path, a run, or an adapter with its base."""
+    """Open a model by name or path, a run, or an adapter with its base."""
     target = usable_directory(name)
     base = base_of(target)
     return ModelSource(name, _model_directory(target)) if base is None else AdapterSource(name, base)
 
 
-def open_quantised(name: str) -> ModelSource:
-    """The weights that adapters of a base in 4 bits were trained on."""
+def open_quantized_source(name: str) -> ModelSource:
+    """Open a base model with the dequantized 4-bit weights that its adapters were trained on."""
     model = load_quantised(name, dtype=torch.float32, device=torch.device("cpu"))
     return AdapterSource(name, name, model)
 
 
-def same_model(first: str, second: str) -> bool:
-    """Whether two names lead to the same files."""
-    paths = [usable_directory(name) for name in (first, second)]
-    found = [path if base_of(path) else resolve(str(path)) for path in paths]
-    return Path(found[0]).resolve() == Path(found[1]).resolve()
+def is_same_model(first: str, second: str) -> bool:
+    """Return whether two names refer to the same files."""
+    targets = [usable_directory(name) for name in (first, second)]
+    paths = [target if base_of(target) else resolve(str(target)) for target in targets]
+    return Path(paths[0]).resolve() == Path(paths[1]).resolve()
 
 
-def check_alike(sources: list[ModelSource]) -> None:
-    """Raise a ModelError that names the first few differences unless all hold the same architecture."""
+def check_same_architecture(sources: list[ModelSource]) -> None:
+    """Raise a ModelError with the first few differences unless all models have the same architecture."""
     first = sources[0]
-    for other in sources[1:]:
-        found = [
+    for source in sources[1:]:
+        differences = [
             f"{key} is {ours} and {theirs}"
-            for key, ours, theirs in _differences(first.architecture(), other.architecture())
+            for key, ours, theirs in _differences(first.architecture(), source.architecture())
         ]
-        if not found:
-            found = list(_tensor_differences(first, other))
-        if found:
-            more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        if not differences:
+            differences = list(_tensor_differences(first, source))
+        if differences:
+            more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
             raise ModelError(
-                f"{first.name} and {other.name} are not the same kind of model: "
-                + "; ".join(found[:4])
+                f"{first.name} and {source.name} have different architectures: "
+                + "; ".join(differences[:4])
                 + more,
-                hint="only models of one architecture, with all sizes equal, can be merged",
+                hint="only models with the same architecture and the same sizes can be merged",
             )
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves of two JSON values that differ, by path."""
+    """Yield (path, ours, theirs) for each leaf in which two JSON values differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in dict.fromkeys([*ours, *theirs]):
             yield from _differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else str(key))
@@ -186,11 +189,11 @@ def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, 
         yield path, ours, theirs
 
 
-def _tensor_differences(first: ModelSource, other: ModelSource) -> Iterator[str]:
-    for name in dict.fromkeys([*first.described, *other.described]):
-        if name not in first.described or name not in other.described:
-            absent = first if name not in first.described else other
-            yield f"{absent.name} has no {name}"
-        elif first.described[name].shape != other.described[name].shape:
-            shapes = [list(source.described[name].shape) for source in (first, other)]
+def _tensor_differences(first: ModelSource, second: ModelSource) -> Iterator[str]:
+    for name in dict.fromkeys([*first.tensors, *second.tensors]):
+        if name not in first.tensors or name not in second.tensors:
+            incomplete = first if name not in first.tensors else second
+            yield f"{incomplete.name} has no {name}"
+        elif first.tensors[name].shape != second.tensors[name].shape:
+            shapes = [list(source.tensors[name].shape) for source in (first, second)]
             yield f"{name} is {shapes[0]} and {shapes[1]}"
