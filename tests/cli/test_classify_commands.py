@@ -80,7 +80,7 @@ def test_mistakes_get_one_message(cli, run, tiny_directory):
     for arguments, said in (
         (("classify", run), "give either texts or --data"),
         (("classify", tiny_directory, "x"), r"(?s)is not a classifier.* in Python, Classifier\.load"),
-        (("classify", run, ""), "a text without a token cannot be classified"),
+        (("classify", run, ""), "the text has no tokens, so it cannot be classified"),
         (("chat", run), "is a classifier, not a language model"),
         (("eval", run, "--data", "synth:house:3"), "synth:house:3#1: .*needs"),
         (("export", run, "--to", "gguf"), "a classifier cannot be exported to gguf"),

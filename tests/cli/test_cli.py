@@ -110,12 +110,15 @@ GOOD = {"prompt": "a", "completion": "b"}
     [
         ([GOOD, '{"prompt": '], "data.jsonl:2: not valid JSON"),
         ([GOOD, "[1]"], "data.jsonl:2: a record must be a JSON object"),
-        ([], "data.jsonl holds no records"),
+        ([], "data.jsonl contains no records"),
         (
             [GOOD, {"messages": [{"role": "user", "content": "hi"}]}],
             "data.jsonl:2: no token of this example is superv",
         ),
-        ([GOOD, {"input": "x"}], "data.jsonl:2: a record with the fields 'input' fits no shape"),
+        (
+            [GOOD, {"input": "x"}],
+            "data.jsonl:2: a record with the fields 'input' matches no known record format",
+        ),
     ],
 )
 def test_bad_data_is_named_with_file_and_line(cli, tiny_directory, tmp_path, records, message):

@@ -241,22 +241,22 @@ LONG = [chat("q", "a" * 200 + str(n)) for n in range(5)]
 PROBLEMS = {
     "no answer": ({"train": [*GOOD, no_answer(1)]}, [], "train.jsonl:41: no token of this example is superv"),
     "bad JSON": ({"train": [*GOOD, "{"]}, [], "train.jsonl:41: not valid JSON"),
-    "bad shape": ({"train": [*GOOD, {"x": 1}]}, [], "train.jsonl:41: a record with the fields 'x' fits"),
-    "BOS twice": ({"train": [*GOOD, {"text": "<s>hello"}], "model": with_bos}, [], "1 record beginning with BOS twice"),
-    "no end": ({"model": another_end}, [], "no example teaches the model to stop: ⟨|end|⟩ is never learned"),
+    "bad shape": ({"train": [*GOOD, {"x": 1}]}, [], "train.jsonl:41: a record with the fields 'x' matches no known record format"),
+    "BOS twice": ({"train": [*GOOD, {"text": "<s>hello"}], "model": with_bos}, [], "1 record starting with two BOS tokens"),
+    "no end": ({"model": another_end}, [], "no example teaches the model to stop: ⟨|end|⟩ is never supervised"),
     "ends cut off": ({"train": LONG}, ["data.max_length=100"], "no example teaches the model to stop"),
-    "truncated": ({"train": GOOD + LONG}, ["data.max_length=100"], "11% of the records are cut off or dropped"),
-    "dropped": ({"train": GOOD + LONG}, ["data.max_length=100", "data.too_long=drop"], "11% of the records are cut"),
+    "truncated": ({"train": GOOD + LONG}, ["data.max_length=100"], "11% of the records are truncated or dropped"),
+    "dropped": ({"train": GOOD + LONG}, ["data.max_length=100", "data.too_long=drop"], "11% of the records are truncated or dropped"),
     "refused": ({"train": GOOD + LONG}, ["data.max_length=100", "data.too_long=error"], "5 records longer than"),
     "leak": ({"valid": [GOOD[7]]}, [], "valid: 1 record also in train"),
     "duplicates": ({"train": GOOD + GOOD[:3]}, [], "7% of the records are duplicates"),
     "vocabulary": ({"model": lambda d: write_tiny_model(d, vocab_size=258) or d}, [], "is outside the model's vocabulary of 258"),
-    "context": ({"model": lambda d: write_tiny_model(d, max_position_embeddings=16) or d}, [], "was made for 16"),
+    "context": ({"model": lambda d: write_tiny_model(d, max_position_embeddings=16) or d}, [], "tokens exceed the 16 positions of"),
     "only last": ({"train": [*GOOD, TURNS], "model": rewriting}, [], "the chat template rewrites earlier turns of 1 conversation"),
     "step": ({}, ["run.micro_batch_tokens=16"], "do not fit run.micro_batch_tokens=16"),
     "missing": ({}, ["data.valid=nowhere.jsonl"], "data.valid: nowhere.jsonl does not exist"),
-    "empty": ({"valid": []}, [], "valid.jsonl holds no records"),
-    "order": ({}, ["data.order=mlx"], "data.order: mlx needs run.batch_size, and data.pack: false"),
+    "empty": ({"valid": []}, [], "valid.jsonl contains no records"),
+    "order": ({}, ["data.order=mlx"], "data.order: mlx needs run.batch_size and data.pack: false"),
     "no train": ({}, ["data.train=nowhere.jsonl"], "data.train: nowhere.jsonl does not exist"),
 }  # fmt: skip
 
@@ -272,7 +272,7 @@ def test_a_run_says_when_no_example_teaches_the_model_to_stop(cli, config, tmp_p
     code, _, err = cli("train", config(**given), *overrides, "run.steps=1", "run.batch_size=2")
     assert code == 0
     said = [
-        line for line in err.splitlines() if "teaches the model to stop: <|end|> is never learned" in line
+        line for line in err.splitlines() if "teaches the model to stop: <|end|> is never supervised" in line
     ]
     assert len(said) == (name is not None)
 
@@ -307,7 +307,7 @@ def test_without_a_good_record_no_tokenizer_is_made_and_that_is_said(cli, config
     path.write_text(yaml.safe_dump(given))
     code, out, _ = cli("data", path, "--check")
     assert code == 2
-    assert "all 2 records are bad, the first one: " in out
+    assert "all 2 records are bad; the first error: " in out
     assert "train.jsonl:1: not valid JSON" in out
 
 
@@ -507,9 +507,9 @@ def test_records_are_scored_and_then_train_by_distrust(cli, tiny_directory, tmp_
     assert (code, "reaches no token" in err) == (0, False), err
     code, out, err = cli("data", "score-distrust", source, target)
     assert (code, out) == (2, "")
-    assert "out.jsonl exists already" in err
+    assert "out.jsonl already exists" in err
     code, out, err = cli("data", "score-distrust", target, tmp_path / "again.jsonl")
-    assert (code, "out.jsonl:1: it has auth_weight and prov_entropy already" in err) == (2, True)
+    assert (code, "out.jsonl:1: the record already has auth_weight and prov_entropy" in err) == (2, True)
     code, out, err = cli(
         "data", "score-distrust", target, tmp_path / "again.jsonl", "--existing", "overwrite"
     )
@@ -525,10 +525,10 @@ def test_a_field_that_reaches_no_token_is_a_problem_and_a_warning(cli, config):
         assert code == (2 if extra else 0)
         assert "warning: train: field id of 40 records reaches no token" in out
         assert "warning: train: field topic of 40 records reaches no token" in out
-        assert "hint: nothing reads a field of this name; set data.ignore to [id]" in out
+        assert "hint: no component reads this field; set data.ignore to [id]" in out
     code, out, err = cli("train", path)
     assert code == 0
-    assert "warning: train: field id of 40 records reaches no token: nothing reads" in err
+    assert "warning: train: field id of 40 records reaches no token: no component reads" in err
     code, out, err = cli("data", path, "--check", "data.ignore=[id, topic]")
     assert (code, "no problems" in out) == (0, True)
 
@@ -539,7 +539,10 @@ def test_a_table_with_other_names_is_told_which_to_rename(cli, config, tmp_path)
     for command in (("data", path, "--check"), ("train", path)):
         code, out, err = cli(*command, f"data.train={tmp_path / 'qa.csv'}")
         assert code == 2
-        assert "qa.csv:2: a record with the fields 'question', 'answer' fits no shape" in out + err
+        assert (
+            "qa.csv:2: a record with the fields 'question', 'answer' matches no known record format"
+            in out + err
+        )
         assert "hint: rename the fields: answer -> completion, question -> prompt" in out + err
     mixed = [*GOOD, {"question": "a", "answer": "b"}]
     _, out, _ = cli("data", config(mixed), "--check")
@@ -571,10 +574,11 @@ def test_tool_calls_that_the_template_drops_are_found(cli, config):
     assert code == 2
     assert "error: train: 3 bad records" in out
     assert (
-        "train.jsonl:1: message 2 (assistant) renders empty: the chat template leaves out tool_calls" in out
+        "train.jsonl:1: message 2 (assistant) renders as empty text: the chat template omits tool_calls"
+        in out
     )
     assert "warning: train: field tools of 3 records reaches no token" in out
     assert "warning: train: message field tool_calls of 3 records reaches no token" in out
     code, _, err = cli("train", path)
     assert code == 2
-    assert "train.jsonl:1: message 2 (assistant) renders empty" in err
+    assert "train.jsonl:1: message 2 (assistant) renders as empty text" in err

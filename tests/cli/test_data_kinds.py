@@ -100,15 +100,15 @@ def test_answers_that_are_all_cut_off_are_warned_of(cli, write):
     path = write(records, data={"max_length": 40})
     code, _, said = cli("train", path)
     assert code == 0
-    assert "warning: train: 100% of the records are cut off or dropped (more than 10%): raise" in said
+    assert "warning: train: 100% of the records are truncated or dropped (more than 10%): raise" in said
     assert re.search(r"warning: train: .* none of 3 examples teaches the model to stop", said)
     assert "3 records truncated" in said
     code, _, said = cli("train", path, "data.max_length=4", "run.name=other")
     assert code == 2
-    assert "no example is left: all 3 were dropped" in said
+    assert "no example is left: all 3 records were dropped" in said
     pairs = [{"prompt": f"q{n}", "chosen": "a" * 90, "rejected": "b" * 90} for n in range(3)]
     code, shown, _ = cli("data", write(pairs, objective=DPO, data={"max_length": 40}))
-    assert "100% of the records are cut off" in shown
+    assert "100% of the records are truncated" in shown
     assert "too_long to split" not in shown
 
 

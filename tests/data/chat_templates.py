@@ -1,4 +1,4 @@
-"""Chat templates in the manner of published ones, each with a habit that makes rendering hard."""
+"""Chat templates in the style of published ones, each with a feature that makes rendering hard."""
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -7,7 +7,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# trims contents, writes the date and the tools
+# trims contents, prints the date and the tools
 TRIMS = """{{- bos_token }}
 {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
 {%- if messages[0]['role'] == 'system' %}
@@ -50,7 +50,7 @@ TRIMS = """{{- bos_token }}
 {%- endif %}
 """
 
-# alternating roles, checked; another name for the assistant
+# checks that roles alternate; another name for the assistant
 ALTERNATES = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}
 {% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
@@ -58,7 +58,7 @@ ALTERNATES = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_
 {{ '<turn>' + role + '\n' + message['content'] | trim + '<end>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{'<turn>model\n'}}{% endif %}"""
 
-# leaves the thoughts out of all answers but those after the last question; scans backwards first
+# removes the reasoning of all turns before the last user message; scans backwards first
 THINKS = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
@@ -104,14 +104,14 @@ THINKS = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messag
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
-# the prompt for an answer is written inside the loop; a macro writes the turns
+# writes the generation prompt inside the loop; a macro writes the turns
 IN_LOOP = """{% macro turn(role, text) -%}<|{{ role }}|>
 {{ text }}{%- endmacro %}
 {% for message in messages %}{{ turn(message.role, message.content) }}{{ eos_token }}
 {% if loop.last and add_generation_prompt %}<|assistant|>
 {% endif %}{% endfor %}"""
 
-# marks what the assistant says; keeps what it writes in a namespace and writes it at the end
+# MARKS: generation tags; COLLECTS: gathers the text in a namespace and prints it at the end
 MARKS = """{% set ns = namespace(text='') %}{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
 {% else %}{{ m.role | capitalize }}: {{ m.content }}
 {% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"""

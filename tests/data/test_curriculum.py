@@ -1,4 +1,4 @@
-"""Curricula: from short to long, from easy to hard, deterministic, and going on from any position."""
+"""Curricula: from short to long, from easy to hard, deterministic and resumable at any position."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_stages_go_from_short_to_long():
     assert {origin for step in steps[8:] for origin in step} == set(sizes), "the last stage has them all"
 
 
-def test_a_stage_without_a_whole_step_is_left_out():
+def test_stage_without_a_complete_step_is_left_out():
     examples = random_examples(6, shortest=30, longest=40)
     stages = stages_by_length(examples, StepSettings(4, None, 512, pack=True), shortest=8, stages=4, steps=2)
     assert len(stages) < 4
@@ -52,19 +52,19 @@ def easy_to_hard(settings, *, ramp=10, seed=3):
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_the_hard_share_grows_evenly_and_stays_at_one(pack):
+def test_hard_share_grows_linearly_to_one(pack):
     stream = easy_to_hard(StepSettings(10, None, 1024, pack=pack))
     shares = [sum(origin.startswith("hard") for origin in step) for step in origins(stream, 15)]
     assert shares == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10, 10]
 
 
-def test_each_pool_is_gone_through_before_it_starts_over():
+def test_each_pool_is_exhausted_before_it_repeats():
     steps = origins(easy_to_hard(StepSettings(7, None, 1024, pack=True), ramp=0), 4)
-    assert all(len(set(step)) == 7 for step in steps)  # seven hard ones, each once a step
+    assert all(len(set(step)) == 7 for step in steps)  # seven hard examples, each once per step
     assert steps[0] != steps[1], "in a new order"
 
 
-def test_steps_in_tokens_are_shared_out_too():
+def test_token_budget_is_split_by_hard_share():
     stream = easy_to_hard(StepSettings(None, 200, 200, pack=True))
     for number in range(15):
         batches = next(stream)
@@ -78,7 +78,7 @@ def test_steps_in_tokens_are_shared_out_too():
 
 @pytest.mark.parametrize("make", [easy_to_hard, lambda s: by_length(random_examples(60, shortest=4), s)])
 @pytest.mark.parametrize("size", [(5, None), (None, 120)])
-def test_a_curriculum_goes_on_from_its_position(make, size):
+def test_curriculum_resumes_from_its_position(make, size):
     settings = StepSettings(*size, 512, pack=True)
     steps = origins(make(settings), 16)
     for position in range(16):
@@ -88,7 +88,7 @@ def test_a_curriculum_goes_on_from_its_position(make, size):
         assert origins(second, 16 - position) == steps[position:]
 
 
-def test_a_position_is_good_for_a_run_of_another_length():
+def test_position_is_valid_for_a_run_of_another_length():
     settings = StepSettings(10, None, 1024, pack=True)
     first, second = easy_to_hard(settings, ramp=10), easy_to_hard(settings, ramp=20)
     origins(first, 4)
@@ -104,13 +104,13 @@ def test_a_position_is_good_for_a_run_of_another_length():
     assert shorter.stage == 1
 
 
-def test_the_functions_over_plain_tokens():
+def test_curricula_over_plain_tokens():
     tokens = np.arange(2000) % 250
     stream = length_curriculum(tokens, 4, min_seq_len=32, max_seq_len=128, n_stages=3, batches_per_stage=2)
     widths = [batch.targets.shape[1] for step in stream for batch in step]
     lengths = [32, 32, 80, 80, 128, 128]
     assert widths == [-(-length // 32) * 32 for length in lengths]
-    # a stage for which the text is too short is left out
+    # a stage is left out if the text is too short for it
     stream = length_curriculum(
         tokens[:600], 4, min_seq_len=32, max_seq_len=512, n_stages=2, batches_per_stage=2
     )
@@ -122,8 +122,8 @@ def test_the_functions_over_plain_tokens():
         length_curriculum(tokens[:20], 4)
 
 
-@pytest.mark.parametrize("batches", [1, 3, 50])  # 50: each stage's windows are used again and again
-def test_a_curriculum_over_plain_tokens_has_whole_steps_and_an_end(batches):
+@pytest.mark.parametrize("batches", [1, 3, 50])  # 50: the windows of each stage repeat
+def test_curriculum_over_plain_tokens_has_complete_steps_and_ends(batches):
     tokens = np.arange(5000) % 60
     windows = [len(range(0, len(tokens) - length, length)) for length in (32, 192, 352, 512)]
     assert min(windows) >= 4, "no stage is left out"
@@ -136,17 +136,17 @@ def test_a_curriculum_over_plain_tokens_has_whole_steps_and_an_end(batches):
     assert {sum(len(batch.tokens) for batch in step) for step in steps} == {4}
 
 
-def test_a_finished_curriculum_over_plain_tokens_resumes_where_it_was():
+def test_finished_curriculum_over_plain_tokens_resumes():
     for make in (
         lambda: length_curriculum(range(900), 4, 32, 128, 2, 5),
         lambda: difficulty_curriculum(range(900), range(900), 4, 50, n_batches=10),
     ):
-        whole, other = list(make()), make()
+        all_steps, other = list(make()), make()
         for done in range(11):
             resumed = make()
             resumed.seek(other.state())
             rest = [[batch.tokens.tolist() for batch in step] for step in resumed]
-            assert rest == [[batch.tokens.tolist() for batch in step] for step in whole[done:]]
+            assert rest == [[batch.tokens.tolist() for batch in step] for step in all_steps[done:]]
             next(other, None)
 
 
@@ -154,7 +154,7 @@ def test_a_finished_curriculum_over_plain_tokens_resumes_where_it_was():
     "curriculum",
     [{"kind": "length", "stages": 2, "shortest": 100}, {"kind": "difficulty", "hard": "synth:house-valid:8"}],
 )
-def test_a_run_with_a_curriculum_resumes_exactly(tiny_directory, tmp_path, curriculum):
+def test_run_with_curriculum_resumes_exactly(tiny_directory, tmp_path, curriculum):
     from whet.training.callbacks import Callback, StopRun
 
     class StopAtThree(Callback):
@@ -165,10 +165,10 @@ def test_a_run_with_a_curriculum_resumes_exactly(tiny_directory, tmp_path, curri
         data = {"train": "synth:house:24", "valid": None, "max_length": 256, "curriculum": curriculum}
         return run_config(tiny_directory, tmp_path, data=data, run={"name": name, "steps": 6})
 
-    whole = whet.train(config("whole"))
+    uninterrupted = whet.train(config("whole"))
     stopped = whet.train(config("stopped"), [StopAtThree()])
     resumed = whet.resume(stopped.directory)
-    losses = [row["loss"] for row in whole.history if "loss" in row]
+    losses = [row["loss"] for row in uninterrupted.history if "loss" in row]
     assert [row["loss"] for row in (*stopped.history, *resumed.history) if "loss" in row] == losses
 
 
@@ -181,7 +181,7 @@ def test_records_are_ranked_by_a_field(tiny_directory, tmp_path):
         tiny_directory, tmp_path,
         data={
             "train": str(path),
-            "valid": "synth:house-valid:4",  # without that field: they are in no order
+            "valid": "synth:house-valid:4",  # without the score field, which valid does not need
             "curriculum": {"kind": "difficulty", "score": "hardness"},
         },
         run={"steps": 4, "batch_size": 4},
@@ -191,17 +191,17 @@ def test_records_are_ranked_by_a_field(tiny_directory, tmp_path):
     config["data"]["curriculum"]["score"] = "missing"
     with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not None") as error:
         whet.train(config)
-    assert "there is no such field, only 'text', 'hardness'" in error.value.message
+    assert "the record has the fields 'text', 'hardness'" in error.value.message
     path.write_text(json.dumps({"text": "text", "missing": 10**400}))
     with pytest.raises(DataError, match=r"ranked.jsonl:1: missing must be a number, not 10000"):
         whet.train(config)
 
 
-def test_a_curriculum_is_counted_in_steps_and_needs_to_know_what_is_hard(tiny_directory, tmp_path):
+def test_curriculum_needs_steps_and_a_difficulty(tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, data={"curriculum": {"kind": "length"}})
     config["run"] = {**config["run"], "epochs": 1}
     del config["run"]["steps"]
-    with pytest.raises(ConfigError, match="counted in steps"):
+    with pytest.raises(ConfigError, match="data.curriculum needs a number of steps"):
         whet.train(config)
     config["data"]["curriculum"] = {"kind": "difficulty"}
     with pytest.raises(ConfigError, match="needs either score or hard"):
@@ -214,13 +214,13 @@ def test_a_curriculum_is_counted_in_steps_and_needs_to_know_what_is_hard(tiny_di
         ("batch_size", 0),
         ("batch_size", -3),
         ("min_seq_len", 0),
-        ("min_seq_len", 41),  # above max_seq_len
+        ("min_seq_len", 41),  # larger than max_seq_len
         ("max_seq_len", 0),
         ("n_stages", 0),
         ("batches_per_stage", 0),
     ],
 )
-def test_a_curriculum_by_length_names_a_number_that_cannot_be(name, value):
+def test_length_curriculum_rejects_invalid_arguments(name, value):
     given = {"batch_size": 2, "min_seq_len": 8, "max_seq_len": 40, name: value}
     with pytest.raises(ConfigError, match=f"^{name} "):
         length_curriculum(range(200), **given)
@@ -238,23 +238,23 @@ def test_a_curriculum_by_length_names_a_number_that_cannot_be(name, value):
         ("warmup_fraction", float("nan")),
     ],
 )
-def test_a_curriculum_by_difficulty_names_a_number_that_cannot_be(name, value):
+def test_difficulty_curriculum_rejects_invalid_arguments(name, value):
     given = {"batch_size": 2, "seq_len": 8, name: value}
     with pytest.raises(ConfigError, match=f"^{name} "):
         difficulty_curriculum(range(200), range(200), **given)
 
 
-def test_a_single_stage_has_all_examples():
+def test_single_stage_has_all_examples():
     examples = random_examples(20, shortest=4, longest=40)
-    [(found, _)] = stages_by_length(
+    [(stage, _)] = stages_by_length(
         examples, StepSettings(4, None, 512, pack=True), shortest=8, stages=1, steps=3
     )
-    assert len(found) == len(examples)
+    assert len(stage) == len(examples)
     stream = length_curriculum(list(range(200)), 2, min_seq_len=8, max_seq_len=40, n_stages=1)
     assert next(stream)[0].supervised >= 2 * 39
 
 
-def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_a_run(tmp_path):
+def test_tokenizer_is_trained_on_hard_records_and_steps_are_planned(tmp_path):
     import json
 
     from whet.config.load_config import make_config
@@ -276,20 +276,20 @@ def test_a_tokenizer_is_made_from_hard_records_too_and_steps_are_counted_before_
 
 
 @pytest.mark.parametrize("size", [(4, None), (None, 60)])
-def test_in_sequence_easy_and_hard_ones_come_in_the_order_of_their_files(size):
+def test_sequential_order_keeps_file_order_of_easy_and_hard(size):
     stream = easy_to_hard(StepSettings(*size, 200, pack=True, order="sequential"), ramp=12)
     steps = origins(stream, 16)
     for kind, pool in zip(("example", "hard"), stream.pools, strict=True):
-        taken = 0
+        drawn = 0
         for step in steps:
             numbers = [int(origin.split()[-1]) for origin in step if origin.startswith(kind)]
-            following = [(taken + ahead) % len(pool.lengths) for ahead in range(len(numbers))]
+            following = [(drawn + offset) % len(pool.lengths) for offset in range(len(numbers))]
             assert sorted(numbers) == sorted(following)
-            taken += len(numbers)
-        assert taken > len(pool.lengths)
+            drawn += len(numbers)
+        assert drawn > len(pool.lengths)
 
 
-def test_a_position_in_another_order_is_refused():
+def test_position_of_another_order_is_rejected():
     settings = {
         order: StepSettings(4, None, 1024, pack=True, order=order) for order in ("shuffle", "sequential")
     }
@@ -299,7 +299,7 @@ def test_a_position_in_another_order_is_refused():
         streams["sequential"].seek(streams["shuffle"].state())
 
 
-def test_mlx_batches_do_not_go_from_easy_to_hard(tiny_directory, tmp_path):
+def test_mlx_order_rejects_difficulty_curriculum(tiny_directory, tmp_path):
     from whet.config.load_config import make_config
 
     curriculum = {"kind": "difficulty", "hard": "synth:house-valid:8"}
@@ -310,10 +310,10 @@ def test_mlx_batches_do_not_go_from_easy_to_hard(tiny_directory, tmp_path):
     assert make_config(run_config(tiny_directory, tmp_path, data=data)).data.order == "mlx"
 
 
-def test_a_curriculum_by_length_reads_nothing_that_is_about_difficulty(tiny_directory, tmp_path):
+def test_length_curriculum_ignores_difficulty_keys(tiny_directory, tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(40)))
-    curriculum = {"kind": "length", "shortest": 4, "score": "grade"}  # which no record has
+    curriculum = {"kind": "length", "shortest": 4, "score": "grade"}  # no record has this field
     data = {"train": str(path), "valid": None, "curriculum": curriculum}
     assert whet.train(run_config(tiny_directory, tmp_path, data=data, run={"steps": 2})).steps == 2
     curriculum["hard"] = str(path)

@@ -1,4 +1,4 @@
-"""The distrust scorer: its formulas, order relations, files, and what it refuses."""
+"""The distrust scorer: formulas, order relations, files and errors."""
 
 import itertools
 import json
@@ -20,22 +20,22 @@ def record(extra="", **fields):
     return {"text": f"{PLAIN} {extra}", **fields}
 
 
-def test_scores_are_those_of_the_formulas_worked_out_by_hand():
+def test_scores_match_hand_computed_formulas():
     extra = (
         "I saw it, and it is in a handwritten letter, two letters more and a diary. Experts agree; so says "
         "the University of the town."
     )
-    found = score_record(record(extra, source_type="academic_paper", year=1980, citation_count=99))
+    scores = score_record(record(extra, source_type="academic_paper", year=1980, citation_count=99))
     weight = 0.3 + 0.05 * math.log10(100) + 0.20 + 0.10 + 0.0 - 0.15 * 2
     shannon = -(2 / 3) * math.log2(2 / 3) - (1 / 3) * math.log2(1 / 3)  # letter, letters; diary
     bits = 3.5 + shannon + 0.5 * 2 + 0.3 * 2 - 1.5 * 0.20 - 0.4
-    assert found.auth_weight == round(0.7 * 0.60 + 0.3 * weight, 4)
-    assert found.prov_entropy == round(0.7 * 3.0 + 0.3 * bits, 4)
+    assert scores.auth_weight == round(0.7 * 0.60 + 0.3 * weight, 4)
+    assert scores.prov_entropy == round(0.7 * 3.0 + 0.3 * bits, 4)
 
 
-def test_a_record_about_which_nothing_is_known_is_in_the_middle():
-    found = score_record(record())
-    assert found == (round(0.7 * 0.5 + 0.3 * 0.3, 4), round(0.7 * 3.0 + 0.3 * 1.5, 4))
+def test_record_without_metadata_has_default_scores():
+    scores = score_record(record())
+    assert scores == (round(0.7 * 0.5 + 0.3 * 0.3, 4), round(0.7 * 3.0 + 0.3 * 1.5, 4))
     assert score_record({"text": "short"}) == (0.5, 3.0)
     assert score_record({"text": "short", "source_type": "wiki"}) == (
         round(0.7 * 0.9 + 0.3 * 0.5, 4),
@@ -45,7 +45,7 @@ def test_a_record_about_which_nothing_is_known_is_in_the_middle():
 
 @pytest.mark.parametrize("kind", [None, "unheard of", *PRIORS])
 def test_order_relations(kind):
-    """Everything else being equal."""
+    """With all other features equal."""
 
     def scored(extra="", **fields):
         return score_record(record(extra, source_type=kind, **fields))
@@ -86,12 +86,12 @@ def test_caps_and_ranges():
     )
     low = record(". ".join(PRIMARY), source_type="patent_pre1970", year=1800)
     for each in (high, low):
-        found = score_record(each)
-        assert 0 <= found.auth_weight <= 0.99
-        assert found.prov_entropy >= 0
+        scores = score_record(each)
+        assert 0 <= scores.auth_weight <= 0.99
+        assert scores.prov_entropy >= 0
 
 
-def test_markers_are_whole_words_in_any_case_counted_once_and_in_one_list_only():
+def test_markers_are_complete_words_ignoring_case_and_unique():
     assert measure(record("Eyewitness. eyewitness. EYEWITNESS.")).primary == 1
     assert measure(record("eyewitnesses, unpublishedly, bloggers")).primary == 0
     assert measure(record("see www.example.gov")).institution == 0.25
@@ -104,19 +104,24 @@ def test_markers_are_whole_words_in_any_case_counted_once_and_in_one_list_only()
     }
     for name, markers in lists.items():
         for marker in markers:
-            found = measure(record(marker))
-            assert (found.primary > 0, found.consensus > 0, bool(found.sources), found.institution) == (
+            features = measure(record(marker))
+            assert (
+                features.primary > 0,
+                features.consensus > 0,
+                bool(features.sources),
+                features.institution,
+            ) == (
                 name == "primary",
                 name == "consensus",
                 name == "sources",
                 0.0,
             ), marker
     for marker in INSTITUTIONS:
-        found = measure(record(marker))
-        assert (found.primary, found.consensus, dict(found.sources)) == (0, 0, {}), marker
+        features = measure(record(marker))
+        assert (features.primary, features.consensus, dict(features.sources)) == (0, 0, {}), marker
 
 
-def test_metadata_may_be_nested_and_of_a_table():
+def test_metadata_may_be_nested_or_from_a_table():
     plain = score_record(record(source_type="preprint", year=1960, citation_count=7, publisher="Wikipedia"))
     nested = {
         "source_type": "preprint",
@@ -134,19 +139,19 @@ def test_metadata_may_be_nested_and_of_a_table():
     [
         ("{", "in.jsonl:2: not valid JSON"),
         ("[]", "in.jsonl:2: a record must be a JSON object"),
-        ('{"prompt": "x"}', "in.jsonl:2: a record needs a text"),
-        ('{"text": " "}', "in.jsonl:2: a record needs a text"),
-        ('{"text": "x", "year": "last"}', "in.jsonl:2: year must be a whole number, not 'last'"),
-        ('{"text": "x", "year": true}', "in.jsonl:2: year must be a whole number, not True"),
-        ('{"text": "x", "date": "March 1960"}', "in.jsonl:2: date must begin with a year"),
-        ('{"text": "x", "citation_count": -1}', "in.jsonl:2: citation_count must be a whole number from 0"),
-        ('{"text": "x", "citation_count": 1.5}', "in.jsonl:2: citation_count must be a whole number from 0"),
-        ('{"text": "x", "source_type": 3}', "in.jsonl:2: source_type must be text"),
-        ('{"text": "x", "publisher": []}', "in.jsonl:2: publisher must be text"),
-        ('{"text": "x", "auth_weight": 0.1}', "in.jsonl:2: it has auth_weight already"),
+        ('{"prompt": "x"}', "in.jsonl:2: a record needs non-empty text"),
+        ('{"text": " "}', "in.jsonl:2: a record needs non-empty text"),
+        ('{"text": "x", "year": "last"}', "in.jsonl:2: year must be an integer, not 'last'"),
+        ('{"text": "x", "year": true}', "in.jsonl:2: year must be an integer, not True"),
+        ('{"text": "x", "date": "March 1960"}', "in.jsonl:2: date must start with a four-digit year"),
+        ('{"text": "x", "citation_count": -1}', "in.jsonl:2: citation_count must be an integer >= 0"),
+        ('{"text": "x", "citation_count": 1.5}', "in.jsonl:2: citation_count must be an integer >= 0"),
+        ('{"text": "x", "source_type": 3}', "in.jsonl:2: source_type must be a string, not 3"),
+        ('{"text": "x", "publisher": []}', "in.jsonl:2: publisher must be a string, not []"),
+        ('{"text": "x", "auth_weight": 0.1}', "in.jsonl:2: the record already has auth_weight"),
     ],
 )
-def test_a_bad_record_is_named_and_nothing_is_written(tmp_path, line, message):
+def test_bad_record_is_named_and_no_file_is_written(tmp_path, line, message):
     (tmp_path / "in.jsonl").write_text(json.dumps(record()) + f"\n{line}\n")
     with pytest.raises(DataError, match=re.escape(message)):
         score_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
@@ -156,12 +161,12 @@ def test_a_bad_record_is_named_and_nothing_is_written(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("year", math.nan, "year must be a whole number, not nan"),
-        ("citation_count", math.inf, "citation_count must be a whole number from 0, not inf"),
-        ("other", math.nan, "a field holds NaN or infinity"),
+        ("year", math.nan, "year must be an integer, not nan"),
+        ("citation_count", math.inf, "citation_count must be an integer >= 0, not inf"),
+        ("other", math.nan, "a field is NaN or infinite"),
     ],
 )
-def test_a_number_of_a_table_that_json_cannot_hold_is_an_error(tmp_path, name, value, message):
+def test_number_that_json_cannot_represent_is_an_error(tmp_path, name, value, message):
     parquet = pytest.importorskip("pyarrow.parquet")
     pyarrow = pytest.importorskip("pyarrow")
     parquet.write_table(pyarrow.table({"text": ["x"], name: [value]}), tmp_path / "in.parquet")
@@ -176,11 +181,11 @@ def test_files(tmp_path):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = source.read_bytes()
     summary = score_file(source, target)
-    found = [json.loads(line) for line in target.read_text().splitlines()]
+    scored = [json.loads(line) for line in target.read_text().splitlines()]
     assert [
-        {key: row[key] for key in row if key not in ("auth_weight", "prov_entropy")} for row in found
+        {key: row[key] for key in row if key not in ("auth_weight", "prov_entropy")} for row in scored
     ] == rows
-    assert [(row["auth_weight"], row["prov_entropy"]) for row in found] == list(map(score_record, rows))
+    assert [(row["auth_weight"], row["prov_entropy"]) for row in scored] == list(map(score_record, rows))
     assert "é" in target.read_text(), "as it was written"
     assert source.read_bytes() == before
     assert summary.describe().startswith("3 records scored")
@@ -192,10 +197,10 @@ def test_files(tmp_path):
     score_file(source, again)
     assert again.read_bytes() == target.read_bytes()
     for name in (target, source):
-        with pytest.raises(ConfigError, match="exists already"):
+        with pytest.raises(ConfigError, match="already exists"):
             score_file(source, name)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no records"):
+    with pytest.raises(DataError, match="contains no records"):
         score_file(tmp_path / "empty.jsonl", tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="missing.jsonl"):
         score_file(tmp_path / "missing.jsonl", tmp_path / "none.jsonl")
@@ -207,22 +212,22 @@ def test_files(tmp_path):
     )
 
 
-def test_scores_that_are_there_are_kept_or_overwritten_as_asked(tmp_path):
+def test_existing_scores_are_kept_or_overwritten(tmp_path):
     source = tmp_path / "in.jsonl"
     mine = record(auth_weight=0.25, prov_entropy=1.0)
     source.write_text("".join(json.dumps(row) + "\n" for row in (mine, record())))
-    kept = score_file(source, tmp_path / "kept.jsonl", existing="keep")
-    assert (kept.kept, kept.records) == (1, 1)
+    summary = score_file(source, tmp_path / "kept.jsonl", existing="keep")
+    assert (summary.kept, summary.records) == (1, 1)
     assert json.loads((tmp_path / "kept.jsonl").read_text().splitlines()[0]) == mine
     score_file(source, tmp_path / "new.jsonl", existing="overwrite")
     first, second = (json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines())
     assert first == second
     source.write_text(json.dumps(record(prov_entropy=1.0)) + "\n")
-    with pytest.raises(DataError, match="it has prov_entropy alone"):
+    with pytest.raises(DataError, match="the record has only prov_entropy"):
         score_file(source, tmp_path / "half.jsonl", existing="keep")
 
 
-def test_the_page_lists_every_marker_and_prior():
+def test_docs_list_every_marker_and_prior():
     page = PAGE.read_text()
     words = [*PRIMARY, *CONSENSUS, *INSTITUTIONS, *SOURCES, *(w for words in SOURCES.values() for w in words)]
     assert [word for word in words if f"`{word}`" not in page] == []

@@ -1,4 +1,4 @@
-"""Fields that reach no token: what is counted, against what the template writes with and without them."""
+"""Fields that reach no token: the counts equal the difference between renderings with and without them."""
 
 import json
 
@@ -29,7 +29,7 @@ def messages(*, user=None, **answer):
 
 @pytest.fixture
 def unread(tiny, tmp_path):
-    """What is counted for some records, and how often the template ran."""
+    """Return the counts for some records, and the number of renderings."""
 
     def audit(records, template=TEMPLATE, **settings):
         path = tmp_path / "train.jsonl"
@@ -41,7 +41,7 @@ def unread(tiny, tmp_path):
     return audit
 
 
-def test_what_a_template_leaves_out_is_counted(unread):
+def test_fields_omitted_by_template_are_counted(unread):
     plain = {"messages": messages()}
     called = {"messages": messages(tool_calls=CALL), "tools": TOOL}
     thought = {"messages": messages(reasoning_content="so", name=""), "tools": []}
@@ -50,8 +50,8 @@ def test_what_a_template_leaves_out_is_counted(unread):
     assert unread(records, WRITES_ALL) == {"record": {}, "message": {}}
 
 
-def test_the_count_is_exact_where_a_template_writes_a_field_only_sometimes(unread):
-    """Here only after a user's message that asks for it, and far behind the records that are always tested."""
+def test_count_is_exact_if_template_writes_a_field_sometimes(unread):
+    """The template writes it only after a user message that asks for it, far after the tested records."""
     template = WRITES_ALL.replace(
         "if m.reasoning_content", "if m.reasoning_content and messages[0].content == 'why'"
     )
@@ -60,13 +60,13 @@ def test_the_count_is_exact_where_a_template_writes_a_field_only_sometimes(unrea
     assert unread(records, template)["message"] == {"reasoning_content": sum(n % 3 == 0 for n in range(100))}
 
 
-def test_a_field_that_is_always_left_out_costs_few_renderings(tiny):
+def test_field_that_is_always_omitted_costs_few_renderings(tiny):
     class Counted(Renderer):
         calls = 0
 
-        def chats(self, record):
+        def render_chats(self, record):
             self.calls += 1
-            return super().chats(record)
+            return super().render_chats(record)
 
     renderer = Counted(tiny[1])
     audit = FieldAudit(renderer)
@@ -104,17 +104,17 @@ def _records(*fields):
         ({"prompt": "a", "completion": "b", "tools": json.dumps(TOOL)}, ["tools"]),
     ],
 )
-def test_fields_that_no_shape_reads_are_counted(unread, record, expected):
+def test_fields_outside_the_format_are_counted(unread, record, expected):
     assert unread([record])["record"] == dict.fromkeys(expected, 1)
 
 
-def test_preferences_are_rendered_with_both_answers(unread):
+def test_preferences_are_rendered_with_both_completions(unread):
     pair = {"prompt": "a", "chosen": messages(reasoning_content="so")[1:], "rejected": "c", "score_chosen": 3}
     assert unread([pair], pairs=True) == {"record": {"score_chosen": 1}, "message": {"reasoning_content": 1}}
     assert unread([pair], WRITES_ALL, pairs=True)["message"] == {}
 
 
-def test_weights_and_nulls_are_nothing_to_report(unread):
+def test_weights_and_nulls_are_not_reported(unread):
     assert unread([{"messages": messages(weight=1, tool_calls=None)}])["message"] == {}
 
 
@@ -127,28 +127,28 @@ def test_tools_of_a_text_prompt_reach_the_template(tiny, tmp_path):
     assert Renderer(tiny[1]).render(record).text == expected
 
 
-def test_ignored_fields_are_not_there(tiny, tmp_path):
+def test_ignored_fields_are_removed(tiny, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"messages": messages(name="x", id=2), "id": 1, "label": False}) + "\n")
     source = open_source(str(path), ignore=["id", "label"])
-    store = Preparation(tiny[1], cache=tmp_path / "cache").store(source)  # judged by no label
+    store = Preparation(tiny[1], cache=tmp_path / "cache").store(source)  # the ignored label is not rejected
     assert store.notes["unread"] == {"record": {}, "message": {"name": 1}}
     assert source.digest() != open_source(str(path)).digest() == open_source(str(path), ignore=[]).digest()
 
 
-def test_fields_beside_a_prompt_are_for_the_rewards(tiny, tmp_path):
+def test_record_fields_of_prompts_are_not_reported(tiny, tmp_path):
     path = tmp_path / "train.jsonl"
-    asked = [{"role": "user", "content": "a", "name": "x"}]
-    path.write_text(json.dumps({"prompt": asked, "answer": "4", "tools": TOOL}) + "\n")
+    messages = [{"role": "user", "content": "a", "name": "x"}]
+    path.write_text(json.dumps({"prompt": messages, "answer": "4", "tools": TOOL}) + "\n")
     prompts = read_prompts(open_source(str(path)), tiny[1])
-    told = [message for message, _ in unread_fields(prompts.unread, used=None)]
-    assert told == [
+    reported = [message for message, _ in unread_fields(prompts.unread, used=None)]
+    assert reported == [
         "field tools of 1 record reaches no token",
         "message field name of 1 record reaches no token",
     ]
 
 
-def test_very_many_fields_are_cut_short():
-    told = list(unread_fields({"record": {f"f{n}": 1 for n in range(99)} | {"group": 2}}, used={"group"}))
-    assert len(told) == 21
-    assert told[-1][0] == "79 more fields reach no token"
+def test_long_list_of_unread_fields_is_shortened():
+    reported = list(unread_fields({"record": {f"f{n}": 1 for n in range(99)} | {"group": 2}}, used={"group"}))
+    assert len(reported) == 21
+    assert reported[-1][0] == "79 more fields reach no token"

@@ -57,31 +57,31 @@ def test_records_do_not_depend_on_the_process():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_fewer_records_are_the_first_of_more(split):
+def test_fewer_records_are_a_prefix_of_more(split):
     many = house(split, 250)
     for n in (1, 4, 5, 200):
         assert house(split, n) == many[:n]
 
 
-def test_no_sentence_comes_twice_or_in_two_splits():
-    said = [sentence for split in SPLITS for sentence in sentences(house(split, MANY))]
-    assert len(said) == len(set(said)) == 3 * MANY
+def test_no_sentence_occurs_twice_or_in_two_splits():
+    all_sentences = [sentence for split in SPLITS for sentence in sentences(house(split, MANY))]
+    assert len(all_sentences) == len(set(all_sentences)) == 3 * MANY
 
 
-def test_the_split_of_a_sentence_ignores_case_and_punctuation():
+def test_split_of_a_sentence_ignores_case_and_punctuation():
     for sentence in sentences(house("test", 100)):
         assert split_of(sentence.upper().replace(",", "") + " !") == split_of(sentence) == "test"
 
 
-def test_a_sentence_means_one_thing_and_has_one_template():
+def test_sentence_has_one_meaning_and_one_template():
     meanings = {}
     for command in commands(KNOWN_TEMPLATES + UNSEEN_TEMPLATES):
-        if command.room == "office":  # rooms are alike: one, with its two names, stands for all
+        if command.room == "office":  # one room with its two names represents all rooms
             meanings.setdefault(command.sentence(), set()).add((command.template, command.answer()))
     assert {len(meaning) for meaning in meanings.values()} == {1}
 
 
-def test_a_fifth_of_the_templates_is_kept_out_of_training():
+def test_a_fifth_of_the_templates_is_not_in_training():
     assert len(UNSEEN_TEMPLATES) * 5 == len(KNOWN_TEMPLATES) + len(UNSEEN_TEMPLATES) == 40
     assert not set(UNSEEN_TEMPLATES) & set(KNOWN_TEMPLATES)
     for split in ("train", "valid"):
@@ -95,7 +95,7 @@ def test_one_test_command_in_five_has_an_unseen_template():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_answer_is_one_compact_allowed_action(split):
+def test_every_answer_is_a_compact_valid_action(split):
     for record in house(split, 1000):
         user, assistant = record["messages"]
         answer = json.loads(assistant["content"])
@@ -108,13 +108,13 @@ def test_every_answer_is_one_compact_allowed_action(split):
 
 
 def named(words, sentence):
-    """The values of a table {value: words} that a sentence names by one of their words."""
+    """Return the values of a table {value: words} that a sentence mentions."""
     padded = f" {sentence.lower().replace(',', '').replace('?', '')} "
-    return {value for value, said in words.items() if any(f" {word.lower()} " in padded for word in said)}
+    return {value for value, names in words.items() if any(f" {word.lower()} " in padded for word in names)}
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_sentence_says_what_the_answer_means(split):
+def test_sentence_matches_the_answer(split):
     device_names = {device: names for device, (names, _) in DEVICES.items()}
     verbs = {
         action: {form.replace("{}", "").split()[0] for way in ways for form in way}
@@ -131,18 +131,18 @@ def test_the_sentence_says_what_the_answer_means(split):
             assert named(particles, sentence) <= {answer["action"]}
 
 
-def test_words_mean_one_thing_each():
+def test_words_are_unambiguous():
     for table in (ROOMS, DELAYS, {device: names for device, (names, _) in DEVICES.items()}):
-        words = [word for said in table.values() for word in said]
+        words = [word for names in table.values() for word in names]
         assert len(words) == len(set(words))
 
 
 def test_training_covers_every_template_value_and_word():
     records = house("train", 300)
-    said = sentences(records)
+    train_sentences = sentences(records)
     known = {command.sentence(): command for command in commands(KNOWN_TEMPLATES)}
-    train = [known[sentence] for sentence in said]
-    wanted = {
+    train = [known[sentence] for sentence in train_sentences]
+    expected = {
         "template": (KNOWN_TEMPLATES, 9),
         "room": (ROOMS, 25),
         "room_name": ([name for names in ROOMS.values() for name in names], 10),
@@ -153,7 +153,7 @@ def test_training_covers_every_template_value_and_word():
         "delay": ([0, *DELAYS], 15),
         "way": ([way for ways in WAYS.values() for way in ways], 3),
     }
-    for field, (values, at_least) in wanted.items():
+    for field, (values, at_least) in expected.items():
         counts = Counter(getattr(command, field) for command in train)
         assert set(counts) == set(values), field
         assert min(counts.values()) >= at_least, (field, counts.most_common()[-3:])
@@ -162,13 +162,13 @@ def test_training_covers_every_template_value_and_word():
     assert min(orders.values()) >= 10
 
 
-def test_the_specs_of_the_demo():
+def test_specs_of_the_demo():
     assert generate("synth:house:400") == generate("synth:house") == house("train", 400)
     assert generate("synth:house-valid") == house("valid", 40)
     assert generate("synth:house-test") == house("test", 200)
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_unknown_name_lists_known_names():
     with pytest.raises(DataError, match=r"synth:hose:3.*'hose'") as caught:
         generate("synth:hose:3")
     assert "did you mean 'house'?" in caught.value.hint
@@ -179,27 +179,27 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("count", ["", "0", "-3", "2.5", "many", "٣", " 7", "9" * 5000])
-def test_a_count_that_is_no_positive_whole_number_is_refused(count):
-    with pytest.raises(DataError, match=r"synth:house.*positive whole number"):
+def test_count_must_be_a_positive_integer(count):
+    with pytest.raises(DataError, match=r"synth:house.*positive integer of at most 12 digits"):
         generate(f"synth:house:{count}")
 
 
-def test_a_seed_is_refused_where_records_do_not_depend_on_one():
-    with pytest.raises(DataError, match="house takes no seed"):
+def test_seed_is_rejected_for_unseeded_source():
+    with pytest.raises(DataError, match="house does not accept a seed"):
         generate("synth:house:1:2")
 
 
-def test_more_than_there_is_names_the_spec_and_what_there_is(monkeypatch):
+def test_error_for_too_many_records_names_spec_and_available_count(monkeypatch):
     monkeypatch.setattr("whet.data.synthetic.house.KNOWN_TEMPLATES", KNOWN_TEMPLATES[12:15])
     with pytest.raises(DataError, match=r"synth:house-valid:999999.*only \d+") as caught:
         generate("synth:house-valid:999999")
-    available = int(caught.value.hint.split()[2])
+    available = int(caught.value.hint.split()[-1])
     everything = {command.sentence() for command in commands(KNOWN_TEMPLATES[12:15])}
     valid = {sentence for sentence in everything if split_of(sentence) == "valid"}
     assert set(sentences(generate(f"synth:house-valid:{available}"))) == valid
     assert len(valid) == available
 
 
-def test_a_spec_of_another_scheme_is_refused():
+def test_spec_with_another_scheme_is_rejected():
     with pytest.raises(DataError, match="not a synthetic source"):
         generate("house:40")

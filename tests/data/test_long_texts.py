@@ -1,4 +1,4 @@
-"""Long texts become the tokens that they are as a whole, and memory stays flat."""
+"""Long texts give the same tokens as in one piece, and memory stays flat."""
 
 import random
 import subprocess
@@ -40,42 +40,42 @@ def text(seed, words=6000):
 
 
 def byte_level():
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500,
         special_tokens=["<s>", "</s>", "<|x|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    made.train_from_iterator([text(0)], trainer)
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.train_from_iterator([text(0)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
-    return made
+    return tokenizer
 
 
 def sentences():
-    """No pre-tokenizer: the whole text is one word, as in Llama 2."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    """A tokenizer without a pre-tokenizer: the text is one word, as in Llama 2."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], max_token_length=8)
-    made.train_from_iterator([line[:400] for line in text(0, 2000).split("\n")], trainer)
-    return made
+    tokenizer.train_from_iterator([line[:400] for line in text(0, 2000).split("\n")], trainer)
+    return tokenizer
 
 
 def words():
-    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence(
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
     )
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.train_from_iterator([text(0)], trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"]))
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator([text(0)], trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"]))
+    return tokenizer
 
 
 class Wrapped:
-    """As much of a transformers tokenizer as is read."""
+    """The part of a transformers tokenizer that is used."""
 
     eos_token_id = 1
 
@@ -88,32 +88,41 @@ class Wrapped:
 
 @pytest.fixture
 def short(monkeypatch):
-    for name, size in (("LONG", 2000), ("OVERLAP", 600), ("_AGREEING", 64), ("MAX_WHOLE", 5000)):
+    for name, size in (
+        ("MAX_WINDOW_CHARS", 2000),
+        ("OVERLAP_CHARS", 600),
+        ("_MATCH_CHARS", 64),
+        ("MAX_UNSPLIT_CHARS", 5000),
+    ):
         monkeypatch.setattr(long_texts, name, size)
-    monkeypatch.setattr(encode_module, "LONG", 2000)
+    monkeypatch.setattr(encode_module, "MAX_WINDOW_CHARS", 2000)
 
 
 @pytest.mark.parametrize("make", [byte_level, sentences, words])
 @pytest.mark.parametrize("plain", [False, True])
-def test_windows_give_the_tokens_and_marks_of_the_whole(make, plain, monkeypatch):
+def test_windows_give_the_tokens_and_mask_of_the_full_text(make, plain, monkeypatch):
     encoder = Encoder(Wrapped(make()))
     for seed in range(3):
         long = text(seed)
         for spans in ([(0, len(long))], [(100, 3000), (len(long) // 2, len(long) - 7)]):
             rendering = Rendering(long, spans, plain, plain, "here")
-            wanted = encoder.example(rendering)
+            expected = encoder.example(rendering)
             with monkeypatch.context() as patched:
-                for name, size in (("LONG", 4000), ("OVERLAP", 1000), ("_AGREEING", 100)):
+                for name, size in (
+                    ("MAX_WINDOW_CHARS", 4000),
+                    ("OVERLAP_CHARS", 1000),
+                    ("_MATCH_CHARS", 100),
+                ):
                     patched.setattr(long_texts, name, size)
-                patched.setattr(long_texts, "MAX_WHOLE", 0)  # never whole
-                patched.setattr(encode_module, "LONG", 4000)
+                patched.setattr(long_texts, "MAX_UNSPLIT_CHARS", 0)  # never in one piece
+                patched.setattr(encode_module, "MAX_WINDOW_CHARS", 4000)
                 example = encoder.example(rendering)
-            assert example.tokens.tolist() == wanted.tokens.tolist()
-            assert example.supervised.tolist() == wanted.supervised.tolist()
+            assert example.tokens.tolist() == expected.tokens.tolist()
+            assert example.supervised.tolist() == expected.supervised.tolist()
 
 
 @pytest.mark.usefixtures("short")
-def test_a_text_without_a_place_to_cut_is_tokenised_whole_or_refused():
+def test_text_without_a_split_position_is_tokenized_at_once_or_rejected():
     backend = byte_level()
     encoder = Encoder(Wrapped(backend))
     for size in (2500, 4999, 6000):
@@ -127,11 +136,11 @@ def test_a_text_without_a_place_to_cut_is_tokenised_whole_or_refused():
 
 
 @pytest.mark.usefixtures("short")
-def test_long_texts_and_bad_ones_stand_in_one_batch(tiny):
+def test_long_and_bad_texts_may_share_a_batch(tiny):
     encoder = Encoder(tiny[1])
     texts = ["short", "x" * 3000, "half \ud800" + "x" * 3000, "half \ud800"]
-    found = encoder.encode([Rendering(each, [(0, len(each))], True, True, "here") for each in texts])
-    assert [isinstance(each, DataError) for each in found] == [False, False, True, True]
+    examples = encoder.encode([Rendering(each, [(0, len(each))], True, True, "here") for each in texts])
+    assert [isinstance(each, DataError) for each in examples] == [False, False, True, True]
 
 
 @pytest.mark.slow
@@ -150,4 +159,4 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
-    assert float(done.stdout) < 1200  # a token per byte; all at once took over 3,000
+    assert float(done.stdout) < 1200  # one token per byte; in one piece it took over 3,000

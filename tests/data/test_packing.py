@@ -1,4 +1,4 @@
-"""Steps and micro-batches: every example once, limits kept, order a pure function of seed, epoch and position."""
+"""Steps and micro-batches: every example once, within limits, in an order fixed by seed and epoch."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import random_examples
-from whet.data.batches import IGNORED, BatchStream, evaluation_batches, make_batch
+from whet.data.batches import IGNORE_INDEX, BatchStream, evaluation_batches, make_batch
 from whet.data.packing import StepSettings, fisher_yates, permutation, plan_epoch, split_step
 from whet.errors import ConfigError, DataError
 
@@ -28,9 +28,7 @@ def sized(*, batch_size=None, batch_tokens=None, micro=64, pack=True, order="shu
     order=st.sampled_from(["shuffle", "sequential"]),
     pack=st.booleans(),
 )
-def test_an_epoch_holds_every_example_once_and_no_step_is_too_large(
-    lengths, seed, epoch, by_tokens, order, pack
-):
+def test_epoch_contains_every_example_once_and_steps_fit(lengths, seed, epoch, by_tokens, order, pack):
     size = {"batch_tokens": 90} if by_tokens else {"batch_size": 7}
     limits = sized(**size, order=order, pack=pack)
     steps = list(plan_epoch(lengths, limits, seed=seed, epoch=epoch))
@@ -41,12 +39,12 @@ def test_an_epoch_holds_every_example_once_and_no_step_is_too_large(
     assert list(plan_epoch(lengths, limits, seed=seed, epoch=epoch)) == steps
     if order == "sequential":
         assert [index for step in steps for index in step] == list(range(len(lengths)))
-    elif not pack:  # neighbours in length, whatever the order of the steps
+    elif not pack:  # similar lengths, in any order of the steps
         ranges = sorted((min(lengths[i] for i in step), max(lengths[i] for i in step)) for step in steps)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
 
 
-def test_padded_groups_differ_from_epoch_to_epoch():
+def test_padded_groups_differ_between_epochs():
     lengths = [5] * 40
     first, second = (
         list(plan_epoch(lengths, sized(batch_size=8, pack=False), seed=0, epoch=e)) for e in (0, 1)
@@ -73,7 +71,7 @@ def reference_mlx(lengths, batch_size, seed):
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 3),
 )
-def test_mlx_order_follows_its_rules(lengths, seed, epoch):
+def test_mlx_order_matches_reference(lengths, seed, epoch):
     settings = sized(batch_size=4, micro=4096, pack=False, order="mlx")
     assert list(plan_epoch(lengths, settings, seed=seed, epoch=epoch)) == reference_mlx(
         lengths, 4, seed + epoch
@@ -81,14 +79,14 @@ def test_mlx_order_follows_its_rules(lengths, seed, epoch):
 
 
 def test_mlx_order_is_pinned():
-    """By hand: the first outputs of SplitMix64 seeded with 0 are 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4,
+    """Hand-computed: the first outputs of SplitMix64 seeded with 0 are 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4,
     0x06c45d188009454f; modulo 4, 3 and 2 they are 3, 0 and 1. Swapping 3-3, 2-0, 1-1 gives 2 1 0 3."""
     assert 0xE220A8397B1DCDAF % 4, 0x6E789E6AA1B965F4 % 3 == (3, 0)
     assert fisher_yates(4, seed=0).tolist() == [2, 1, 0, 3]
     plan = plan_epoch(
         [9, 3, 8, 2, 7, 1, 6, 5, 4], sized(batch_size=2, micro=999, pack=False, order="mlx"), seed=0, epoch=0
     )
-    # sorted by length: 5 3 | 1 8 | 7 6 | 4 2 | and 0 is left over
+    # sorted by length: 5 3 | 1 8 | 7 6 | 4 2 | and 0 remains
     assert list(plan) == [[7, 6], [1, 8], [5, 3], [4, 2]]
 
 
@@ -96,13 +94,13 @@ def test_mlx_pads_to_one_more_than_a_multiple_of_32_tokens():
     settings = sized(batch_size=2, micro=4096, pack=False, order="mlx")
     for tokens in (2, 31, 32, 33, 64, 65, 100):
         padded_tokens = 1 + 32 * -(-tokens // 32)
-        assert settings.padded(tokens - 1) == padded_tokens - 1  # inputs: the last token is only a target
+        assert settings.padded(tokens - 1) == padded_tokens - 1  # inputs only: the last token is a target
         assert sized(batch_size=2, micro=4096, pack=False).padded(tokens - 1) == 32 * -(-(tokens - 1) // 32)
-    assert sized(batch_size=2, micro=50, pack=False).padded(40) == 50  # never more than fits
+    assert sized(batch_size=2, micro=50, pack=False).padded(40) == 50  # never more than the limit
 
 
-def test_what_mlx_order_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="mlx needs run.batch_size, and data.pack: false"):
+def test_mlx_order_rejects_unsupported_settings():
+    with pytest.raises(ConfigError, match="mlx needs run.batch_size and data.pack: false"):
         sized(batch_size=2, order="mlx")
     with pytest.raises(ConfigError, match="mlx needs run.batch_size"):
         sized(batch_tokens=90, pack=False, order="mlx")
@@ -111,7 +109,7 @@ def test_what_mlx_order_cannot_do_is_refused():
 
 
 @given(lengths=lengths, pack=st.booleans(), micro=st.integers(60, 200))
-def test_micro_batches_hold_every_example_once_and_fit(lengths, pack, micro):
+def test_micro_batches_contain_every_example_once_and_fit(lengths, pack, micro):
     limits = sized(batch_size=1, micro=micro, pack=pack)
     batches = split_step(range(len(lengths)), lengths, limits)
     assert sorted(index for batch in batches for row in batch for index in row) == list(range(len(lengths)))
@@ -128,11 +126,11 @@ def test_permutations_are_permutations(count, seed, epoch):
     assert sorted(permutation(count, seed=seed, epoch=epoch)) == list(range(count))
 
 
-def test_permutations_differ_by_seed_and_epoch_and_never_change():
+def test_permutations_depend_on_seed_and_epoch_and_are_stable():
     base = permutation(50, seed=0, epoch=0)
     assert base.tolist() != permutation(50, seed=1, epoch=0).tolist()
     assert base.tolist() != permutation(50, seed=0, epoch=1).tolist()
-    # pinned: a change here silently reorders every run that is resumed
+    # pinned: a change would silently reorder resumed runs
     assert permutation(10, seed=0, epoch=0).tolist() == reference_permutation(10, 0, 0, 0)
     assert permutation(10, seed=7, epoch=3, salt=1).tolist() == reference_permutation(10, 7, 3, 1)
 
@@ -164,24 +162,32 @@ def test_packing_fills_micro_batches():
     assert sum(lengths) / (2048 * len(rows)) > 0.97
 
 
-def test_targets_are_shifted_and_padding_is_never_one():
+def test_targets_are_shifted_and_padding_is_never_a_target():
     """With offset o and length n, exactly the targets at steps o..n-1 count: the slot after the end does not."""
     [example, short] = random_examples(2, shortest=6, longest=6)
     short = type(short)(short.tokens[:3], [False, False, True], "short")
     batch = make_batch([[example], [short]])
     assert batch.tokens.shape == (2, 5)
     assert batch.tokens[0].tolist() == example.tokens[:-1]
-    expected = [t if s else IGNORED for t, s in zip(example.tokens[1:], example.supervised[1:], strict=True)]
+    expected = [
+        t if s else IGNORE_INDEX for t, s in zip(example.tokens[1:], example.supervised[1:], strict=True)
+    ]
     assert batch.targets[0].tolist() == expected
-    assert batch.targets[1].tolist() == [IGNORED, short.tokens[2], IGNORED, IGNORED, IGNORED]
-    assert batch.supervised == (batch.targets != IGNORED).sum() == len(batch.supervised_positions)
+    assert batch.targets[1].tolist() == [
+        IGNORE_INDEX,
+        short.tokens[2],
+        IGNORE_INDEX,
+        IGNORE_INDEX,
+        IGNORE_INDEX,
+    ]
+    assert batch.supervised == (batch.targets != IGNORE_INDEX).sum() == len(batch.supervised_positions)
     assert batch.real_tokens == 7
     assert torch.equal(
-        batch.targets.flatten()[batch.supervised_positions], batch.targets[batch.targets != IGNORED]
+        batch.targets.flatten()[batch.supervised_positions], batch.targets[batch.targets != IGNORE_INDEX]
     )
 
 
-def test_packed_rows_restart_positions_and_say_where_documents_end():
+def test_packed_rows_restart_positions_and_store_document_lengths():
     examples = random_examples(3, shortest=4, longest=6)
     batch = make_batch([examples])
     assert batch.documents == (tuple(example.length for example in examples),)
@@ -189,11 +195,11 @@ def test_packed_rows_restart_positions_and_say_where_documents_end():
     assert batch.positions[0].tolist() == expected
 
 
-def test_a_stream_goes_on_from_its_state_across_epochs():
+def test_stream_resumes_from_its_state_across_epochs():
     examples = random_examples(11)
     limits = sized(batch_size=4)
-    whole = BatchStream(examples, limits, seed=3)
-    steps = [[batch.origins for batch in next(whole)] for _ in range(10)]
+    uninterrupted = BatchStream(examples, limits, seed=3)
+    steps = [[batch.origins for batch in next(uninterrupted)] for _ in range(10)]
     for position in range(10):
         first = BatchStream(examples, limits, seed=3)
         for _ in range(position):
@@ -204,7 +210,7 @@ def test_a_stream_goes_on_from_its_state_across_epochs():
     assert steps[0:3] != steps[3:6], "each epoch has its own order"
 
 
-def test_an_example_larger_than_a_micro_batch_is_refused_with_its_name():
+def test_error_names_example_larger_than_a_micro_batch():
     examples = random_examples(3, shortest=70, longest=70)
     with pytest.raises(DataError, match=r"example 0: 70 tokens do not fit run.micro_batch_tokens=64"):
         BatchStream(examples, sized(batch_size=2), seed=0)
@@ -214,7 +220,7 @@ def test_an_example_larger_than_a_micro_batch_is_refused_with_its_name():
 
 @pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("limit", [1, 2, 3, 64])
-def test_what_it_is_told_to_be_cut_to_fits_and_one_more_does_not(limit, texts):
+def test_suggested_max_length_is_the_largest_that_fits(limit, texts):
     def stream(tokens):
         [example] = random_examples(1, shortest=tokens, longest=tokens)
         item = example if texts == 1 else (example, example)
@@ -223,13 +229,13 @@ def test_what_it_is_told_to_be_cut_to_fits_and_one_more_does_not(limit, texts):
     fits = limit // texts + 1
     with pytest.raises(DataError) as error:
         stream(fits + 1)
-    told = f", or lower data.max_length to {fits}" if fits > 1 else ""  # which cannot be 1
-    assert error.value.hint == f"raise run.micro_batch_tokens{told}"
-    if told:
+    suggestion = f", or lower data.max_length to {fits}" if fits > 1 else ""  # max_length cannot be 1
+    assert error.value.hint == f"raise run.micro_batch_tokens{suggestion}"
+    if suggestion:
         stream(fits)
 
 
-def test_evaluation_covers_everything_once_in_at_most_the_batches_asked_for():
+def test_evaluation_covers_every_example_once_up_to_the_limit():
     examples = random_examples(20)
     batches = evaluation_batches(examples, sized(batch_size=1))
     assert sorted(o for batch in batches for o in batch.origins) == sorted(e.origin for e in examples)

@@ -1,4 +1,4 @@
-"""Prompts: what stands before the answer in records of every shape."""
+"""Prompts: the text before the completion, for records of every format."""
 
 import json
 
@@ -16,7 +16,7 @@ def prompts(tmp_path, tokenizer, *records, form="auto", **settings):
     return read_prompts(open_source(str(path), form=form), tokenizer, **settings)
 
 
-def test_every_shape_gives_the_text_before_its_answer(tmp_path, tiny):
+def test_every_format_gives_the_text_before_its_completion(tmp_path, tiny):
     _, tokenizer = tiny
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
     records = [
@@ -27,24 +27,24 @@ def test_every_shape_gives_the_text_before_its_answer(tmp_path, tiny):
         {"prompt": [user]},
         {"prompt": "hi", "chosen": "yes", "rejected": "no"},
     ]
-    found = prompts(tmp_path, tokenizer, *records)
-    assert {tokenizer.decode(prompt.tokens) for prompt in found} == {"<|user|>hi<|end|><|assistant|>"}
-    assert [prompt.question.answer for prompt in found] == ["yes", "", "yes", "", "", "yes"]
-    assert {prompt.question.text for prompt in found} == {"hi"}
-    assert found[0].question.group == "known"
-    assert found[0].fields["extra"] == [1]
+    parsed = prompts(tmp_path, tokenizer, *records)
+    assert {tokenizer.decode(prompt.tokens) for prompt in parsed} == {"<|user|>hi<|end|><|assistant|>"}
+    assert [prompt.question.answer for prompt in parsed] == ["yes", "", "yes", "", "", "yes"]
+    assert {prompt.question.text for prompt in parsed} == {"hi"}
+    assert parsed[0].question.group == "known"
+    assert parsed[0].fields["extra"] == [1]
     tokenizer.chat_template = None
-    found = prompts(tmp_path, tokenizer, *records[2:4])
-    assert [tokenizer.decode(prompt.tokens) for prompt in found] == ["hi", "hi"]
+    parsed = prompts(tmp_path, tokenizer, *records[2:4])
+    assert [tokenizer.decode(prompt.tokens) for prompt in parsed] == ["hi", "hi"]
 
 
-def test_a_question_is_a_prompt_where_the_config_asks_for_prompts(tmp_path, tiny):
-    [found] = prompts(tmp_path, tiny[1], {"question": "1+1?", "answer": "#### 2"}, form="prompt")
-    assert found.question.text == "1+1?"
-    assert found.fields["answer"] == found.question.answer == "#### 2"
+def test_question_is_a_prompt_with_prompt_format(tmp_path, tiny):
+    [prompt] = prompts(tmp_path, tiny[1], {"question": "1+1?", "answer": "#### 2"}, form="prompt")
+    assert prompt.question.text == "1+1?"
+    assert prompt.fields["answer"] == prompt.question.answer == "#### 2"
 
 
-def test_the_answer_and_the_group_of_a_prompt_are_kept(tmp_path, tiny):
+def test_prompt_keeps_its_answer_and_group(tmp_path, tiny):
     _, tokenizer = tiny
     records = [
         {"question": "1+1?", "answer": "2", "group": "sums"},
@@ -55,26 +55,26 @@ def test_the_answer_and_the_group_of_a_prompt_are_kept(tmp_path, tiny):
     for template in (tokenizer.chat_template, None):
         tokenizer.chat_template = template
         for record in records if template else records[:2]:
-            [found] = prompts(tmp_path, tokenizer, record, form="prompt")
-            assert (found.question.answer, found.question.group) == ("2", "sums")
+            [prompt] = prompts(tmp_path, tokenizer, record, form="prompt")
+            assert (prompt.question.answer, prompt.question.group) == ("2", "sums")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    [found] = prompts(tmp_path, tokenizer, {"messages": records[2]["prompt"], "answer": "2"})
-    assert found.question.answer == "2"
+    [prompt] = prompts(tmp_path, tokenizer, {"messages": records[2]["prompt"], "answer": "2"})
+    assert prompt.question.answer == "2"
 
 
-def test_records_without_a_prompt_are_refused_or_counted(tmp_path, tiny):
+def test_records_without_a_prompt_are_rejected_or_counted(tmp_path, tiny):
     bad, good = {"text": "only a text"}, {"prompt": "hi"}
     with pytest.raises(DataError, match=":2: a text record has no prompt to complete"):
         prompts(tmp_path, tiny[1], good, bad)
-    found = prompts(tmp_path, tiny[1], good, bad, skip_bad=True)
-    assert (len(found), found.skipped.count) == (1, 1)
+    parsed = prompts(tmp_path, tiny[1], good, bad, skip_bad=True)
+    assert (len(parsed), parsed.skipped.count) == (1, 1)
     with pytest.raises(DataError, match="prompts.jsonl:1: a text record has no prompt to complete"):
         prompts(tmp_path, tiny[1], bad, skip_bad=True)
-    with pytest.raises(DataError, match="holds no records"):
+    with pytest.raises(DataError, match="contains no records"):
         prompts(tmp_path, tiny[1])
 
 
-def test_the_sums_are_right_and_their_splits_apart():
+def test_sums_are_correct_and_splits_are_disjoint():
     train, valid = generate("synth:sums"), generate("synth:sums-valid")
     assert len({record["prompt"] for record in [*train, *valid]}) == 4550 + 500 == 100 * 101 // 2
     for record in [*train, *valid]:

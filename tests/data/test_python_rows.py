@@ -1,4 +1,4 @@
-"""Records that are Python objects: the same records, origins and tokens as from a file."""
+"""Records from Python objects: the same records, origins and tokens as from a file."""
 
 import datetime
 import decimal
@@ -60,7 +60,7 @@ def factory():
     ],
     ids=["list", "tuple", "generator function", "function", "Dataset", "IterableDataset", "DataFrame"],
 )
-def test_the_records_are_those_of_a_file(rows, jsonl):
+def test_records_equal_those_of_a_file(rows, jsonl):
     expected = list(open_source(str(jsonl)))
     for _ in range(2):
         records = list(source(rows))
@@ -69,9 +69,9 @@ def test_the_records_are_those_of_a_file(rows, jsonl):
         assert {record.shape for record in records} == {"completion"}
 
 
-def test_the_digest_is_of_the_records_and_the_same_in_every_process():
+def test_digest_depends_on_records_only():
     digest = PythonRows("train", ROWS).digest()
-    # the formula in another process, where sets and hashes of texts are in another order
+    # the formula in another process, with another hash seed
     script = f"""
 import hashlib, json
 rows = {ROWS!r}
@@ -86,7 +86,7 @@ print(hashlib.sha256(text.encode()).hexdigest())
     assert source(ROWS).digest() != source(ROWS, ignore=["group"]).digest()
 
 
-def test_a_digest_needs_one_pass():
+def test_digest_needs_one_pass():
     calls = []
 
     def counted():
@@ -98,17 +98,17 @@ def test_a_digest_needs_one_pass():
     assert len(calls) == 1
 
 
-def test_records_that_change_between_passes_are_refused():
+def test_records_that_change_between_passes_are_rejected():
     rows = [dict(row) for row in ROWS]
     changing = source(rows)
     list(changing)
     rows[2]["prompt"] = "other"
-    with pytest.raises(DataError, match="data 'train' has other records than when it was read first"):
+    with pytest.raises(DataError, match="the records of data 'train' have changed since the first pass"):
         list(changing)
     count = iter(range(100))
     changing = source(lambda: [{"text": str(next(count))}])
     list(changing)
-    with pytest.raises(DataError, match="must yield the same at every call"):
+    with pytest.raises(DataError, match="must yield the same records at each call"):
         list(changing)
 
 
@@ -116,7 +116,7 @@ class Role(str, enum.Enum):  # noqa: UP042 # whose str() is not its value
     USER = "user"
 
 
-def test_values_become_what_json_has():
+def test_values_are_converted_to_json():
     odd = {
         "text": np.str_("a"),
         "integer": np.int64(3),
@@ -154,7 +154,7 @@ def test_values_become_what_json_has():
     assert {type(value) for value in fields.values()} == {str, int, float, bool, list, dict}
 
 
-def test_a_missing_value_of_a_data_frame_is_a_field_that_is_not_there():
+def test_missing_value_of_a_data_frame_is_a_missing_field():
     frame = pd.DataFrame(
         {
             "text": ["a", "b", "c"],
@@ -170,7 +170,7 @@ def test_a_missing_value_of_a_data_frame_is_a_field_that_is_not_there():
     assert third == {"text": "c", "score": 2.0, "count": 3, "tags": ["y", "z"]}
 
 
-def test_a_function_of_a_dataset_makes_its_rows():
+def test_transform_of_a_dataset_creates_its_rows():
     rows = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     upper = rows.with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
     assert fields_of(upper) == [{"text": "A"}, {"text": "B"}]
@@ -194,11 +194,11 @@ for _ in range(200):
         ({"text": "a", "x": deep}, r"train\[1\]: nested too deeply"),
         ({"text": "a", "x": 10**5000}, r"train\[1\]: not a JSON value"),
         ("a", r"train\[1\]: a record must be a dict, not str"),
-        ({"note": "a"}, r"train\[1\]: a record with the fields 'note' fits no shape"),
+        ({"note": "a"}, r"train\[1\]: a record with the fields 'note' matches no known record format"),
     ],
     ids=["nan", "bytes", "set", "object", "key", "inner key", "surrogate", "deep", "huge", "text", "shape"],
 )
-def test_a_bad_record_is_named_and_can_be_skipped(row, message):
+def test_bad_record_is_named_and_can_be_skipped(row, message):
     rows = [{"text": "good"}, row, {"text": "better"}]
     with pytest.raises(DataError, match=message):
         list(source(rows))
@@ -210,9 +210,9 @@ def test_a_bad_record_is_named_and_can_be_skipped(row, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ((row for row in ROWS), "can be read only once.*\n.*pass the function that makes it"),
+        ((row for row in ROWS), "can be read only once.*\n.*pass the function that creates it"),
         (iter(ROWS), "can be read only once"),
-        ("train.jsonl", r"is the text 'train.jsonl', not records\n.*data.train: PATH"),
+        ("train.jsonl", r"is a string \('train.jsonl'\), not records\n.*data.train: PATH"),
         ({"prompt": ["a"], "completion": ["b"]}, "is a mapping, not a list of records"),
         (SimpleNamespace(), r"is an object of type SimpleNamespace, not records\n.*list of dicts"),
         (list, "is an object of type type, not records"),
@@ -220,7 +220,7 @@ def test_a_bad_record_is_named_and_can_be_skipped(row, message):
     ],
     ids=["generator", "iterator", "path", "columns", "object", "class", "number"],
 )
-def test_what_holds_no_records_is_refused_at_once(rows, message):
+def test_unreadable_object_is_rejected_immediately(rows, message):
     with pytest.raises(DataError, match=message):
         PythonRows("train", rows)
 
@@ -229,25 +229,28 @@ def test_what_holds_no_records_is_refused_at_once(rows, message):
     ("rows", "message"),
     [
         (lambda path: ROWS, "cannot be called without arguments"),
-        (lambda: {"text": "a"}, "the function of data 'train' returned an object of type dict"),
+        (lambda: {"text": "a"}, "the function passed as data 'train' returned an object of type dict"),
         (lambda: None, "returned an object of type NoneType"),
-        (pd.DataFrame([[1, 2]]), "the column 0 has no name"),
-        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are called 'a'"),
-        ([], "holds no records"),
+        (pd.DataFrame([[1, 2]]), "the column name 0 is not a string"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
+        ([], "contains no records"),
     ],
     ids=["argument", "dict", "none", "unnamed", "twice", "empty"],
 )
-def test_what_turns_out_to_hold_no_records_is_refused(rows, message):
+def test_unreadable_object_is_rejected_on_first_pass(rows, message):
     with pytest.raises(DataError, match=message):
         list(source(rows))
 
 
-def test_a_placeholder_without_its_object_is_named():
-    with pytest.raises(DataError, match=r"python:train:0{16} stands for records.*\n.*data=\{'train': rows\}"):
+def test_error_names_placeholder_without_object():
+    with pytest.raises(
+        DataError,
+        match=r"python:train:0{16} is a placeholder for records from Python.*\n.*data=\{'train': rows\}",
+    ):
         open_source("python:train:" + "0" * 16)
 
 
-def test_placeholders_are_written_and_read_back():
+def test_placeholders_round_trip():
     digest = PythonRows("train", ROWS).digest()
     assert make_placeholder("train", digest) == f"python:train:{digest[:16]}"
     assert parse_placeholder(make_placeholder("a.b-c_1", digest)) == ("a.b-c_1", digest[:16])
@@ -266,7 +269,7 @@ def test_files_and_objects_are_mixed_by_weight(jsonl):
 
 
 @pytest.mark.parametrize("kind", ["list", "Dataset", "DataFrame"])
-def test_tokens_marks_and_columns_are_those_of_the_file(kind, jsonl, tiny_directory, tmp_path, monkeypatch):
+def test_tokens_masks_and_columns_equal_those_of_the_file(kind, jsonl, tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))
     rows = {"list": list, "Dataset": datasets.Dataset.from_list, "DataFrame": pd.DataFrame}[kind](ROWS)
     stores = []

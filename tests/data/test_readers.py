@@ -1,4 +1,4 @@
-"""Every file format gives the same records, in order, with their places; what is broken is named with its line."""
+"""Every file format gives the same records in order with their origins; errors name file and line."""
 
 import csv
 import gzip
@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_records(tmp_path, suffix, packed):
     assert fields(str(path)) == RECORDS
 
 
-def test_a_source_can_be_read_again_and_says_what_it_holds(tmp_path):
+def test_source_can_be_read_again_and_has_a_digest(tmp_path):
     import hashlib
 
     path = write(tmp_path, "a.jsonl", as_jsonl(RECORDS))
@@ -104,18 +104,18 @@ def test_a_source_can_be_read_again_and_says_what_it_holds(tmp_path):
     ],
 )
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_json_is_a_list_or_holds_one_or_is_lines(tmp_path, content, mark):
+def test_json_file_is_an_array_contains_one_or_is_json_lines(tmp_path, content, mark):
     path = write(tmp_path, "a.json", mark + content.encode())
     assert fields(path) == [{"text": "a"}, {"text": "b"}]
 
 
-def test_a_json_file_may_be_one_record(tmp_path):
+def test_json_file_may_be_one_record(tmp_path):
     path = write(tmp_path, "a.json", json.dumps({"messages": CHAT}, indent=1))
     assert [(r.fields, r.origin) for r in read_records(path)] == [({"messages": CHAT}, f"{path}#1")]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
-def test_a_list_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
+def test_array_is_read_equally_with_any_chunk_size(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(json_array, "CHUNK", chunk)
     records = [
         {"text": text, "n": n} for n, text in enumerate(["", "a]b", '"},{', "é你\U0001f600", "\\", "x" * 300])
@@ -129,64 +129,64 @@ def test_a_list_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: not valid JSON"),
-        ("a.jsonl", b'[{"text": "a"}]\n', r"a.jsonl:1: a record must be a JSON object, not list\n.*called .json"),
+        ("a.jsonl", b'[{"text": "a"}]\n', r"a.jsonl:1: a record must be a JSON object, not list\n.*needs the suffix .json"),
         ("a.jsonl", b'\n\n"text"\n', r"a.jsonl:3: a record must be a JSON object, not str"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl:1: not UTF-8 text \(invalid start byte at byte 11\)"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: not UTF-8 text \(half of a character"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: not UTF-8 text \(lone surrogate"),
         ("a.jsonl", b'{"text": "a\tb"}\n', r"not valid JSON \(Invalid control character at column 12\)"),
-        ("a.jsonl", b'{"text": "a\0b"}\n', r"a.jsonl:1: not valid JSON \(it holds null bytes\)"),
-        ("a.jsonl", b'{"text": "a", "n": NaN}\n', r"a.jsonl:1: not valid JSON \(NaN is no JSON number\)"),
+        ("a.jsonl", b'{"text": "a\0b"}\n', r"a.jsonl:1: not valid JSON \(it contains null bytes\)"),
+        ("a.jsonl", b'{"text": "a", "n": NaN}\n', r"a.jsonl:1: not valid JSON \(NaN is not a JSON number\)"),
         ("a.jsonl", b'{"text": "a", "n": -Infinity}\n', r"a.jsonl:1: not valid JSON \(-Infinity is no"),
         ("a.jsonl", b'{"text": "a", "n": 1e999}\n', r"a.jsonl:1: .*the number 1e999 is too large"),
         ("a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"a.jsonl:1: not valid JSON \(Exceeds"),
         ("a.jsonl", b'{"text": ' + b"[" * 200 + b"]" * 200 + b"}\n", r"a.jsonl:1: nested too deeply"),
         ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: nested too deeply"),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), r"a.jsonl is UTF-16 text\n.*convert it to UTF-8"),
-        ("a.jsonl", b"", "a.jsonl holds no records"),
-        ("a.jsonl", b"\n \n", "a.jsonl holds no records"),
-        ("a.json", b"", "a.json holds no records"),
-        ("a.json", b"[]", "a.json holds no records"),
+        ("a.jsonl", b"", "a.jsonl contains no records"),
+        ("a.jsonl", b"\n \n", "a.jsonl contains no records"),
+        ("a.json", b"", "a.json contains no records"),
+        ("a.json", b"[]", "a.json contains no records"),
         ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2: not valid JSON"),
         ("a.json", b'[{"text": "a"},\n]', r"a.json:2: not valid JSON"),
         ("a.json", b'[{"text": "a"}\n', r"a.json:2: not valid JSON"),
-        ("a.json", b'[{"text": "a"}] x', r"a.json:1: .*goes on after the end"),
+        ("a.json", b'[{"text": "a"}] x', r"a.json:1: .*extra data after the end of the array"),
         ("a.json", b'[{"text": "a"}, 3]', r"a.json#2: a record must be a JSON object, not int"),
         ("a.json", b'[{"text": "a"}, {"text": NaN}]', r"a.json:1: not valid JSON \(NaN"),
         ("a.json", b'[{"text": "a"}, {"text": "\xff"}]', r"a.json#2: not UTF-8"),
-        ("a.json", b'{"question": "x"}', r"a.json#1: a record with the fields 'question' fits no shape"),
+        ("a.json", b'{"question": "x"}', r"a.json#1: a record with the fields 'question' matches no known record format"),
         ("a.json", b"3", "a.json: a record must be a JSON object, not int"),
         ("a.json", b"{", "a.json: not valid JSON"),
-        ("a.csv", b"", "a.csv holds no records"),
-        ("a.csv", b"text\n", "a.csv holds no records"),
-        ("a.csv", b"text,text\na,b\n", "a.csv:1: the first line must name each column once"),
-        ("a.csv", b"text,\na,b\n", "a.csv:1: the first line must name each column once"),
-        ("a.csv", b'text,n\n"a\nb",1\nc\n', r"a.csv:4: 1 cells, and the header names 2 columns"),
-        ("a.csv", b"text,n\na,b,1\n", r"a.csv:2: 3 cells, and the header names 2 columns\n.*double quotes"),
+        ("a.csv", b"", "a.csv contains no records"),
+        ("a.csv", b"text\n", "a.csv contains no records"),
+        ("a.csv", b"text,text\na,b\n", "a.csv:1: the header must name each column exactly once"),
+        ("a.csv", b"text,\na,b\n", "a.csv:1: the header must name each column exactly once"),
+        ("a.csv", b'text,n\n"a\nb",1\nc\n', r"a.csv:4: the row has 1 cells, but the header names 2 columns"),
+        ("a.csv", b"text,n\na,b,1\n", r"a.csv:2: the row has 3 cells, but the header names 2 columns\n.*double quotes"),
         ("a.csv", b'text\n"a" b\n', r"a.csv:2: not valid CSV"),
         ("a.csv", b'text\na\n"b\nc\n', r"a.csv:3: not valid CSV \(unexpected end of data\)"),
         ("a.csv", b'"text\n', r"a.csv:1: not valid CSV"),
-        ("a.csv", b"text\n\xff\n", r"a.csv:2: not UTF-8 text in text"),
-        ("a.csv", b"text\na\0\n", r"a.csv:2: a null byte in text"),
+        ("a.csv", b"text\n\xff\n", r"a.csv:2: column text is not UTF-8 text"),
+        ("a.csv", b"text\na\0\n", r"a.csv:2: column text contains a null byte"),
         ("a.csv", b"messages\nhello\n", r"a.csv:2: messages: not valid JSON"),
         ("a.csv", b"text,auth_weight,prov_entropy\na,much,0\n", r"a.csv:2: auth_weight must be a number, not 'much'"),
         ("a.txt", b"\xff", "a.txt: not UTF-8 text"),
-        ("a.txt", b" \n", "a.txt holds no records"),
+        ("a.txt", b" \n", "a.txt contains no records"),
         ("a.parquet", b"PAR1 but not really", "a.parquet cannot be read"),
         ("a.parquet", b"", "a.parquet cannot be read"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "a.jsonl.gz cannot be read: Compressed file ended"),
         ("a.jsonl.zst", b"not zstd", "a.jsonl.zst cannot be read"),
-        ("a.xlsx", b"", r"a.xlsx: whet reads no .xlsx files\n.*known: .jsonl"),
-        ("records", b"", r"records: whet reads no files without a suffix"),
+        ("a.xlsx", b"", r"a.xlsx: whet cannot read .xlsx files\n.*supported: .jsonl"),
+        ("records", b"", r"records: whet cannot read files without a suffix"),
     ],
 )  # fmt: skip
-def test_what_is_broken_is_named_with_its_place(tmp_path, name, content, message):
+def test_error_names_broken_file_and_location(tmp_path, name, content, message):
     with pytest.raises(DataError, match=message) as caught:
         read_records(write(tmp_path, name, content))
     assert caught.value.exit_code == 2
 
 
-def test_a_zst_file_that_was_cut_off_is_no_whole_one(tmp_path):
+def test_truncated_zst_file_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     with pyarrow.output_stream(str(path), compression="zstd") as out:
         out.write(b"".join(b'{"text": "%d"}\n' % n for n in range(50_000)))
@@ -195,20 +195,20 @@ def test_a_zst_file_that_was_cut_off_is_no_whole_one(tmp_path):
         read_records(str(path))
 
 
-def test_a_line_beyond_the_limit_is_named_and_what_follows_is_read(tmp_path, monkeypatch):
+def test_line_beyond_the_limit_is_an_error_and_reading_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(compressed_files, "MAX_RECORD_BYTES", 40)
     lines = ['{"text": "a"}', '{"text": "' + "b" * 60 + '"}', '{"text": "c"}']
     for name, head in (("a.jsonl", []), ("a.csv", ["text"])):
         path = write(tmp_path, name, "\n".join([*head, *lines]))
         line = 2 + len(head)
-        with pytest.raises(DataError, match=rf"{name}:{line}: a line of more than 40 bytes"):
+        with pytest.raises(DataError, match=rf"{name}:{line}: the line has more than 40 bytes"):
             read_records(path)
         source = open_source(path, on_bad="skip")
         assert len(list(source)) == 2
         assert source.skipped.count == 1
 
 
-def test_cells_are_text_but_for_what_a_shape_needs(tmp_path):
+def test_cells_are_text_except_in_typed_columns(tmp_path):
     path = write(tmp_path, "a.csv", 'input,label,id\nx,3,007\ny,03,\nz,-1,"1,2"\n')
     assert fields(path) == [
         {"input": "x", "label": 3, "id": "007"},
@@ -225,7 +225,7 @@ def test_cells_are_text_but_for_what_a_shape_needs(tmp_path):
     assert [f["prompt"] for f in fields(path)] == ["[1] Introduction", [{"role": "user", "content": "hi"}]]
 
 
-def test_a_table_gives_json_and_no_nulls(tmp_path):
+def test_table_rows_are_json_without_nulls(tmp_path):
     import datetime
     import decimal
 
@@ -241,7 +241,7 @@ def test_a_table_gives_json_and_no_nulls(tmp_path):
     assert [record.origin for record in read_records(path)] == [f"{path}#1", f"{path}#2"]
 
 
-def test_objects_of_a_table_have_only_the_keys_they_were_given(tmp_path):
+def test_objects_of_a_table_have_only_their_own_keys(tmp_path):
     def chat(**arguments):
         call = {"type": "function", "function": {"name": "tool", "arguments": arguments}}
         return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]}
@@ -250,7 +250,7 @@ def test_objects_of_a_table_have_only_the_keys_they_were_given(tmp_path):
     assert fields(write(tmp_path, "a.parquet", as_parquet(rows))) == rows
 
 
-def test_a_table_with_broken_text_names_the_row(tmp_path):
+def test_error_names_table_row_with_broken_text(tmp_path):
     good = pyarrow.array(["a", "bad", "c"])
     buffers = good.buffers()
     broken = pyarrow.Array.from_buffers(
@@ -264,7 +264,7 @@ def test_a_table_with_broken_text_names_the_row(tmp_path):
     assert "a.parquet#2: not UTF-8 text" in source.skipped.reasons[0]
 
 
-def test_a_table_with_a_date_that_python_cannot_hold_is_read(tmp_path):
+def test_table_with_a_date_beyond_python_range_is_read(tmp_path):
     seconds = pyarrow.array([0, 10030 * 365 * 86400]).cast(pyarrow.timestamp("s"))
     deep = pyarrow.StructArray.from_arrays([seconds], ["when"])
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "when": seconds}), tmp_path / "a.parquet")
@@ -277,10 +277,10 @@ def test_a_table_with_a_date_that_python_cannot_hold_is_read(tmp_path):
         fields(str(tmp_path / "b.parquet"))
 
 
-def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
+def test_table_with_duplicate_column_names_is_rejected(tmp_path):
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet: two columns are called 'text'"):
+    with pytest.raises(DataError, match=r"a.parquet: two columns are named 'text'"):
         fields(str(tmp_path / "a.parquet"))
 
 
@@ -289,7 +289,7 @@ def test_plain_text_is_one_record(tmp_path):
     assert [(r.fields, r.origin) for r in read_records(path)] == [({"text": "Once upon\na time\n"}, path)]
 
 
-def test_a_long_plain_text_is_cut_between_lines(tmp_path):
+def test_long_plain_text_is_split_between_lines(tmp_path):
     lines = [f"line {n} " + "x" * 500 + "\n" for n in range(1, 5000)]
     path = write(tmp_path, "a.txt", "".join(lines))
     records = read_records(path)
@@ -319,7 +319,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("module", "name"), [("pyarrow", "a.parquet"), ("pyarrow", "a.jsonl.zst"), ("datasets", "hf:x")]
 )
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, module, name):
+def test_error_names_missing_package_and_extra(tmp_path, monkeypatch, module, name):
     import sys
 
     path = name if name.startswith("hf:") else write(tmp_path, name, b"")
@@ -328,7 +328,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, module
         read_records(path)
 
 
-def test_the_reader_for_an_object_has_its_limit(tmp_path, monkeypatch):
+def test_json_object_size_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_OBJECT_BYTES", 30)
     with pytest.raises(DataError, match=r"one JSON object of more than 30 bytes\n.*JSON Lines"):
         read_records(write(tmp_path, "a.json", '{"data": [{"text": "aaaaaaaaaaaaaaaaaaaaaa"}]}'))

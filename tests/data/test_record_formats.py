@@ -1,8 +1,8 @@
-"""What a record is, told by its fields."""
+"""Record formats are detected by their fields."""
 
 import pytest
 
-from whet.data.sources.record_formats import SHAPES, shaped
+from whet.data.sources.record_formats import RECORD_FORMATS, normalize_record
 from whet.data.sources.source import Record, checked
 from whet.errors import DataError
 
@@ -75,33 +75,33 @@ def parts(*texts):
         ({"text": "t", "label": 1}, "text", {"text": "t", "label": 1}),
         ({"prompt": "q", "answer": 42}, "prompt", {"prompt": "q", "answer": 42}),
         ({"prompt": [USER]}, "prompt", {"prompt": [USER]}),
-        # the first that fits, of several
+        # the first of several matching formats
         ({"messages": [USER], "prompt": "q", "chosen": "a", "rejected": "b"}, "messages", {"messages": [USER]}),
         ({"prompt": "q", "completion": "a", "text": "t"}, "completion", {"prompt": "q", "completion": "a"}),
         ({"prompt": "q", "text": "t"}, "text", {"text": "t"}),
     ],
 )  # fmt: skip
-def test_a_shape_is_told_by_its_fields_and_has_one_form(fields, shape, expected):
-    found, read = shaped(fields)
-    assert found == shape
+def test_format_is_detected_by_fields_and_normalized(fields, shape, expected):
+    detected, read = normalize_record(fields)
+    assert detected == shape
     assert {name: read[name] for name in expected} == expected
-    assert shaped(read) == (shape, read)  # once in its form, it stays so
+    assert normalize_record(read) == (shape, read)  # normalization is idempotent
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "a record with the fields none fits no shape\n.*known shapes: messages; "),
-        ({"text": None}, r"fields 'text' \(null\) fits no shape"),
+        ({}, "a record with the fields none matches no known record format\n.*known formats: messages; "),
+        ({"text": None}, r"fields 'text' \(null\) matches no known record format"),
         ({"question": "q", "answer": "a"}, "rename the fields: answer -> completion, question -> prompt; known"),
         ({"prompt": "q", "Response": "a"}, None),
         ({"input": "q", "output": "a"}, "output -> completion, input -> prompt"),
         ({"sentence": "q", "category": "a"}, "sentence -> input, category -> label"),
-        ({str(n): n for n in range(99)}, r"'19', \.\.\. fits no shape"),
-        ({"messages": {}}, "messages must be a list of at least one message"),
+        ({str(n): n for n in range(99)}, r"'19', \.\.\. matches no known record format"),
+        ({"messages": {}}, "messages must be a list with at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         r"message 1 has a part that is no text \(image_url\)\n.*text only"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, r"message 1 has a part that is no text \(str\)"),
+         r"message 1 has a content part that is not text \(image_url\)\n.*text only"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, r"message 1 has a content part that is not text \(str\)"),
         ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\) has no text content"),
         ({"messages": [{"role": "user", "content": None}]},
          r"message 1 \(user\) has no text content: it is null"),
@@ -109,17 +109,17 @@ def test_a_shape_is_told_by_its_fields_and_has_one_form(fields, shape, expected)
         ({"messages": [USER], "tools": "nonsense"}, "tools: not valid JSON"),
         ({"conversations": []}, "at least one turn"),
         ({"conversations": ["x"]}, "turn 1 of conversations must be an object"),
-        ({"conversations": [{"from": "moon", "value": "x"}]}, "turn 1 of conversations is from 'moon'\n.*human"),
-        ({"chosen": "a", "rejected": "b"}, "there is no prompt beside them"),
-        ({"chosen": [REPLY], "rejected": [OTHER]}, "no message in common"),
+        ({"conversations": [{"from": "moon", "value": "x"}]}, "turn 1 of conversations has the unknown speaker 'moon'\n.*human"),
+        ({"chosen": "a", "rejected": "b"}, "chosen and rejected are text, and the record has no prompt"),
+        ({"chosen": [REPLY], "rejected": [OTHER]}, "chosen and rejected share no message, and the record has no prompt"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt must be a list"),
         ({"prompt": "q", "completion": ["a"]}, "completion must be a string, not list"),
-        ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "the field history of Alpaca records\n.*messages"),
+        ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "the field history of Alpaca records is not supported\n.*messages"),
         ({"instruction": "q", "output": 1}, "output must be a string"),
-        ({"input": "x", "label": 1.5}, "label must be a name or a whole number from 0, not 1.5"),
+        ({"input": "x", "label": 1.5}, "label must be a class name or an integer >= 0, not 1.5"),
         ({"input": "x", "label": -1}, "not -1"),
         ({"input": "x", "label": 10**30}, "label must be"),
-        ({"input": "x", "labels": [0, "a"]}, "labels must be a list of names, of whole numbers from 0, or of"),
+        ({"input": "x", "labels": [0, "a"]}, "labels must be a list of class names, of integers >= 0, or of one"),
         ({"input": "x", "labels": [0, -2]}, "labels must be"),
         ({"input": "x", "labels": [0.5, 1.5]}, "labels must be"),
         ({"input": "x", "labels": [0.5, -0.1]}, "labels must be"),
@@ -135,42 +135,42 @@ def test_a_shape_is_told_by_its_fields_and_has_one_form(fields, shape, expected)
         ({"text": "t", "auth_weight": -0.1, "prov_entropy": 0}, "auth_weight must be from 0"),
         ({"text": "t", "auth_weight": 0.1, "prov_entropy": -1}, "prov_entropy must not be negative"),
         ({"text": "t", "auth_weight": "0.1", "prov_entropy": 1}, "auth_weight must be a number, not '0.1'"),
-        ({"text": "t", "auth_weight": 0.1}, "with auth_weight and without prov_entropy"),
-        ({"text": "t", "prov_entropy": 0.1}, "with prov_entropy and without auth_weight"),
+        ({"text": "t", "auth_weight": 0.1}, "the record has auth_weight but not prov_entropy"),
+        ({"text": "t", "prov_entropy": 0.1}, "the record has prov_entropy but not auth_weight"),
         ({"text": ["t"]}, "text must be a string, not list"),
         ({"prompt": 3}, "prompt must be a list"),
     ],
 )  # fmt: skip
-def test_a_record_that_fits_nothing_is_explained(fields, message):
+def test_invalid_record_error_explains_the_cause(fields, message):
     if message is None:
-        assert shaped(fields)[0] == "prompt"
+        assert normalize_record(fields)[0] == "prompt"
         return
     with pytest.raises(DataError, match=message) as caught:
         checked(Record(fields, "here.jsonl:7"))
     assert caught.value.message.startswith("here.jsonl:7: ")
 
 
-def test_a_format_takes_another_shape_than_the_first():
+def test_explicit_format_overrides_detection():
     fields = {"messages": [USER, REPLY], "text": "t", "prompt": "q", "completion": "a", "label": 1}
-    assert shaped(fields, "text") == ("text", fields)
-    assert shaped(fields, "prompt")[0] == "prompt"
-    assert shaped(fields, "completion")[0] == "completion"
-    assert shaped({"text": "t", "label": 1}, "classification") == (
+    assert normalize_record(fields, "text") == ("text", fields)
+    assert normalize_record(fields, "prompt")[0] == "prompt"
+    assert normalize_record(fields, "completion")[0] == "completion"
+    assert normalize_record({"text": "t", "label": 1}, "classification") == (
         "classification",
         {"text": "t", "input": "t", "label": 1},
     )
     with pytest.raises(
-        DataError, match=r"fields 'text' has not what data.format completion needs: prompt \+ comp"
+        DataError, match=r"fields 'text' lacks the fields that data.format completion needs: prompt \+ comp"
     ):
-        shaped({"text": "t"}, "completion")
+        normalize_record({"text": "t"}, "completion")
 
 
-def test_the_formats_of_the_config_are_the_shapes():
+def test_config_formats_equal_record_formats():
     from typing import get_args
 
     from whet.config.data import Data
 
     assert set(get_args(Data.model_fields["format"].annotation)) == {
         "auto",
-        *(shape.name for shape in SHAPES),
+        *(shape.name for shape in RECORD_FORMATS),
     }

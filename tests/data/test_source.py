@@ -1,4 +1,4 @@
-"""Names of sources: files, directories with splits, lists and mixtures; bad records stop or are counted."""
+"""Sources: files, directories with splits, lists and mixtures; bad records raise an error or are counted."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiny import read_records
 from whet.config.data import WeightedSource
-from whet.data.sources.source import holds_split, open_source
+from whet.data.sources.source import directory_has_split, open_source
 from whet.data.synthetic.generators import GENERATORS, generate
 from whet.errors import DataError
 
@@ -25,7 +25,7 @@ def texts(spec, **settings):
     return [record.fields["text"] for record in open_source(spec, **settings)]
 
 
-def test_a_directory_gives_the_split_asked_for(tmp_path):
+def test_directory_returns_the_requested_split(tmp_path):
     for name, text in (("train.jsonl", "a"), ("validation.json", "b"), ("test.csv", "c"), ("README.md", "d")):
         write(tmp_path / name, text)
     (tmp_path / "test.csv").write_text("text\nc\n")
@@ -34,12 +34,12 @@ def test_a_directory_gives_the_split_asked_for(tmp_path):
         ["b"],
         ["c"],
     ]
-    assert holds_split(str(tmp_path), "valid")
-    assert not holds_split(str(tmp_path / "train.jsonl"), "valid")
+    assert directory_has_split(str(tmp_path), "valid")
+    assert not directory_has_split(str(tmp_path / "train.jsonl"), "valid")
     assert open_source(str(tmp_path)).digest() == open_source(str(tmp_path / "train.jsonl")).digest()
 
 
-def test_the_digest_of_a_directory_tells_how_its_bytes_are_read(tmp_path):
+def test_digest_of_a_directory_depends_on_the_file_format(tmp_path):
     path = tmp_path / "train.jsonl"
     write(path, "a")
     digests = []
@@ -51,12 +51,12 @@ def test_the_digest_of_a_directory_tells_how_its_bytes_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["valid", "validation", "val", "dev", "eval"])
-def test_a_validation_split_has_many_names(tmp_path, name):
+def test_validation_split_has_several_names(tmp_path, name):
     write(tmp_path / f"{name}.jsonl", "a")
     assert texts(str(tmp_path), split="valid") == ["a"]
 
 
-def test_a_split_may_be_in_parts(tmp_path):
+def test_split_may_have_several_parts(tmp_path):
     for n, text in ((0, "a"), ("1", "b"), (2, "c")):
         write(tmp_path / f"train-0000{n}-of-00003.jsonl", text)
     assert texts(str(tmp_path)) == ["a", "b", "c"]
@@ -65,11 +65,9 @@ def test_a_split_may_be_in_parts(tmp_path):
         open_source(str(tmp_path))
 
 
-def test_a_directory_that_does_not_say_which_is_refused(tmp_path):
+def test_ambiguous_directory_is_rejected(tmp_path):
     write(tmp_path / "data.jsonl", "a")
-    with pytest.raises(
-        DataError, match=r"is a directory without a train file\n.*it holds data.jsonl; wanted: train.jsonl"
-    ):
+    with pytest.raises(DataError, match=r"has no train file\n.*it contains data.jsonl; add train.jsonl"):
         open_source(str(tmp_path))
     write(tmp_path / "train.jsonl", "a")
     write(tmp_path / "train.json", "a")
@@ -80,44 +78,45 @@ def test_a_directory_that_does_not_say_which_is_refused(tmp_path):
         open_source(str(tmp_path))
 
 
-def test_a_path_that_is_not_there_is_named_with_its_neighbours(tmp_path):
+def test_missing_path_error_suggests_similar_names(tmp_path):
     write(tmp_path / "train.jsonl", "a")
     with pytest.raises(DataError, match=r"trian.jsonl does not exist\n.*did you mean .*train.jsonl\?"):
         open_source(str(tmp_path / "trian.jsonl"))
     with pytest.raises(
-        DataError, match=r"does not exist\n  hint: data paths are taken from where whet is run"
+        DataError,
+        match=r"does not exist\n  hint: relative data paths are resolved against the working directory",
     ):
         open_source(str(tmp_path / "nowhere" / "train.jsonl"))
 
 
-def test_a_common_suffix_makes_no_names_alike(tmp_path):
+def test_common_suffix_does_not_make_names_similar(tmp_path):
     for name in ("v12.jsonl", "pref_valid.jsonl", "pref_train.jsonl"):
         write(tmp_path / name, "a")
-    with pytest.raises(DataError, match=r"nope.jsonl does not exist\n  hint: data paths"):
+    with pytest.raises(DataError, match=r"nope.jsonl does not exist\n  hint: relative data paths"):
         open_source(str(tmp_path / "nope.jsonl"))
-    with pytest.raises(DataError, match=r"did you mean \S*/v12.jsonl\? data"):
+    with pytest.raises(DataError, match=r"did you mean \S*/v12.jsonl\? relative data paths"):
         open_source(str(tmp_path / "v12.json"))
 
 
-def test_a_pipe_is_refused_before_anyone_waits_for_it(tmp_path):
+def test_pipe_is_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="is not a regular file"):
         open_source(str(tmp_path / "a.jsonl"))
 
 
-def test_home_is_where_it_is(tmp_path, monkeypatch):
+def test_home_directory_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.jsonl", "a")
     assert texts("~/a.jsonl") == ["a"]
 
 
-def test_lists_follow_one_another_and_weights_mix(tmp_path):
+def test_lists_are_concatenated_and_weights_mix(tmp_path):
     one, two = write(tmp_path / "1.jsonl", *"abcd"), write(tmp_path / "2.jsonl", *"xy")
     both = open_source([one, two])
     assert "".join(record.fields["text"] for record in both) == "abcdxy"
     assert both.name == f"{one} + {two}"
     mixed = open_source([WeightedSource(source=one, weight=3), WeightedSource(source=two, weight=1)])
-    assert "".join(record.fields["text"] for record in mixed) == "abxcday"  # until both have been through
+    assert "".join(record.fields["text"] for record in mixed) == "abxcday"  # until both were read completely
     assert mixed.name == f"0.75 {one} + 0.25 {two}"
     assert (
         len({both.digest(), mixed.digest(), open_source([two, one]).digest(), open_source(one).digest()}) == 4
@@ -125,7 +124,7 @@ def test_lists_follow_one_another_and_weights_mix(tmp_path):
     assert open_source([one, two]).digest() == both.digest()
 
 
-def test_synthetic_sources_are_known_by_spec_and_version():
+def test_synthetic_digest_depends_on_spec_and_version():
     digest = open_source("synth:house:400").digest()
     assert (
         digest
@@ -135,17 +134,17 @@ def test_synthetic_sources_are_known_by_spec_and_version():
     assert open_source("synth:house:399").digest() != digest
 
 
-def test_a_generator_that_makes_other_records_has_another_version():
-    """Runs are resumed when spec and version are the same: whoever changes a generator raises its version, then this."""
-    made = {
+def test_generator_versions_match_their_records():
+    """Runs resume if spec and version are equal: a changed generator needs a new version and new digests."""
+    digests = {
         name: (
             generator.version,
             hashlib.sha256(json.dumps(generate(f"synth:{name}")).encode()).hexdigest()[:12],
         )
         for name, generator in GENERATORS.items()
-        if not name.startswith("python-")  # those change with Python itself, and so does their version
+        if not name.startswith("python-")  # these and their versions depend on the Python version
     }
-    assert made == {
+    assert digests == {
         "house": ("1", "a9a1d5e2d1e5"),
         "house-valid": ("1", "97aa4a983195"),
         "house-test": ("1", "038f0841ec6f"),
@@ -176,7 +175,7 @@ def test_bad_records_are_skipped_and_counted_once(tmp_path):
     with pytest.raises(DataError, match="a.jsonl:2: not valid JSON"):
         read_records(str(path))
     source = open_source(str(path), on_bad="skip")
-    for _ in range(2):  # reading again counts nothing twice
+    for _ in range(2):  # reading again does not count twice
         assert [record.fields["text"] for record in source] == ["a", "b"]
         assert source.skipped.count == len(bad)
     assert [reason.split(": ")[0] for reason in source.skipped.reasons] == [
@@ -194,17 +193,20 @@ def test_bad_records_are_skipped_and_counted_once(tmp_path):
     assert mixed.skipped.count == len(bad)
 
 
-def test_a_source_with_nothing_but_bad_records_is_an_error(tmp_path):
+def test_source_with_only_bad_records_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("x\ny\n")
-    with pytest.raises(DataError, match=r"all 2 records are bad, the first one: .*a.jsonl:1: not valid JSON"):
+    with pytest.raises(
+        DataError, match=r"all 2 records are bad; the first error: .*a.jsonl:1: not valid JSON"
+    ):
         list(open_source(str(tmp_path / "a.jsonl"), on_bad="skip"))
 
 
-def test_a_format_is_held_to(tmp_path):
+def test_explicit_format_is_enforced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "x"}], "text": "a"}\n{"messages": []}\n')
     with pytest.raises(
-        DataError, match=r"a.jsonl:2: a record with the fields 'messages' has not what data.format text"
+        DataError,
+        match=r"a.jsonl:2: a record with the fields 'messages' lacks the fields that data.format text needs: text",
     ):
         texts(str(path), form="text")
     assert texts(str(path), form="text", on_bad="skip") == ["a"]
@@ -254,7 +256,7 @@ lines = (
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.lists(lines, max_size=6).map(b"\n".join) | st.binary(max_size=200))
-def test_no_content_gets_past_as_anything_but_records_or_errors(tmp_path, suffix, content):
+def test_any_content_gives_records_or_errors(tmp_path, suffix, content):
     path = tmp_path / f"fuzz{suffix}"
     path.write_bytes(content)
     for on_bad in ("error", "skip"):

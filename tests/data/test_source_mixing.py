@@ -1,4 +1,4 @@
-"""Mixtures keep their shares at every point and leave nothing out."""
+"""Mixtures keep their shares at every point and read all records."""
 
 from collections import Counter
 
@@ -15,23 +15,23 @@ sources = st.lists(
 
 
 @given(sources)
-def test_shares_hold_at_every_point_and_every_record_comes(parts):
+def test_shares_hold_at_every_point_and_all_records_are_read(parts):
     lists = [[(which, n) for n in range(count)] for which, (count, _) in enumerate(parts)]
     weights = [weight for _, weight in parts]
     total = sum(weights)
-    taken = Counter()
+    counts = Counter()
     order = [[] for _ in parts]
     for position, (which, n) in enumerate(mix(lists, weights), start=1):
-        taken[which] += 1
+        counts[which] += 1
         order[which].append(n)
         for other, weight in enumerate(weights):
-            ahead = taken[other] - position * weight / total
+            ahead = counts[other] - position * weight / total
             assert -len(parts) < ahead < 1 + 1e-9
     for which, (count, _) in enumerate(parts):
-        # each in its own order, from the start again after the end, all of it at least once
+        # each source in order, restarting after the end, read completely at least once
         assert order[which] == [n % count for n in range(len(order[which]))]
         assert len(order[which]) >= count
-    # no longer than it must be: some source has just been through for the first time
+    # minimal length: the last record completes a source for the first time
     assert any(len(order[which]) == count for which, (count, _) in enumerate(parts))
 
 
@@ -39,19 +39,19 @@ def test_shares_hold_at_every_point_and_every_record_comes(parts):
     ("weights", "expected"),
     [((1, 1), "abababab"), ((2, 1), "abaabaab"), ((3, 1), "aabaaaba"), ((0.2, 0.1), "abaabaab")],
 )
-def test_the_order_is_fixed(weights, expected):
-    """Written out by hand: the one furthest behind, the first of equals."""
-    found = "".join(mix(["a" * 100, "b" * 100], weights))
-    assert found[:8] == expected
+def test_order_is_fixed(weights, expected):
+    """Hand-computed: the source furthest behind is next, the first of equals."""
+    mixed = "".join(mix(["a" * 100, "b" * 100], weights))
+    assert mixed[:8] == expected
 
 
-def test_scaled_weights_are_the_same_weights():
+def test_scaled_weights_are_equivalent():
     parts = ["a" * 7, "b" * 11, "c" * 5]
     assert list(mix(parts, [0.1, 0.2, 0.7])) == list(mix(parts, [1, 2, 7])) == list(mix(parts, [10, 20, 70]))
 
 
 def counted(count):
-    """A source that says how often it was read."""
+    """A source that counts how often it was read."""
 
     class Source:
         read = 0
@@ -63,9 +63,10 @@ def counted(count):
     return Source()
 
 
-def test_a_pass_of_absurd_length_is_refused_before_it_is_read():
+def test_extremely_long_pass_is_rejected_before_reading():
     with pytest.raises(
-        DataError, match=r"would have 50,000,050 records, of 70 .* only then has all of rare been read"
+        DataError,
+        match=r"would yield 50,000,050 records from 70 distinct ones before all of rare has been read",
     ):
         check_pass([counted(20), counted(50)], [1_000_000, 1], ["often", "rare"])
 
@@ -73,12 +74,12 @@ def test_a_pass_of_absurd_length_is_refused_before_it_is_read():
 @pytest.mark.parametrize(
     ("counts", "weights", "reads"),
     [
-        ((20, 50), (99, 1), (0, 0)),  # too close together to be absurd, so nobody counts
-        ((20, 50), (100_000, 1), (0, 1)),  # 5 million records: long, and perhaps meant
-        ((200_000, 20), (1_000_000, 1), (1, 1)),  # 20 million records, each of them 100 times at most
+        ((20, 50), (99, 1), (0, 0)),  # similar weights: no record is counted
+        ((20, 50), (100_000, 1), (0, 1)),  # 5 million records: long, but plausible
+        ((200_000, 20), (1_000_000, 1), (1, 1)),  # 20 million records, each at most 100 times
     ],
 )
-def test_what_may_be_meant_is_read_no_more_than_it_must_be(counts, weights, reads):
+def test_plausible_weights_are_accepted_with_minimal_reading(counts, weights, reads):
     sources = [counted(count) for count in counts]
     check_pass(sources, weights, ["often", "rare"])
     assert tuple(source.read for source in sources) == reads

@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, and a hostile one is refused before it fills memory or time."""
+"""Chat templates render as in transformers; hostile ones are rejected before they exhaust memory or time."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds Â
 
 
 def with_reasoning(message):
-    """Reasoning under each of its names, which older versions of transformers do not add themselves."""
+    """Return messages with the reasoning under each key, which older versions of transformers do not add."""
     if "reasoning" not in message:
         return message
     return {"thinking": message["reasoning"], "reasoning_content": message["reasoning"], **message}
@@ -40,22 +40,22 @@ def with_reasoning(message):
 
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_is_rendered_as_transformers_renders_it(tiny, name, prompt):
+def test_chat_is_rendered_as_in_transformers(tiny, name, prompt):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = TEMPLATES[name]
     for messages, tools in ((CHAT, None), (CHAT[:3], None), (CALLS, TOOLS), (CALLS[:2], TOOLS)):
         try:
-            wanted = tokenizer.apply_chat_template(
+            expected = tokenizer.apply_chat_template(
                 [with_reasoning(message) for message in messages],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        except Exception as error:  # whatever Jinja raises
+        except Exception as error:  # any error of Jinja
             with pytest.raises(DataError, match=re.escape(str(error))):
                 render_chat(tokenizer, messages, tools=tools, prompt=prompt)
         else:
-            assert render_chat(tokenizer, messages, tools=tools, prompt=prompt) == wanted
+            assert render_chat(tokenizer, messages, tools=tools, prompt=prompt) == expected
 
 
 HARMLESS = [
@@ -80,7 +80,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("source", HARMLESS)
-def test_what_templates_can_say_means_what_it_means_in_transformers(tiny, source):
+def test_template_features_match_transformers(tiny, source):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = source
     assert render_chat(tokenizer, CHAT, prompt=False) == tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -172,7 +172,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_would_fill_memory_or_time_is_refused(name):
+def test_template_that_exhausts_memory_or_time_is_rejected(name):
     began = time.thread_time()
     with pytest.raises(DataError, match="the chat template") as caught:
         render_template(HOSTILE[name], CHAT)
@@ -181,7 +181,7 @@ def test_a_template_that_would_fill_memory_or_time_is_refused(name):
     assert time.thread_time() - began < 60, "bounded, however slow the machine"
 
 
-def test_limits_hold_in_any_thread_and_do_not_add_up():
+def test_limits_apply_per_rendering_in_any_thread():
     caught = []
 
     def render(source):
@@ -191,7 +191,7 @@ def test_limits_hold_in_any_thread_and_do_not_add_up():
             caught.append(error.message)
 
     source = "{% for a in range(600) %}{% for b in range(1000) %}{% endfor %}{% endfor %}ok"
-    for _ in range(2):  # together more than one may do
+    for _ in range(2):  # in total more than the limit of one rendering
         assert render_template(source, CHAT) == "ok"
     thread = threading.Thread(target=render, args=[HOSTILE["nested loops"]])
     thread.start()
@@ -199,7 +199,7 @@ def test_limits_hold_in_any_thread_and_do_not_add_up():
     assert caught == ["the chat template does more than a chat needs: it runs too many steps"]
 
 
-def test_a_long_conversation_may_take_more_steps_than_a_short_one():
+def test_long_conversation_may_use_more_steps():
     chat = [{"role": "user", "content": "x" * 1000}, {"role": "assistant", "content": "y"}] * 1000
     quadratic = (
         "{% for m in messages %}{% for n in messages %}{% endfor %}{% endfor %}{{ messages | length }}"
@@ -208,7 +208,7 @@ def test_a_long_conversation_may_take_more_steps_than_a_short_one():
     assert len(render_template(TEMPLATES["collects"], chat[:600])) > 300 * 1000
 
 
-def test_values_that_are_not_json_and_tools_that_are_not_objects_are_refused():
+def test_non_json_values_and_non_object_tools_are_rejected():
     with pytest.raises(DataError, match="a object is not a JSON value"):
         render_template("x", [{"role": "user", "content": object()}])
     with pytest.raises(DataError, match="tools must be a list of objects"):

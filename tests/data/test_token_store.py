@@ -1,4 +1,4 @@
-"""The token store: what is written is read, what is too long is cut exactly, and a second start does no work."""
+"""The token store: round trips, exact truncation, and reuse of existing stores."""
 
 import itertools
 import json
@@ -20,11 +20,11 @@ from whet.data.tokens.token_store import open_store, write_store
 from whet.errors import DataError
 
 
-def example(length, learned, origin="here:1"):
-    return Example(list(range(100, 100 + length)), [place in learned for place in range(length)], origin)
+def example(length, supervised, origin="here:1"):
+    return Example(list(range(100, 100 + length)), [index in supervised for index in range(length)], origin)
 
 
-def test_examples_come_back_as_they_were(tmp_path):
+def test_examples_round_trip(tmp_path):
     examples = random_examples(20, seed=3)
     examples.append(Example([2**31 - 1, 0], [False, True], "größter/日本.jsonl:9"))
     store = write_store(tmp_path / "store", examples, notes=lambda: {"a": 1})
@@ -36,11 +36,11 @@ def test_examples_come_back_as_they_were(tmp_path):
         assert tokens.tolist() == list(expected.tokens)
         assert marks.tolist() == list(expected.supervised)
         assert again.origin(record) == expected.origin
-        assert again.learned[record] == expected.supervised_count
+        assert again.supervised_counts[record] == expected.supervised_count
 
 
 @pytest.mark.parametrize("spoil", ["short", "missing", "meta", "empty"])
-def test_a_store_that_is_not_whole_is_none(tmp_path, spoil):
+def test_incomplete_store_is_not_opened(tmp_path, spoil):
     write_store(tmp_path / "store", random_examples(5))
     tokens = tmp_path / "store" / "tokens.bin"
     if spoil == "short":
@@ -52,7 +52,7 @@ def test_a_store_that_is_not_whole_is_none(tmp_path, spoil):
     assert open_store(tmp_path / ("nowhere" if spoil == "empty" else "store")) is None
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path):
+def test_failed_writer_leaves_no_files(tmp_path):
     def broken():
         yield random_examples(1)[0]
         raise DataError("here:2: bad")
@@ -62,41 +62,41 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def write_together(directory, barrier, said):
+def write_together(directory, barrier, errors):
     try:
         for number in range(60):
-            if number % 2:  # one that was not written to the end
+            if number % 2:  # an incomplete store
                 (directory / str(number)).mkdir(exist_ok=True)
                 (directory / str(number) / "meta.json").write_text("{")
             barrier.wait()
             assert len(write_store(directory / str(number), random_examples(5))) == 5
     except BaseException as error:
         barrier.abort()
-        said.put(repr(error))
+        errors.put(repr(error))
         raise
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_processes_that_write_one_store_at_once_all_get_it(tmp_path, count):
+def test_concurrent_writers_all_get_the_store(tmp_path, count):
     context = multiprocessing.get_context("fork")
-    barrier, said = context.Barrier(count), context.Queue()
-    writers = [context.Process(target=write_together, args=(tmp_path, barrier, said)) for _ in range(count)]
+    barrier, errors = context.Barrier(count), context.Queue()
+    writers = [context.Process(target=write_together, args=(tmp_path, barrier, errors)) for _ in range(count)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(timeout=120)
-    assert [writer.exitcode for writer in writers] == [0] * count, said.get(timeout=1)
+    assert [writer.exitcode for writer in writers] == [0] * count, errors.get(timeout=1)
     assert sum(path.name.isdigit() for path in tmp_path.iterdir()) == 60
 
 
-def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path):
+def test_store_written_by_another_process_is_kept(tmp_path):
     def slow():
         yield from random_examples(5)
         write_store(tmp_path / "store", random_examples(5))
         seen.append((tmp_path / "store").stat().st_ino)
 
     seen = []
-    with pytest.MonkeyPatch.context() as patch:  # as if it were another process
+    with pytest.MonkeyPatch.context() as patch:  # simulates another process
         numbers = itertools.count()
         patch.setattr(storage.os, "getpid", lambda: next(numbers))
         write_store(tmp_path / "store", slow())
@@ -105,44 +105,44 @@ def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path):
 
 
 def cut_lengths(tmp_path, examples, **how):
-    found = cut(write_store(tmp_path / "store", examples), **how)
-    return [len(found[index].tokens) for index in range(len(found))], found
+    stored = cut(write_store(tmp_path / "store", examples), **how)
+    return [len(stored[index].tokens) for index in range(len(stored))], stored
 
 
-def test_too_long_is_cut_dropped_split_or_refused_and_counted(tmp_path):
+def test_long_records_are_truncated_dropped_split_or_rejected(tmp_path):
     records = [example(10, {9}), example(19, {16, 17}, "here:2"), example(59, {57, 58}, "here:3")]
-    lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="truncate")
-    # the second keeps part of its answer; the third would keep none of it, and is dropped
+    lengths, stored = cut_lengths(tmp_path, records, max_length=17, too_long="truncate")
+    # the second keeps some supervised tokens; the third would keep none, and is dropped
     assert lengths == [10, 17]
-    assert found.summary().endswith("1 record truncated, 1 record dropped")
-    lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="drop")
-    assert (lengths, found.counts["dropped"]) == ([10], 2)
-    lengths, found = cut_lengths(tmp_path, records, max_length=17, too_long="split")
-    # windows without anything to learn are left out: of the third only the last is kept
+    assert stored.summary().endswith("1 record truncated, 1 record dropped")
+    lengths, stored = cut_lengths(tmp_path, records, max_length=17, too_long="drop")
+    assert (lengths, stored.counts["dropped"]) == ([10], 2)
+    lengths, stored = cut_lengths(tmp_path, records, max_length=17, too_long="split")
+    # windows without supervised tokens are dropped: only the last window of the third remains
     assert lengths == [10, 17, 3, 11]
-    assert [found[index].origin for index in range(4)] == ["here:1", "here:2", "here:2", "here:3"]
-    assert found.supervised == 5
-    with pytest.raises(DataError, match=r"here:2: 19 tokens, and data.max_length is 17"):
+    assert [stored[index].origin for index in range(4)] == ["here:1", "here:2", "here:2", "here:3"]
+    assert stored.supervised == 5
+    with pytest.raises(DataError, match=r"here:2: the record has 19 tokens, but data.max_length is 17"):
         cut_lengths(tmp_path, records, max_length=17, too_long="error")
-    with pytest.raises(DataError, match="no example is left: all 2 were dropped"):
+    with pytest.raises(DataError, match="no example is left: all 2 records were dropped"):
         cut_lengths(tmp_path, records[1:], max_length=3, too_long="truncate")
 
 
-def test_an_end_is_looked_for_in_a_few_examples_from_all_over_the_records(tmp_path, monkeypatch):
-    """The token 119 ends records of 20."""
-    unfinished, whole = example(10, {9}), example(20, {18, 19})
+def test_eos_check_samples_examples_evenly(tmp_path, monkeypatch):
+    """Token 119 ends records of 20 tokens."""
+    unfinished, complete = example(10, {9}), example(20, {18, 19})
     how = {"max_length": 17, "too_long": "split"}
-    monkeypatch.setattr(eos_check, "_MOST_LOOKED_AT", 4)
-    for records, ends, looked_at in (
+    monkeypatch.setattr(eos_check, "_MAX_INSPECTED", 4)
+    for records, ends, inspected in (
         ([unfinished] * 9, {119}, 4),
         ([unfinished] * 2, {119}, 2),
-        ([*[unfinished] * 8, whole], {119}, 0),  # in the second window
-        ([*[unfinished] * 8, whole], {7, 119}, 0),
-        ([*[unfinished] * 8, whole], {100}, 4),  # the first token, which is not learned
-        ([*[unfinished] * 7, whole, unfinished], {119}, 4),
+        ([*[unfinished] * 8, complete], {119}, 0),  # in the second window
+        ([*[unfinished] * 8, complete], {7, 119}, 0),
+        ([*[unfinished] * 8, complete], {100}, 4),  # the first token, which is never a target
+        ([*[unfinished] * 7, complete, unfinished], {119}, 4),
     ):
-        _, found = cut_lengths(tmp_path, records, **how)
-        assert eos_check.endless(found, ends) == looked_at
+        _, stored = cut_lengths(tmp_path, records, **how)
+        assert eos_check.count_without_eos(stored, ends) == inspected
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,7 +152,7 @@ def test_an_end_is_looked_for_in_a_few_examples_from_all_over_the_records(tmp_pa
     seed=st.integers(0, 99),
     everything=st.booleans(),
 )
-def test_split_predicts_every_learned_token_exactly_once(
+def test_split_predicts_every_supervised_token_exactly_once(
     tmp_path_factory, sizes, max_length, seed, everything
 ):
     rng = np.random.default_rng(seed)
@@ -162,23 +162,23 @@ def test_split_predicts_every_learned_token_exactly_once(
         marks[-1] = True
         examples.append(Example(rng.integers(0, 1000, size), marks, f"here:{number}"))
     store = write_store(tmp_path_factory.mktemp("s") / "store", examples)
-    found = cut(store, max_length=max_length, too_long="split")
+    stored = cut(store, max_length=max_length, too_long="split")
     targets = [
         (piece.origin, int(token))
-        for piece in found
+        for piece in stored
         for token, mark in zip(piece.tokens[1:], piece.supervised[1:], strict=True)
         if mark
     ]
     expected = [
-        (whole.origin, int(token))
-        for whole in examples
-        for token, mark in zip(whole.tokens[1:], whole.supervised[1:], strict=True)
+        (example.origin, int(token))
+        for example in examples
+        for token, mark in zip(example.tokens[1:], example.supervised[1:], strict=True)
         if mark
     ]
     assert targets == expected
-    assert found.supervised == len(expected)
-    assert max(len(piece.tokens) for piece in found) <= max_length
-    assert all(piece.supervised_count for piece in found)
+    assert stored.supervised == len(expected)
+    assert max(len(piece.tokens) for piece in stored) <= max_length
+    assert all(piece.supervised_count for piece in stored)
 
 
 def write_chats(path, count=50):
@@ -189,7 +189,7 @@ def write_chats(path, count=50):
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_a_second_start_does_no_work_and_any_change_makes_a_new_store(tiny, tmp_path):
+def test_store_is_reused_until_anything_changes(tiny, tmp_path):
     path = tmp_path / "chats.jsonl"
     write_chats(path)
 
@@ -229,13 +229,13 @@ def test_bad_records_stop_the_run_or_are_counted(tiny, tmp_path):
     store = lenient.store(open_source(str(path), on_bad="skip"))
     assert len(store) == 2
     assert store.notes["skipped"] == 2
-    with pytest.raises(DataError, match=r"mixed.jsonl:[23]: "):  # though there is a store now
+    with pytest.raises(DataError, match=r"mixed.jsonl:[23]: "):  # although a store exists now
         Preparation(tiny[1], cache=tmp_path / "cache").store(open_source(str(path)))
-    for line, reason in ((2, "no token"), (3, "fits no shape")):
+    for line, reason in ((2, "no token"), (3, "matches no known record format")):
         assert any(f"mixed.jsonl:{line}" in each and reason in each for each in store.notes["reasons"])
 
 
-def test_another_format_makes_a_new_store(tiny_directory, tmp_path):
+def test_another_format_creates_a_new_store(tiny_directory, tmp_path):
     from transformers import AutoTokenizer
 
     from whet.config.load_config import make_config
@@ -254,20 +254,20 @@ def test_another_format_makes_a_new_store(tiny_directory, tmp_path):
     assert tokens("text") == len("another text") + 1
 
 
-def test_tokens_outside_the_models_vocabulary_are_named(tiny_directory, tmp_path):
+def test_error_names_tokens_outside_the_vocabulary(tiny_directory, tmp_path):
     from tiny import write_tiny_model
 
     write_tiny_model(tmp_path / "small", vocab_size=258)
     config = run_config(tmp_path / "small", tmp_path)
     with pytest.raises(
         DataError,
-        match=r"#1: token 258 \('<\|assistant\|>'\) is outside .* vocab_size=258, and the tokenizer has 260",
+        match=r"#1: token 258 \('<\|assistant\|>'\) is outside .* vocab_size=258, but the tokenizer has 260 tokens",
     ):
         whet.train(config)
 
 
-def test_memory_stays_flat_while_tokenising(tiny, tmp_path):
-    """A corpus of 24 MB: what is held at once is a small part of it."""
+def test_memory_stays_flat_during_tokenization(tiny, tmp_path):
+    """Tokenize 24 MB with a small fraction of it in memory."""
     import tracemalloc
 
     path = tmp_path / "big.jsonl"
@@ -280,4 +280,4 @@ def test_memory_stays_flat_while_tokenising(tiny, tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(store) == 6000
-    assert peak < path.stat().st_size  # tokens alone take four times as much
+    assert peak < path.stat().st_size  # the tokens alone need four times as much

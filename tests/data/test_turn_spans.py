@@ -1,4 +1,4 @@
-"""Turns of long conversations stand where rendering every prefix finds them, with few renderings."""
+"""Turns of long conversations are located as by rendering every prefix, with few renderings."""
 
 import copy
 
@@ -28,10 +28,10 @@ def by_prefixes(tokenizer, messages):
             spans.append((len(before), len(after)) if is_prefix else None)
     except Exception:
         return "refused"
-    found = [span for span in spans if span]
-    if len(found) == len(spans):
-        return text, found, False
-    return (text, found[-1:], True) if spans[-1] else "refused"
+    turn_spans = [span for span in spans if span]
+    if len(turn_spans) == len(spans):
+        return text, turn_spans, False
+    return (text, turn_spans[-1:], True) if spans[-1] else "refused"
 
 
 def outcome(tokenizer, messages):
@@ -69,7 +69,7 @@ def conversations(draw):
 @pytest.mark.parametrize("name", [*TEMPLATES, *ODD_TEMPLATES])
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages=conversations())
-def test_turns_of_long_conversations_are_those_of_rendered_prefixes(tiny, name, messages):
+def test_turns_of_long_conversations_equal_those_of_rendered_prefixes(tiny, name, messages):
     tokenizer = copy.copy(tiny[1])
     tokenizer.chat_template = {**TEMPLATES, **ODD_TEMPLATES}[name]
     assert outcome(tokenizer, messages) == by_prefixes(tokenizer, messages)
@@ -78,13 +78,13 @@ def test_turns_of_long_conversations_are_those_of_rendered_prefixes(tiny, name, 
 @pytest.mark.parametrize(
     "name", ["chatml", "trims", "alternates", "thinks", "thinks last", "in loop", "marks"]
 )
-def test_the_number_of_renderings_hardly_grows_with_the_turns(tiny, name):
+def test_number_of_renderings_grows_slowly_with_turns(tiny, name):
     tokenizer = copy.copy(tiny[1])
     tokenizer.chat_template = TEMPLATES[name]
     template, calls = tokenizer.get_chat_template, []
     tokenizer.get_chat_template = lambda *a, **k: calls.append(1) or template(*a, **k)
-    said = [{"role": "user", "content": " why? "}, {"role": "assistant", "content": " because\n"}]
-    rendering = Renderer(tokenizer).render(record(messages=said * 400))
+    turns = [{"role": "user", "content": " why? "}, {"role": "assistant", "content": " because\n"}]
+    rendering = Renderer(tokenizer).render(record(messages=turns * 400))
     assert len(rendering.spans) == (1 if name == "thinks last" else 400)
     assert len(calls) < 50
     for start, end in rendering.spans:

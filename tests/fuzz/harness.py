@@ -1,4 +1,4 @@
-"""Runs cases in worker processes and reports those that hang, abort or end in anything but a proper error."""
+"""Run cases in worker processes, and report those that hang, abort or fail with an unexpected error."""
 
 import json
 import os
@@ -10,30 +10,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-START_S = 240  # to import everything and try the unchanged files, on a busy machine
+START_S = 240  # to import everything and parse the original files, on a busy machine
 CASE_S = 60
 
 
 @dataclass
 class Outcome:
-    """What came of the cases of one parser."""
+    """The results of the cases of one parser."""
 
     parser: str
     cases: int = 0
-    refused: int = 0
+    rejected: int = 0
     problems: list[str] = field(default_factory=list)
 
 
 def fuzz(parser, count, root):
-    """Run that many cases; a worker that hangs or dies is replaced, and its case named."""
-    outcome, following = Outcome(parser), 0
-    while following < count:
-        following = _run_worker(outcome, following, count - following, root)
+    """Run `count` cases. A worker that hangs or dies is replaced, and its case is reported."""
+    outcome, next_case = Outcome(parser), 0
+    while next_case < count:
+        next_case = _run_worker(outcome, next_case, count - next_case, root)
     return outcome
 
 
 def _run_worker(outcome, first, count, root):
-    """The number of the next case to run."""
+    """Run cases in one worker, and return the number of the next case to run."""
     command = [sys.executable, "-m", "fuzz.worker", outcome.parser, str(first), str(count), str(root)]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
@@ -48,7 +48,7 @@ def _run_worker(outcome, first, count, root):
             current = report["case"]
             if "problem" in report:
                 outcome.cases += 1
-                outcome.refused += report["refused"]
+                outcome.rejected += report["rejected"]
                 if report["problem"]:
                     outcome.problems.append(
                         f"{outcome.parser} {current} ({report['changed']}): {report['problem']}\n{report['trace']}"
@@ -63,28 +63,28 @@ def _run_worker(outcome, first, count, root):
         errors.close()
     if outcome.cases == first + count:
         return first + count
-    said = (root / "stderr.txt").read_text(errors="replace")[-2000:]
+    stderr = (root / "stderr.txt").read_text(errors="replace")[-2000:]
     if current is None:
-        raise RuntimeError(f"the worker for {outcome.parser} {ending} before its first case:\n{said}")
+        raise RuntimeError(f"the worker for {outcome.parser} {ending} before its first case:\n{stderr}")
     outcome.cases += 1
-    outcome.problems.append(f"{outcome.parser} {current}: its process {ending}\n{said}")
+    outcome.problems.append(f"{outcome.parser} {current}: its process {ending}\n{stderr}")
     return current + 1
 
 
 def _lines(stream):
-    """Lines of a pipe as they come; TimeoutError when none comes in time."""
-    waiting, patience = b"", START_S
+    """Yield the lines of a pipe; raise TimeoutError if none arrives in time."""
+    buffer, timeout = b"", START_S
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         while True:
-            deadline = time.monotonic() + patience
-            while b"\n" not in waiting:
+            deadline = time.monotonic() + timeout
+            while b"\n" not in buffer:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError
                 chunk = os.read(stream.fileno(), 65536)
                 if not chunk:
                     return
-                waiting += chunk
-            line, _, waiting = waiting.partition(b"\n")
-            patience = CASE_S
+                buffer += chunk
+            line, _, buffer = buffer.partition(b"\n")
+            timeout = CASE_S
             yield line

@@ -1,4 +1,4 @@
-"""Changes to files that are valid: to a value somewhere in their structure, to bytes, to lengths, to nesting."""
+"""Mutations of valid files: of values in their structure, of bytes, of lengths, of nesting."""
 
 import copy
 import json
@@ -30,8 +30,8 @@ TEXTS = ["", " ", "x", "a" * 2000, "²", "٣", "\0", "\x1b[31m", "é\u0301", "\u
 LONE_SURROGATE = "\ud800"
 
 
-def strange(rng, *, surrogates=False):
-    """A value that is not what anybody expects."""
+def random_value(rng, *, surrogates=False):
+    """Return a random unexpected value."""
     kind = rng.randrange(8)
     if kind < 2:
         return rng.choice(NUMBERS)
@@ -54,7 +54,7 @@ def nested(levels, rng):
 
 
 def paths(value, prefix=()):
-    """Where every value of a JSON value is, the whole one first."""
+    """Yield the path of every value in a JSON value, starting with the root."""
     yield prefix
     if isinstance(value, dict):
         for key in value:
@@ -70,35 +70,35 @@ def at(value, path):
     return value
 
 
-def changed(value, rng, *, times=None, surrogates=False):
-    """A JSON value with a few strange things in it; what was done, too."""
+def mutate_json(value, rng, *, times=None, surrogates=False):
+    """Return a JSON value with a few random changes, and a description of them."""
     value = copy.deepcopy(value)
-    said = []
+    changes = []
     for _ in range(times or rng.choice([1, 1, 1, 2, 3])):
-        places = list(paths(value))
-        path = rng.choice(places[1:] or places) if rng.random() < 0.97 else ()
+        all_paths = list(paths(value))
+        path = rng.choice(all_paths[1:] or all_paths) if rng.random() < 0.97 else ()
         if not path:
-            value = strange(rng, surrogates=surrogates)
-            said.append(f"all = {short(value)}")
+            value = random_value(rng, surrogates=surrogates)
+            changes.append(f"all = {short(value)}")
             continue
         parent, key = at(value, path[:-1]), path[-1]
         match rng.randrange(6):
             case 0 if isinstance(parent, dict):
                 del parent[key]
-                said.append(f"without {path}")
+                changes.append(f"without {path}")
             case 1 if isinstance(parent, dict):
                 parent[rng.choice(TEXTS)] = parent.pop(key)
-                said.append(f"{path} renamed")
+                changes.append(f"{path} renamed")
             case 2:
-                parent[key] = copy.deepcopy(at(value, rng.choice(places)))
-                said.append(f"{path} = another part")
+                parent[key] = copy.deepcopy(at(value, rng.choice(all_paths)))
+                changes.append(f"{path} = another part")
             case 3 if isinstance(parent, list):
                 parent[key : key + 1] = [parent[key]] * rng.choice([0, 2, 5])
-                said.append(f"{path} repeated or removed")
+                changes.append(f"{path} repeated or removed")
             case _:
-                parent[key] = strange(rng, surrogates=surrogates)
-                said.append(f"{path} = {short(parent[key])}")
-    return value, "; ".join(said)
+                parent[key] = random_value(rng, surrogates=surrogates)
+                changes.append(f"{path} = {short(parent[key])}")
+    return value, "; ".join(changes)
 
 
 def short(value):
@@ -106,66 +106,66 @@ def short(value):
 
 
 def edit_json(path, rng):
-    value, said = changed(json.loads(path.read_text()), rng)
+    value, description = mutate_json(json.loads(path.read_text()), rng)
     path.write_text(json.dumps(value))
-    return f"{path.name}: {said}"
+    return f"{path.name}: {description}"
 
 
-def damage(data, rng):
-    """Bytes with some of them flipped, cut, doubled or replaced by an extreme number."""
+def mutate_bytes(data, rng):
+    """Return bytes with some of them flipped, truncated, repeated or replaced, and a description."""
     data = bytearray(data)
-    said = []
+    changes = []
     for _ in range(rng.choice([1, 1, 2, 4])):
         if not data:
             return b"", "empty"
-        place = rng.choice([rng.randrange(len(data)), rng.randrange(min(len(data), 64)), len(data) - 1])
+        offset = rng.choice([rng.randrange(len(data)), rng.randrange(min(len(data), 64)), len(data) - 1])
         match rng.randrange(7):
             case 0:
-                data[place] ^= 1 << rng.randrange(8)
-                said.append(f"bit at {place}")
+                data[offset] ^= 1 << rng.randrange(8)
+                changes.append(f"bit at {offset}")
             case 1:
-                del data[place:]
-                said.append(f"cut at {place}")
+                del data[offset:]
+                changes.append(f"truncated at {offset}")
             case 2:
-                del data[place : place + rng.choice([1, 4, 100])]
-                said.append(f"hole at {place}")
+                del data[offset : offset + rng.choice([1, 4, 100])]
+                changes.append(f"hole at {offset}")
             case 3:
-                data[place:place] = data[place : place + rng.choice([1, 8, 200])]
-                said.append(f"doubled at {place}")
+                data[offset:offset] = data[offset : offset + rng.choice([1, 8, 200])]
+                changes.append(f"repeated at {offset}")
             case 4:
                 width, number = rng.choice([(4, "<I"), (8, "<Q")]), rng.choice([0, 1, 2**31 - 1, 2**32 - 1])
-                data[place : place + width[0]] = struct.pack(width[1], number)
-                said.append(f"{number} at {place}")
+                data[offset : offset + width[0]] = struct.pack(width[1], number)
+                changes.append(f"{number} at {offset}")
             case 5:
-                data[place:place] = rng.randbytes(rng.choice([1, 3, 16]))
-                said.append(f"noise at {place}")
+                data[offset:offset] = rng.randbytes(rng.choice([1, 3, 16]))
+                changes.append(f"noise at {offset}")
             case _:
                 size = rng.choice([1, 8, 64])
-                data[place : place + size] = bytes([rng.choice([0, 255, 10, 34, 44])]) * size
-                said.append(f"{size} equal bytes at {place}")
-    return bytes(data), "; ".join(said)
+                data[offset : offset + size] = bytes([rng.choice([0, 255, 10, 34, 44])]) * size
+                changes.append(f"{size} equal bytes at {offset}")
+    return bytes(data), "; ".join(changes)
 
 
-def damage_file(path, rng):
-    data, said = damage(path.read_bytes(), rng)
+def mutate_file(path, rng):
+    data, description = mutate_bytes(path.read_bytes(), rng)
     path.write_bytes(data)
-    return f"{path.name}: {said}"
+    return f"{path.name}: {description}"
 
 
-def shuffled_text(text, rng, pieces):
-    """A text with pieces of its language inserted, repeated, cut out or swapped."""
+def mutate_text(text, rng, pieces):
+    """Return a text with pieces inserted, repeated, removed or replaced, and a description."""
     parts = [part for part in re.split(r"(\W)", text) if part]
-    said = []
+    changes = []
     for _ in range(rng.choice([1, 2, 2, 5])):
-        place = rng.randrange(len(parts) + 1)
+        offset = rng.randrange(len(parts) + 1)
         match rng.randrange(4):
             case 0:
-                parts[place:place] = [rng.choice(pieces)]
+                parts[offset:offset] = [rng.choice(pieces)]
             case 1:
-                del parts[place : place + rng.choice([1, 2, 6])]
+                del parts[offset : offset + rng.choice([1, 2, 6])]
             case 2:
-                parts[place:place] = parts[place : place + rng.choice([1, 5])]
+                parts[offset:offset] = parts[offset : offset + rng.choice([1, 5])]
             case _:
-                parts[place : place + 1] = [rng.choice(pieces)]
-        said.append(f"piece {place}")
-    return "".join(parts), "; ".join(said)
+                parts[offset : offset + 1] = [rng.choice(pieces)]
+        changes.append(f"piece {offset}")
+    return "".join(parts), "; ".join(changes)

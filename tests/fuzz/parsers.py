@@ -1,4 +1,4 @@
-"""Every parser of files from others: a good file, how it is changed, and the code that reads it."""
+"""The parsers of external files: a valid file, how it is mutated, and the code that reads it."""
 
 import functools
 import json
@@ -16,12 +16,12 @@ import yaml
 
 import whet
 from fuzz.mutations import (
-    changed,
-    damage,
-    damage_file,
     edit_json,
-    shuffled_text,
-    strange,
+    mutate_bytes,
+    mutate_file,
+    mutate_json,
+    mutate_text,
+    random_value,
 )
 from tiny import TEMPLATE, run_config, write_tiny_model
 from whet.errors import WhetError
@@ -29,7 +29,7 @@ from whet.errors import WhetError
 
 @dataclass(frozen=True)
 class Parser:
-    """`build` writes good files, `change` spoils them and says how, `parse` reads them as a user would."""
+    """`build` writes valid files, `change` mutates and describes them, `parse` reads them as a user would."""
 
     name: str
     build: Callable
@@ -83,19 +83,19 @@ class yaml_config:
             other.unlink()
         text = path.read_text()
         if rng.random() < 0.6:
-            value, said = changed(yaml.safe_load(text), rng)
+            value, description = mutate_json(yaml.safe_load(text), rng)
             try:
                 text = yaml.safe_dump(value, sort_keys=False, default_flow_style=rng.choice([None, True]))
             except RecursionError:
-                text = json.dumps(value)  # which is YAML, too
+                text = json.dumps(value)  # JSON is also YAML
         elif rng.random() < 0.7:
-            text, said = shuffled_text(text, rng, YAML_PIECES)
+            text, description = mutate_text(text, rng, YAML_PIECES)
         else:
-            data, said = damage(text.encode(), rng)
+            data, description = mutate_bytes(text.encode(), rng)
             path.write_bytes(data)
-            return f"{path.name}: {said}"
+            return f"{path.name}: {description}"
         path.write_bytes(text.encode(errors="surrogatepass"))
-        return f"{path.name}: {said}"
+        return f"{path.name}: {description}"
 
     def parse(directory):
         from whet.config.load_config import load_config, make_config, parse_yaml, to_dict, to_yaml
@@ -129,13 +129,13 @@ def tokenizer():
     from tiny import write_tokenizer
     from whet.model_io.tokenizer import load_tokenizer
 
-    with tempfile.TemporaryDirectory() as place:
-        write_tokenizer(place)
-        return load_tokenizer(Path(place))
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(directory)
+        return load_tokenizer(Path(directory))
 
 
 def read_records(path):
-    """Read, shape, render and tokenise; a record that is refused is one, whatever comes after it."""
+    """Read, normalize, render and tokenize all records; a rejected record does not stop the others."""
     from whet.data.sources.source import open_source
     from whet.data.tokens.chat_template import Renderer, text_of
     from whet.data.tokens.tokenize import Encoder
@@ -146,16 +146,16 @@ def read_records(path):
     for record in source:
         for use in (
             renderer.render,
-            renderer.pair,
-            renderer.question,
-            renderer.prompt,
-            renderer.judged,
+            renderer.render_pair,
+            renderer.render_question,
+            renderer.render_prompt,
+            renderer.render_classification,
             text_of,
         ):
             with suppress(WhetError):
-                made = use(record)
+                rendering = use(record)
                 if use == renderer.render:
-                    encoder.example(made)
+                    encoder.example(rendering)
     list(open_source(str(path)))
 
 
@@ -170,20 +170,20 @@ class jsonl:
         kind = rng.choice(["structure"] * 5 + ["bytes", "list", "deep"])
         path = directory / ("x.json" if kind == "list" else "x.jsonl")
         if kind == "bytes":
-            return damage_file(path, rng)
+            return mutate_file(path, rng)
         if kind == "list":
-            return rng.choice([damage_file, edit_json])(path, rng)
-        chosen = [rng.choice(RECORDS) for _ in range(3)]
+            return rng.choice([mutate_file, edit_json])(path, rng)
+        records = [rng.choice(RECORDS) for _ in range(3)]
         if kind == "deep":
             levels = rng.choice([500, 5000, 100_000])
             line = rng.choice(
                 ['{"text": ' + "[" * levels + "]" * levels + "}", "[" * levels, '{"a":' * levels]
             )
-            path.write_text("\n".join([json.dumps(chosen[0]), line, json.dumps(chosen[1])]))
+            path.write_text("\n".join([json.dumps(records[0]), line, json.dumps(records[1])]))
             return f"{levels} levels"
-        value, said = changed(chosen[0], rng, surrogates=True)
-        path.write_text("\n".join(map(json.dumps, [value, *chosen[1:]])))
-        return said
+        value, description = mutate_json(records[0], rng, surrogates=True)
+        path.write_text("\n".join(map(json.dumps, [value, *records[1:]])))
+        return description
 
     def parse(directory):
         read_records(directory / "x.json")
@@ -202,7 +202,7 @@ class csv_file:
     def change(directory, rng):
         path = directory / rng.choice(["x.csv", "x.tsv"])
         if rng.random() < 0.5:
-            return damage_file(path, rng)
+            return mutate_file(path, rng)
         pieces = [
             *',\t\n\r"',
             '""',
@@ -217,9 +217,9 @@ class csv_file:
             "\ufeff",
             "-1",
         ]
-        text, said = shuffled_text(path.read_text(), rng, pieces)
+        text, description = mutate_text(path.read_text(), rng, pieces)
         path.write_bytes(text.encode(errors="surrogatepass"))
-        return f"{path.name}: {said}"
+        return f"{path.name}: {description}"
 
     def parse(directory):
         read_records(directory / "x.csv")
@@ -251,12 +251,12 @@ class parquet:
         path = directory / "x.parquet"
         data = path.read_bytes()
         if rng.random() < 0.35:
-            return damage_file(path, rng)
-        if rng.random() < 0.5:  # inside the footer, which says what everything is
+            return mutate_file(path, rng)
+        if rng.random() < 0.5:  # inside the footer, which describes the columns
             size = struct.unpack("<I", data[-8:-4])[0]
-            footer, said = damage(data[-8 - size : -8], rng)
+            footer, description = mutate_bytes(data[-8 - size : -8], rng)
             path.write_bytes(data[: -8 - size] + footer + struct.pack("<I", len(footer)) + b"PAR1")
-            return f"footer: {said}"
+            return f"footer: {description}"
         columns = {
             "text": pa.array(["a", None, "b"]),
             "big": pa.array([2**62, None, 1]),
@@ -282,9 +282,9 @@ class parquet:
 
 
 def load_and_use(directory):
-    model, words = whet.load(directory, dtype=torch.float32, device="cpu")
-    if words is not None:
-        whet.generate(model, words, "hi", max_tokens=1)
+    model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
+    if tokenizer is not None:
+        whet.generate(model, tokenizer, "hi", max_tokens=1)
 
 
 @parser(cases=250)
@@ -296,14 +296,14 @@ class safetensors_file:
         path = directory / "model.safetensors"
         data = path.read_bytes()
         if rng.random() < 0.3:
-            return damage_file(path, rng)
+            return mutate_file(path, rng)
         size = struct.unpack("<Q", data[:8])[0]
         header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-        if rng.random() < 0.2:  # values, of which some become NaN
+        if rng.random() < 0.2:  # non-finite or extreme values
             values = np.frombuffer(body, np.float32).copy()
             values[rng.randrange(len(values))] = rng.choice([np.nan, np.inf, -np.inf, 3e38, 1e-45])
             path.write_bytes(data[: 8 + size] + values.tobytes())
-            return "a strange value"
+            return "an extreme value"
         if rng.random() < 0.5:
             name = rng.choice([key for key in header if key != "__metadata__"])
             entry = header[name]
@@ -315,13 +315,13 @@ class safetensors_file:
                 ),
                 "data_offsets": rng.choice([[0, 4], [4, 0], [0, 2**63], [-4, 0], [0], [0.5, 1]]),
             }[key]
-            said = f"{name}.{key} = {entry[key]}"
+            description = f"{name}.{key} = {entry[key]}"
         else:
-            header, said = changed(header, rng)
+            header, description = mutate_json(header, rng)
         encoded = json.dumps(header).encode()
         length = rng.choice([len(encoded)] * 6 + [0, 1, 2**40, 2**63, len(encoded) + 7])
         path.write_bytes(struct.pack("<Q", length) + encoded + body)
-        return said
+        return description
 
     def parse(directory):
         load_and_use(directory)
@@ -353,7 +353,7 @@ class model_config:
         if choice == "generation":
             return edit_json(native / "generation_config.json", rng)
         if choice == "bytes":
-            return damage_file(native / "config.json", rng)
+            return mutate_file(native / "config.json", rng)
         path = directory / choice / "config.json"
         if rng.random() < 0.4:
             config = json.loads(path.read_text())
@@ -372,7 +372,7 @@ class model_config:
                 "t5",
                 "mamba",
             ]
-            config[key] = rng.choice(families) if key == "model_type" else strange(rng)
+            config[key] = rng.choice(families) if key == "model_type" else random_value(rng)
             path.write_text(json.dumps(config))
             return f"{choice} {key} = {str(config[key])[:60]}"
         return f"{choice} {edit_json(path, rng)}"
@@ -407,20 +407,22 @@ class gguf_file:
         path = directory / "x.gguf"
         data = bytearray(path.read_bytes())
         if rng.random() < 0.25:
-            return damage_file(path, rng)
-        end = data.index(b"output_norm.weight") + 64  # of the header, about
-        spots = [
+            return mutate_file(path, rng)
+        end = data.index(b"output_norm.weight") + 64  # approximate end of the header
+        positions = [
             data.find(key) for key in (b"llama.", b"tokenizer.ggml.", b"blk.0", b"token_embd", b"general.")
         ]
-        place = rng.choice([rng.randrange(end), *(spot for spot in spots if spot > 0)]) + rng.randrange(40)
+        offset = rng.choice(
+            [rng.randrange(end), *(position for position in positions if position > 0)]
+        ) + rng.randrange(40)
         if rng.random() < 0.6:
             width, number = rng.choice([4, 8]), rng.choice([0, 1, 3, 8, 9, 12, 33, 2**31, 2**32 - 1])
-            data[place : place + width] = number.to_bytes(width, "little")
+            data[offset : offset + width] = number.to_bytes(width, "little")
             path.write_bytes(data)
-            return f"{number} at {place}"
-        header, said = damage(bytes(data[:end]), rng)
+            return f"{number} at {offset}"
+        header, description = mutate_bytes(bytes(data[:end]), rng)
         path.write_bytes(header + data[end:])
-        return f"header: {said}"
+        return f"header: {description}"
 
     def parse(directory):
         from whet.model_io.gguf.reader import convert_gguf
@@ -452,17 +454,17 @@ class tokenizer_files:
         from whet.models.from_scratch.train_tokenizer import make_tokenizer
 
         write_tokenizer(directory / "bytes")
-        made = make_tokenizer(
+        tokenizer = make_tokenizer(
             "bpe:300", ["some text to learn merges from, and some more text", "the text"] * 20
         )
-        made.save_pretrained(directory / "bpe")
+        tokenizer.save_pretrained(directory / "bpe")
 
     def change(directory, rng):
         folder = directory / rng.choice(["bytes", "bpe"])
         files = sorted(path for path in folder.iterdir() if path.suffix == ".json")
         path = rng.choice([folder / "tokenizer.json"] * 4 + files)
         if rng.random() < 0.1:
-            return f"{folder.name} {damage_file(path, rng)}"
+            return f"{folder.name} {mutate_file(path, rng)}"
         if path.name != "tokenizer.json" or rng.random() < 0.3:
             return f"{folder.name} {edit_json(path, rng)}"
         settings = json.loads(path.read_text())
@@ -487,14 +489,14 @@ class tokenizer_files:
                 "behavior": behavior,
                 "invert": rng.random() < 0.3,
             }
-            said = f"{part} {settings[part]}"
+            description = f"{part} {settings[part]}"
         elif part == "normalizer":
-            said = settings[part] = rng.choice(
+            description = settings[part] = rng.choice(
                 [{"type": "Replace", "pattern": {"Regex": rng.choice(REGEXES)}, "content": "b" * 50}, {"type": "Prepend", "prepend": ""},
                  {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, {"type": "Sequence", "normalizers": []}, {"type": "NFKC"}]
             )  # fmt: skip
         elif part == "model":
-            model, said = changed(
+            model, description = mutate_json(
                 {k: v for k, v in settings[part].items() if k not in ("vocab", "merges")}, rng
             )
             if isinstance(model, dict):
@@ -502,22 +504,22 @@ class tokenizer_files:
                 if rng.random() < 0.5:
                     key = rng.choice(list(vocab))
                     vocab[key] = rng.choice([-1, 2**31, 2**32, 0, 1.5, "x", None])
-                    said += f"; vocab {vocab[key]}"
+                    description += f"; vocab {vocab[key]}"
                 if rng.random() < 0.5:
                     merges = [
                         *(merges or []),
                         rng.choice([["a", "zz"], "a", ["a"], [1, 2], "a b c", ["", ""]]),
                     ]
-                    said += f"; merge {merges[-1]}"
+                    description += f"; merge {merges[-1]}"
                 model |= {"vocab": vocab, "merges": merges}
             settings[part] = model
         else:
-            settings[part], said = changed([settings[part]], rng)
+            settings[part], description = mutate_json([settings[part]], rng)
             settings[part] = (
                 settings[part][0] if isinstance(settings[part], list) and settings[part] else settings[part]
             )
         path.write_text(json.dumps(settings))
-        return f"{folder.name} {path.name} {part}: {str(said)[:200]}"
+        return f"{folder.name} {path.name} {part}: {str(description)[:200]}"
 
     def parse(directory):
         from whet.data.tokens.chat_template import Rendering
@@ -525,14 +527,14 @@ class tokenizer_files:
         from whet.model_io.tokenizer import load_tokenizer
 
         for folder in ("bytes", "bpe"):
-            words = load_tokenizer(directory / folder)
-            encoder = Encoder(words)
+            tokenizer = load_tokenizer(directory / folder)
+            encoder = Encoder(tokenizer)
             for text in ("some text", "", "a" * 40 + "b", "ünïcode \U0001d518 \0", "<|end|><|user|>x"):
                 encoder.encode(
                     [Rendering(text, [(0, len(text))], plain, plain, "x:1") for plain in (True, False)]
                 )
-                words.decode(open_ids(words, text))
-            token_bytes(words, vocab_size=300)
+                tokenizer.decode(open_ids(tokenizer, text))
+            token_bytes(tokenizer, vocab_size=300)
 
 
 TEMPLATES = [
@@ -559,12 +561,12 @@ class chat_template:
 
     def change(directory, rng):
         path = rng.choice(sorted(directory.iterdir()))
-        text, said = shuffled_text(path.read_text(), rng, TEMPLATE_PIECES)
+        text, description = mutate_text(path.read_text(), rng, TEMPLATE_PIECES)
         path.write_bytes(text.encode(errors="surrogatepass"))
         for other in directory.iterdir():
             if other != path:
                 other.unlink()
-        return f"{path.name}: {said}"
+        return f"{path.name}: {description}"
 
     def parse(directory):
         import copy
@@ -573,20 +575,20 @@ class chat_template:
         from whet.data.tokens.chat_template import Renderer
 
         for path in sorted(directory.iterdir()):
-            words = copy.deepcopy(tokenizer())
-            words.chat_template = path.read_bytes().decode(errors="surrogatepass")
-            renderer = Renderer(words)
+            template_tokenizer = copy.deepcopy(tokenizer())
+            template_tokenizer.chat_template = path.read_bytes().decode(errors="surrogatepass")
+            renderer = Renderer(template_tokenizer)
             for number, fields in enumerate(
                 [RECORDS[0], RECORDS[1], RECORDS[3], {"messages": RECORDS[0]["messages"][1:] * 3}]
             ):
                 record = Record(fields, f"x:{number}")
-                for use in (renderer.render, renderer.question):
+                for use in (renderer.render, renderer.render_question):
                     with suppress(WhetError):
                         use(record)
             with suppress(WhetError):
                 from whet.generation.generate import encode_prompt
 
-                encode_prompt(words, "hi")
+                encode_prompt(template_tokenizer, "hi")
 
 
 @functools.cache
@@ -617,12 +619,12 @@ class adapter:
         [path] = folder.glob("*.safetensors")
         data = path.read_bytes()
         if rng.random() < 0.4:
-            return f"{folder.name} {damage_file(path, rng)}"
+            return f"{folder.name} {mutate_file(path, rng)}"
         size = struct.unpack("<Q", data[:8])[0]
-        header, said = changed(json.loads(data[8 : 8 + size]), rng)
+        header, description = mutate_json(json.loads(data[8 : 8 + size]), rng)
         encoded = json.dumps(header).encode()
         path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + size :])
-        return f"{folder.name} {path.name} {said}"
+        return f"{folder.name} {path.name} {description}"
 
     def parse(directory):
         for path in directory.glob("*/adapter_config.json"):
@@ -633,14 +635,14 @@ class adapter:
 
 @parser(cases=80)
 class run_directory:
-    """A run that was killed after its last checkpoint: listed, reported, compared, opened and resumed."""
+    """A run that was killed after its last checkpoint: listed, reported, compared, loaded and resumed."""
 
     def build(directory):
         model = directory.parent / "model"
         write_tiny_model(model, num_hidden_layers=1)
         run = {"steps": 2, "batch_size": 2, "name": "run"}
-        found = whet.train(run_config(model, directory.parent, run=run, checkpoint={"every": 1}))
-        shutil.copytree(found.directory, directory)
+        result = whet.train(run_config(model, directory.parent, run=run, checkpoint={"every": 1}))
+        shutil.copytree(result.directory, directory)
         shutil.rmtree(directory / "final")
 
     def change(directory, rng):
@@ -648,28 +650,28 @@ class run_directory:
         files = [path for path in [*directory.iterdir(), *checkpoint.iterdir()] if path.is_file()]
         path = rng.choice(sorted(files))
         if path.suffix == ".json" and rng.random() < 0.7:
-            said = edit_json(path, rng)
+            description = edit_json(path, rng)
         elif path.suffix == ".jsonl" and rng.random() < 0.8:
             lines = path.read_text().splitlines()
             number = rng.randrange(len(lines))
-            value, said = changed(json.loads(lines[number]), rng)
+            value, description = mutate_json(json.loads(lines[number]), rng)
             lines[number] = json.dumps(value)
             path.write_text("\n".join(lines) + "\n")
         elif path.suffix == ".yaml" and rng.random() < 0.7:
-            value, said = changed(yaml.safe_load(path.read_text()), rng)
+            value, description = mutate_json(yaml.safe_load(path.read_text()), rng)
             path.write_text(json.dumps(value))
         else:
-            said = damage_file(path, rng)
+            description = mutate_file(path, rng)
         if rng.random() < 0.5 and path.parent == checkpoint and (checkpoint / "MANIFEST.json").is_file():
-            agree(checkpoint, path)
-            said += " (the manifest agrees)"
+            update_manifest(checkpoint, path)
+            description += " (the manifest was updated)"
         if rng.random() < 0.05:
             (
                 directory
                 / "checkpoints"
                 / rng.choice(["step-²", "step-", "step-99999999999999999999", "step-x"])
             ).mkdir()
-        return f"{path.name}: {said}"
+        return f"{path.name}: {description}"
 
     def parse(directory):
         from whet.reporting.run.report_page import write_report
@@ -677,17 +679,17 @@ class run_directory:
         from whet.studies.compare_runs import compare_runs
 
         runs_text(list_runs(directory), 0.0)
-        ways = [lambda: write_report(directory), lambda: compare_runs([directory])]
-        ways += [
+        actions = [lambda: write_report(directory), lambda: compare_runs([directory])]
+        actions += [
             lambda path=path: whet.load(path, device="cpu") for path in (directory / "checkpoints").iterdir()
         ]
-        for way in ways:
+        for action in actions:
             with suppress(WhetError):
-                way()
+                action()
         whet.resume(directory)
 
 
-def agree(checkpoint, path):
+def update_manifest(checkpoint, path):
     from whet.storage import sha256_of
 
     with suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -709,7 +711,7 @@ class tkp1_file:
         write_tkp1(directory / "x.tkp1", step=3, config={"size": "small"}, count=2, records=records)
 
     def change(directory, rng):
-        return damage_file(directory / "x.tkp1", rng)
+        return mutate_file(directory / "x.tkp1", rng)
 
     def parse(directory):
         from whet.recipes.quality.tkp1 import read_tkp1
@@ -721,7 +723,7 @@ if "WHET_FUZZ_SELF_TEST" in os.environ:
 
     @parser(cases=4)
     class self_test:
-        """Not a parser: a case that hangs and one that aborts."""
+        """Not a parser: one case hangs and one aborts."""
 
         def build(directory):
             directory.mkdir()

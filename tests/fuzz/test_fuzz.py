@@ -1,12 +1,12 @@
-"""Damaged files of every kind: no parser hangs, aborts, takes gigabytes or fails with anything but a proper error."""
+"""Damaged files of every kind: no parser hangs, aborts, needs gigabytes or fails with an unexpected error."""
 
 import pytest
 
 from fuzz.harness import fuzz
 from fuzz.parsers import PARSERS
-from fuzz.worker import judge, run_case
+from fuzz.worker import find_problem, run_case
 
-SMOKE = {"run_directory": 1, "model_config": 3}  # cases in the quick suite, 6 of the others
+SMOKE = {"run_directory": 1, "model_config": 3}  # cases in the quick suite; 6 for the other parsers
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -16,7 +16,7 @@ def test_a_few_damaged_files(name, tmp_path):
     parser.parse(tmp_path / "base")
     for number in range(SMOKE.get(name, 6)):
         changed, error = run_case(parser, number, tmp_path / "base", tmp_path / "case")
-        if (problem := judge(error)) is not None:
+        if (problem := find_problem(error)) is not None:
             raise AssertionError(f"{name} {number} ({changed}): {problem}") from error
 
 
@@ -24,18 +24,18 @@ def test_a_few_damaged_files(name, tmp_path):
 @pytest.mark.parametrize("name", PARSERS)
 def test_damaged_files(name, tmp_path, record_property):
     outcome = fuzz(name, PARSERS[name].cases, tmp_path)
-    record_property("fuzz", f"{name}: {outcome.cases} cases, {outcome.refused} refused")
+    record_property("fuzz", f"{name}: {outcome.cases} cases, {outcome.rejected} rejected")
     assert outcome.cases == PARSERS[name].cases
     assert not outcome.problems, "\n\n".join(outcome.problems)
 
 
-def test_there_are_at_least_two_thousand_cases():
+def test_at_least_two_thousand_cases():
     assert sum(parser.cases for parser in PARSERS.values()) >= 2000
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_or_dies_is_noticed(tmp_path, monkeypatch):
-    """The harness itself: two cases that end badly among good ones."""
+def test_hanging_or_dying_worker_is_reported(tmp_path, monkeypatch):
+    """Test the harness itself: two cases that end badly among good ones."""
     monkeypatch.setattr("fuzz.harness.CASE_S", 5)
     monkeypatch.setenv("WHET_FUZZ_SELF_TEST", "1")
     outcome = fuzz("self_test", 4, tmp_path)

@@ -1,7 +1,7 @@
-"""Cases of one parser in a process of its own: `python -m fuzz.worker PARSER FIRST COUNT DIRECTORY`.
+"""Run cases of one parser in a separate process: `python -m fuzz.worker PARSER FIRST COUNT DIRECTORY`.
 
-Writes a JSON line before and after each case, so that whoever reads them knows which one hangs or aborts.
-A case depends on the parser's name and its number alone: any can be run again.
+Writes a JSON line before and after each case, so that the reader knows which one hangs or aborts. A case
+depends only on the name of the parser and its number, so every case can be reproduced.
 """
 
 import json
@@ -14,12 +14,12 @@ import traceback
 import warnings
 from pathlib import Path
 
-ROOM = 3 * 2**30  # of address space above what the process has when it starts: more is a bug, not a lack
-MOST_LINES, LONGEST_LINE = 40, 4000
+MEMORY_LIMIT = 3 * 2**30  # additional address space; needing more is a bug
+MAX_LINES, MAX_LINE_LENGTH = 40, 4000
 
 
-def judge(error):
-    """What is wrong with how a case ended, or None."""
+def find_problem(error):
+    """Return the problem with the outcome of a case, or None."""
     from whet.error_boundary import is_out_of_memory
     from whet.errors import WhetError
 
@@ -32,13 +32,13 @@ def judge(error):
     if error.exit_code != 2:
         return f"exit code {error.exit_code}: {error}"
     lines = str(error).splitlines()
-    if len(lines) > MOST_LINES or max(map(len, lines)) > LONGEST_LINE:
+    if len(lines) > MAX_LINES or max(map(len, lines)) > MAX_LINE_LENGTH:
         return f"a message of {len(lines)} lines, the longest of {max(map(len, lines))} characters"
     return None
 
 
 def run_case(parser, number, base, directory):
-    """(what was changed, the exception it ended with or None)"""
+    """Return a description of the mutation, and the exception of the case or None."""
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(base, directory)
     rng = random.Random(f"{parser.name} {number}")
@@ -54,7 +54,7 @@ def run_case(parser, number, base, directory):
 
 def limit_memory():
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT, size + MEMORY_LIMIT))
 
 
 def main(name, first, count, root):
@@ -66,17 +66,17 @@ def main(name, first, count, root):
     base = root / "base"
     if not base.is_dir():
         parser.build(base)
-    parser.parse(shutil.copytree(base, root / "warm-up", dirs_exist_ok=True))  # the unchanged files are good
+    parser.parse(shutil.copytree(base, root / "warm-up", dirs_exist_ok=True))  # the original files are valid
     limit_memory()
     for number in range(first, first + count):
-        say(case=number)
+        report(case=number)
         changed, error = run_case(parser, number, base, root / "case")
-        problem = judge(error)
+        problem = find_problem(error)
         trace = "".join(traceback.format_exception(error))[-3000:] if problem else None
-        say(case=number, changed=changed, problem=problem, trace=trace, refused=error is not None)
+        report(case=number, changed=changed, problem=problem, trace=trace, rejected=error is not None)
 
 
-def say(**fields):
+def report(**fields):
     os.write(REPORT, (json.dumps(fields) + "\n").encode())
 
 

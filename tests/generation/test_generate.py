@@ -128,7 +128,7 @@ def test_messages_that_are_no_objects_are_refused(tiny):
 def test_what_a_template_refuses_is_an_error_that_says_so(tiny):
     model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
     tokenizer.chat_template = "{{ messages[0]['content'] / 2 }}"
-    with pytest.raises(DataError, match="the chat template refuses these messages: unsupported operand"):
+    with pytest.raises(DataError, match="the chat template rejects these messages: unsupported operand"):
         whet.generate(model, tokenizer, "hello")
 
 

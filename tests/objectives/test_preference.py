@@ -276,7 +276,7 @@ def test_stored_reference_logprobs_are_those_of_the_reference_model(tiny_directo
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "bad.jsonl:1: chosen and rejected are the same"),
         (
             {"prompt": "a", "completion": "b"},
-            "bad.jsonl:1: a completion record has no two answers to compare",
+            "bad.jsonl:1: a completion record has no completions to compare",
         ),
     ],
 )

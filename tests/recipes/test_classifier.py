@@ -179,13 +179,13 @@ def test_soft_labels_train_exactly_of_texts_and_of_token_ids(tiny_directory):
 @pytest.mark.parametrize(
     ("several", "label", "message"),
     [
-        (False, 1.5, "label must be a name or a whole number from 0, not 1.5"),
+        (False, 1.5, "label must be a class name or an integer >= 0, not 1.5"),
         (False, None, "a record with the fields"),
-        (False, [0.5, 0.5, 0.0], "one class is asked for"),
-        (True, [0.3, 0.7], "2 soft labels, and there are 3 classes"),
+        (False, [0.5, 0.5, 0.0], "the objective expects a single label"),
+        (True, [0.3, 0.7], "the record has 2 soft labels, but there are 3 classes"),
         (True, [0.3, 0.7, 1.5], "labels must be"),
         (True, [0.3, 0.7, float("nan")], "labels must be"),
-        (True, 0.5, "label must be a name or a whole number from 0, not 0.5"),
+        (True, 0.5, "label must be a class name or an integer >= 0, not 0.5"),
     ],
 )
 def test_labels_that_cannot_be_are_refused_of_texts_and_of_token_ids(
@@ -204,9 +204,9 @@ def test_texts_are_cut_at_the_longest_length(tiny_directory):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (("x", "pink"), "label 'pink' is none of objective.classes"),
+        (("x", "pink"), "label 'pink' is not in objective.classes"),
         (("x", 3), "a sample: label 3 is out of range"),
-        (("", 0), "a text without a token"),
+        (("", 0), "the text has no tokens, so it cannot be classified"),
     ],
 )
 def test_samples_that_cannot_be(tiny_directory, sample, message):
@@ -465,7 +465,7 @@ def test_a_corpus_is_read_as_samples(tiny_directory, tmp_path):
     path.write_text(json.dumps({"input": "rose", "labels": [0.3, 0, 1]}) + "\n")
     assert new(tiny_directory, multi_label=True).load_corpus(path) == [("rose", [0.3, 0, 1])]
     path.write_text('{"input": "rose", "label": "red"}\n{"input": "rose", "label": "pink"}\n')
-    with pytest.raises(DataError, match="corpus.jsonl:2: label 'pink' is none of objective.classes"):
+    with pytest.raises(DataError, match="corpus.jsonl:2: label 'pink' is not in objective.classes"):
         classifier.load_corpus(path)
 
 

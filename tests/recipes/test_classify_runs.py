@@ -235,9 +235,9 @@ def test_a_store_that_left_soft_labels_out_as_bad_records_is_not_used_again(
         earlier.setattr(Labels, "values", without_soft)
         earlier.setattr(prepare_dataset, "_LABELS_VERSION", 0)
         whet.train(settings)
-    assert "of 6 training records held out" in caplog.text
+    assert "of 6 training records, stratified by class" in caplog.text
     whet.train({**settings, "run": {**settings["run"], "name": "again"}})
-    assert "of 12 training records held out" in caplog.text
+    assert "of 12 training records, stratified by class" in caplog.text
 
 
 def test_early_stopping_on_a_metric_takes_its_best_weights(tiny_directory, tmp_path):
@@ -300,20 +300,20 @@ def test_a_temperature_undoes_what_was_scaled():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"input": "x", "label": 7}', r"train.jsonl:61: label 7 is out of range: there are 3 classes"),
+        ('{"input": "x", "label": 7}', r"train.jsonl:61: label 7 is out of range: the 3 classes are 0 to 2"),
         (
             '{"input": "x", "label": "gren"}',
-            r"train.jsonl:61: label 'gren' is none of objective.classes\n.*did you mean 'green'",
+            r"train.jsonl:61: label 'gren' is not in objective.classes\n.*did you mean 'green'",
         ),
         (
             '{"input": "x", "labels": ["red"]}',
-            r"train.jsonl:61: a record with labels, and one class is asked for",
+            r"train.jsonl:61: the record has labels, but the objective expects a single label",
         ),
-        ('{"input": "", "label": 0}', r"train.jsonl:61: a text without a token cannot be classified"),
+        ('{"input": "", "label": 0}', r"train.jsonl:61: the text has no tokens, so it cannot be classified"),
         ('{"text": "only text"}', r"train.jsonl:61: .*classification needs"),
         (
             '{"input": "x", "label": 1.5}',
-            r"train.jsonl:61: label must be a name or a whole number from 0, not 1.5\n.*soft targets",
+            r"train.jsonl:61: label must be a class name or an integer >= 0, not 1.5\n.*soft targets",
         ),
     ],
 )
@@ -369,7 +369,9 @@ def test_a_text_that_is_too_long_is_refused_by_its_own_length(tiny_directory, tm
     rows = [{"input": "x" * (64 + number), "label": CLASSES[number]} for number in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = config(tiny_directory, tmp_path, data={"too_long": "error"}, objective={"valid_share": 0})
-    with pytest.raises(DataError, match="train.jsonl:2: 65 tokens, and data.max_length is 64\n") as caught:
+    with pytest.raises(
+        DataError, match="train.jsonl:2: the record has 65 tokens, but data.max_length is 64\n"
+    ) as caught:
         whet.train(settings)
     assert caught.value.hint == "raise data.max_length, or set data.too_long to truncate or drop"
     view = view_data(make_config(settings))
@@ -400,7 +402,7 @@ def test_imbalance_is_weighted_and_said_aloud(tiny_directory, tmp_path, caplog):
     caplog.clear()
     whet.train(config(tiny_directory, tmp_path, run={"name": "over"}, objective={"oversample": True}))
     assert "sqrt_inverse" not in caplog.text
-    assert "oversampled: 96 examples for 48" in caplog.text
+    assert "oversampled: 96 examples from 48" in caplog.text
 
 
 def test_a_classifier_is_not_opened_as_a_language_model(tiny_directory, tmp_path):
@@ -546,7 +548,10 @@ def test_hard_records_that_equal_a_held_out_one_are_not_learned(tiny_directory, 
                 {tokens[:-1] for tokens in splits["valid"]}]  # fmt: skip
     assert len(held) == 12
     wanted = with_hard_records(tiny_directory, tmp_path, held, run={"name": "all"})
-    with pytest.raises(DataError, match="every hard record is also"), assembled(wanted):
+    with (
+        pytest.raises(DataError, match="every hard record equals a training record that was held out"),
+        assembled(wanted),
+    ):
         pass
 
 

@@ -108,7 +108,7 @@ def test_nothing_joined_is_an_error(tmp_path):
     write(tmp_path, [decision("a")], [outcome("b")])
     with pytest.raises(DataError, match="no decision has an outcome"):
         check_ledgers(tmp_path)
-    with pytest.raises(DataError, match="holds no records"):
+    with pytest.raises(DataError, match="contains no records"):
         list(open_source(str(tmp_path)))
 
 

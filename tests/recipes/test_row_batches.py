@@ -160,11 +160,11 @@ def test_the_right_answer_to_a_row_does_not_depend_on_the_seed():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("synth:quality:8:x", "the seed must be a whole number from 0"),
-        (f"synth:quality:8:{2**64}", "the seed must be a whole number from 0"),
-        ("synth:quality:8:1:2", "the seed must be a whole number from 0"),
+        ("synth:quality:8:x", "the seed must be an integer from 0"),
+        (f"synth:quality:8:{2**64}", "the seed must be an integer from 0"),
+        ("synth:quality:8:1:2", "the seed must be an integer from 0"),
         ("synth:quality::1", "the number of records must be"),
-        ("synth:house:8:1", "house takes no seed"),
+        ("synth:house:8:1", "house does not accept a seed"),
     ],
 )
 def test_wrong_seeds_are_named(spec, message):

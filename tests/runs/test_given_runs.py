@@ -165,7 +165,7 @@ def test_a_grpo_run_with_a_closure_is_resumed_bit_for_bit_with_the_same_objects_
 def test_records_that_change_during_a_run_stop_it(tiny_directory, tmp_path):
     calls = iter(range(100))
     config = config_without_data(tiny_directory, tmp_path)
-    with pytest.raises(DataError, match="has other records than when it was read first"):
+    with pytest.raises(DataError, match="have changed since the first pass"):
         train(config, given=collect_given(lambda: [{"text": f"call {next(calls)}"}]))
 
 

@@ -255,4 +255,4 @@ def test_prompts_of_a_run_with_rewards_are_counted_and_checked(tiny_directory, t
     config["data"]["max_length"] = 204
     [problem] = find_problems(view_data(make_config(config)))
     assert problem.stops
-    assert "leaves no room for objective.max_new_tokens=200" in problem.message
+    assert "and objective.max_new_tokens=200 exceed" in problem.message

@@ -271,7 +271,7 @@ def test_impossible_resume_is_an_error(tiny_directory, tmp_path):
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     Trainer(model, SFT(), steps_of(3), optimizer=optimizer, directory=tmp_path, settings=PLAIN).fit()
     short = Trainer(model, SFT(), steps_of(2), optimizer=optimizer, settings=PLAIN)
-    with pytest.raises(CheckpointError, match="the data ends after 2 steps, and the checkpoint is at 3"):
+    with pytest.raises(CheckpointError, match="the data ends after 2 steps, but the checkpoint is at 3"):
         short.restore(newest_valid(tmp_path))
 
     class Odd(torch.optim.SGD):

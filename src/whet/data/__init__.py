@@ -1,4 +1,4 @@
-"""Records, rendering and masks, the token store, packing, batches and curricula."""
+"""Data loading: sources, chat rendering and loss masks, the token store, packing, batches and curricula."""
 
 from typing import TYPE_CHECKING
 

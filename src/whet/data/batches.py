@@ -1,4 +1,4 @@
-"""Batches, what one forward pass takes; steps, the batches of one update; and streams of steps."""
+"""Batches for one forward pass, steps of several batches, and streams of steps."""
 
 import abc
 import itertools
@@ -16,14 +16,14 @@ from whet.data.tokens.examples import Example, Pair, lengths_of
 from whet.errors import CheckpointError, DataError
 from whet.ops.attention import Layout
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 Axis = Literal["token", "document"]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor that one objective reads, with a row for each supervised token or document of its batch."""
+    """A tensor that one objective reads, with one row per supervised token or document of its batch."""
 
     tensor: torch.Tensor
     axis: Axis
@@ -31,71 +31,71 @@ class Column:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: rows of tokens and, already shifted, what each position should predict."""
+    """A micro-batch: rows of tokens and their shifted targets."""
 
     tokens: torch.Tensor  # [B, T]
-    targets: torch.Tensor  # [B, T]; IGNORED where nothing is learned
-    positions: torch.Tensor  # [B, T]; restarted for each document of a packed row
-    supervised_positions: torch.Tensor  # [N] into the flattened targets: found on the host, without a sync
-    documents: tuple[tuple[int, ...], ...] | None  # packed rows: the lengths of their documents
+    targets: torch.Tensor  # [B, T]; IGNORE_INDEX at unsupervised positions
+    positions: torch.Tensor  # [B, T]; restarts at each document of a packed row
+    supervised_positions: torch.Tensor  # [N] indices into the flattened targets, computed on the host
+    documents: tuple[tuple[int, ...], ...] | None  # lengths of the documents of packed rows
     supervised: int  # N
-    examples: torch.Tensor  # [N]: which of the batch's examples each supervised position belongs to
-    real_tokens: int  # positions that are not padding
-    origins: tuple[str, ...]  # where its examples came from
-    weights: torch.Tensor | None = None  # [B, T], per-token weights of the loss
-    real: torch.Tensor | None = None  # [B, T], bool: what is not padding; None: everything
-    supervised_bytes: int | None = None  # length of the supervised text, where the tokenizer was asked
-    part: str | None = None  # of a mix: whose batch it is
-    columns: Mapping[str, Column] = field(default_factory=dict)  # what its objective reads besides
+    examples: torch.Tensor  # [N]: index of the example of each supervised position
+    real_tokens: int  # number of positions that are not padding
+    origins: tuple[str, ...]  # origins of the examples, for messages
+    weights: torch.Tensor | None = None  # [B, T], loss weight per token
+    real: torch.Tensor | None = None  # [B, T], bool: false for padding; None without padding
+    supervised_bytes: int | None = None  # bytes of the supervised text, if they were counted
+    part: str | None = None  # name of the part of a mix objective
+    columns: Mapping[str, Column] = field(default_factory=dict)  # additional inputs of the objective
 
     def __post_init__(self) -> None:
         rows = {"token": self.supervised, "document": len(self.origins)}
         for name, column in self.columns.items():
             if len(column.tensor) != rows[column.axis]:
                 raise DataError(
-                    f"column {name!r} has {len(column.tensor)} rows, and the batch has {rows[column.axis]} "
+                    f"column {name!r} has {len(column.tensor)} rows, but the batch has {rows[column.axis]} "
                     f"{'supervised tokens' if column.axis == 'token' else 'documents'}"
                 )
 
     @property
     def supervised_targets(self) -> torch.Tensor:
-        """The tokens to predict at the supervised positions, [N]."""
+        """The target tokens at the supervised positions, [N]."""
         return self.targets.flatten().index_select(0, self.supervised_positions)
 
     @property
     def supervised_weights(self) -> torch.Tensor | None:
-        """The weights of the loss at the supervised positions, [N], or None where all are 1."""
+        """The loss weights at the supervised positions, [N], or None if all are 1."""
         if self.weights is None:
             return None
         return self.weights.flatten().index_select(0, self.supervised_positions)
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a column's tensor, [N, ...] or [documents, ...]."""
+        """Return the tensor of a column, [N, ...] or [documents, ...]."""
         if name not in self.columns:
             known = ", ".join(self.columns) or "none"
-            raise DataError(f"{self.origins[0]}: the batch has no column {name!r} (it has {known})")
+            raise DataError(f"{self.origins[0]}: the batch has no column {name!r} (its columns: {known})")
         return self.columns[name].tensor
 
     def with_columns(self, axis: Axis, **tensors: torch.Tensor | None) -> Self:
-        """Return the batch with more columns; those that are None are left out."""
-        more = {name: Column(tensor, axis) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, columns={**self.columns, **more})
+        """Return the batch with additional columns; None values are left out."""
+        added = {name: Column(tensor, axis) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, columns={**self.columns, **added})
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on a device; a GPU's host does not wait for the copy."""
+        """Return the batch on a device. Copies to a GPU are asynchronous."""
         pin = device.type == "cuda" and not self.tokens.is_cuda
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
 
-        moved: dict[str, Any] = {  # Any: replace() cannot see that only tensor fields change
+        moved: dict[str, Any] = {  # Any: replace() does not know that only tensor fields change
             name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         columns = {name: Column(move(column.tensor), column.axis) for name, column in self.columns.items()}
         return replace(self, **moved, columns=columns)
 
     def layout(self) -> Layout:
-        """Which positions see which."""
+        """Return the attention layout: which positions attend to each other."""
         if self.documents is None:
             return Layout()
         return Layout.packed(self.documents, device=self.tokens.device)
@@ -104,62 +104,68 @@ class Batch:
 def make_batch(
     rows: Sequence[Sequence[Example]], *, width: int | None = None, token_bytes: np.ndarray | None = None
 ) -> Batch:
-    """Rows of one example (padded to the longest, or to `width`) or of several (packed) as one batch."""
+    """Return one batch from rows of examples.
+
+    Args:
+        rows: Rows of one example (padded) or of several examples (packed).
+        width: Minimum width of the rows; they are at least as wide as the longest row.
+        token_bytes: Bytes per token id, to count the bytes of the supervised text.
+    """
     width = max(width or 0, *(sum(example.length for example in row) for row in rows))
     tokens = np.zeros((len(rows), width), dtype=np.int64)
-    targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
+    targets = np.full((len(rows), width), IGNORE_INDEX, dtype=np.int64)
     positions = np.zeros((len(rows), width), dtype=np.int64)
-    owner = np.zeros((len(rows), width), dtype=np.int64)
-    filled = np.zeros((len(rows), width), dtype=np.bool_)
+    example_index = np.zeros((len(rows), width), dtype=np.int64)
+    is_filled = np.zeros((len(rows), width), dtype=np.bool_)
     documents = []
-    real = count = 0
+    real_tokens = count = 0
     for index, row in enumerate(rows):
         end = 0
         for example in row:
             start, end = end, end + example.length
-            owner[index, start:end] = count
+            example_index[index, start:end] = count
             count += 1
-            ids = np.asarray(example.tokens, dtype=np.int64)  # signed: IGNORED is negative
+            ids = np.asarray(example.tokens, dtype=np.int64)  # signed, because IGNORE_INDEX is negative
             tokens[index, start:end] = ids[:-1]
-            targets[index, start:end] = np.where(example.supervised[1:], ids[1:], IGNORED)
+            targets[index, start:end] = np.where(example.supervised[1:], ids[1:], IGNORE_INDEX)
             positions[index, start:end] = np.arange(end - start)
         positions[index, end:] = np.arange(width - end)
-        filled[index, :end] = True
+        is_filled[index, :end] = True
         padding = (width - end,) if end < width else ()
         documents.append(tuple(example.length for example in row) + padding)
-        real += end
-    chosen = np.flatnonzero(targets != IGNORED)
+        real_tokens += end
+    supervised = np.flatnonzero(targets != IGNORE_INDEX)
     packed = any(len(row) > 1 for row in rows)
     examples = [example for row in rows for example in row]
-    taught_ids, taught_logprobs = _taught(examples)
+    taught_ids, taught_logprobs = _teacher_columns(examples)
     batch = Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         positions=torch.from_numpy(positions),
-        supervised_positions=torch.from_numpy(chosen),
+        supervised_positions=torch.from_numpy(supervised),
         documents=tuple(documents) if packed else None,
-        supervised=len(chosen),
-        examples=torch.from_numpy(owner.flat[chosen]),
-        real_tokens=real,
+        supervised=len(supervised),
+        examples=torch.from_numpy(example_index.flat[supervised]),
+        real_tokens=real_tokens,
         origins=tuple(example.origin for example in examples),
-        real=None if filled.all() else torch.from_numpy(filled),
-        supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[chosen]].sum()),
+        real=None if is_filled.all() else torch.from_numpy(is_filled),
+        supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[supervised]].sum()),
     )
-    batch = batch.with_columns("document", values=_values(examples))
+    batch = batch.with_columns("document", values=_value_column(examples))
     return batch.with_columns("token", taught_ids=taught_ids, taught_logprobs=taught_logprobs)
 
 
-def _values(examples: Sequence[Example]) -> torch.Tensor | None:
-    """The numbers that came with each example, [examples, columns]."""
+def _value_column(examples: Sequence[Example]) -> torch.Tensor | None:
+    """Return the numeric columns of the examples, [examples, columns]."""
     if not examples[0].values:
         return None
     return torch.tensor([example.values for example in examples], dtype=torch.float32)
 
 
-def _taught(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The likeliest tokens of each teacher [N, teachers, k], and their log-probabilities [N, teachers, k+1].
+def _teacher_columns(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the top-k tokens per teacher, [N, teachers, k], and their log-probabilities, [N, teachers, k+1].
 
-    The last log-probability is that of all other tokens together.
+    The last log-probability is that of all other tokens combined.
     """
     if not examples[0].taught:
         return None, None
@@ -170,16 +176,16 @@ def _taught(examples: Sequence[Example]) -> tuple[torch.Tensor | None, torch.Ten
 
 @dataclass(frozen=True)
 class Step(Sequence[Batch]):
-    """The micro-batches of one update, and what is known of them before it."""
+    """The micro-batches of one optimizer update, with the metrics known before it."""
 
     batches: Sequence[Batch]
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # for the step's row; Any: JSON values
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # for metrics.jsonl; Any: JSON values
     samples: Sequence[Mapping[str, Any]] = ()  # for samples.jsonl; Any: JSON values
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, index: Any) -> Any:  # Any: as of any sequence, one by number or several by slice
+    def __getitem__(self, index: Any) -> Any:  # Any: one batch for an index, several for a slice
         return self.batches[index]
 
 
@@ -202,11 +208,11 @@ class StepStream(abc.ABC):
         """Continue from a position that `state` returned."""
 
     def steps_in(self, epoch: int) -> int | None:
-        """Return the number of steps in one pass over the data, or None where passes are not counted."""
+        """Return the number of steps in an epoch, or None if epochs are not counted."""
         return None
 
     def peek(self) -> Step:
-        """Return the next step without moving on."""
+        """Return the next step without advancing."""
         before = self.state()
         try:
             return next(self)
@@ -214,30 +220,30 @@ class StepStream(abc.ABC):
             self.seek(before)
 
     def can_prefetch(self) -> bool:
-        """Return whether the next step may be taken before the metrics of this one are known."""
+        """Return whether the next step may be drawn before the metrics of this step are known."""
         return True
 
     def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # noqa: B027
-        """Check or count what came of a step, whose metrics these are. Any: JSON values."""
+        """Process the metrics of a completed step. Any: JSON values."""
 
 
 class IteratorStream(StepStream):
-    """Lists of micro-batches from any iterable, which may end.
+    """Steps from any iterable of lists of micro-batches, which may end.
 
-    Its position is the number of steps taken: a resumed run takes as many from a fresh iterable first. It
-    can go back by the two steps that a trainer may have to undo: a prefetched one and the one before it.
+    Its position is the number of steps drawn. A resumed run skips as many steps of a fresh iterable. It can
+    go back by the two steps that a trainer may have to undo: a prefetched step and the one before it.
     """
 
     def __init__(self, batches: Iterable[Sequence[Batch]]) -> None:
         self._batches = iter(batches)
-        self._taken = 0
-        self._past: deque[Step] = deque(maxlen=2)
-        self._next: deque[Step] = deque()  # steps that were put back
+        self._drawn = 0
+        self._recent: deque[Step] = deque(maxlen=2)
+        self._put_back: deque[Step] = deque()  # steps to return again
 
     def __next__(self) -> Step:
-        step = self._next.popleft() if self._next else self._read()
-        self._past.append(step)
-        self._taken += 1
+        step = self._put_back.popleft() if self._put_back else self._read()
+        self._recent.append(step)
+        self._drawn += 1
         return step
 
     def _read(self) -> Step:
@@ -245,33 +251,38 @@ class IteratorStream(StepStream):
         return batches if isinstance(batches, Step) else Step(batches)
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
-        """Return the number of steps taken."""
-        return {"taken": self._taken}
+        """Return the number of steps drawn."""
+        return {"taken": self._drawn}
 
     def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Skip steps up to `state`, or put back the last ones."""
-        wanted = state.get("taken", self._taken)  # older checkpoints have no position of iterators
-        while self._taken > wanted:
-            if not self._past:
+        """Skip steps up to `state`, or put back the most recent ones."""
+        target = state.get("taken", self._drawn)  # older checkpoints have no iterator position
+        while self._drawn > target:
+            if not self._recent:
                 raise CheckpointError(
-                    f"{self._taken} steps were taken from this iterator, and the checkpoint is at {wanted}",
+                    f"{self._drawn} steps were drawn from this iterator, but the checkpoint is at {target}",
                     hint="restore into a trainer with a fresh iterator",
                 )
-            self._next.appendleft(self._past.pop())
-            self._taken -= 1
-        while self._taken < wanted:
+            self._put_back.appendleft(self._recent.pop())
+            self._drawn -= 1
+        while self._drawn < target:
             try:
                 next(self)
             except StopIteration:
                 raise CheckpointError(
-                    f"the data ends after {self._taken} steps, and the checkpoint is at {wanted}"
+                    f"the data ends after {self._drawn} steps, but the checkpoint is at {target}"
                 ) from None
 
 
 class BatchStream(StepStream):
     """An endless stream of optimizer steps, each a list of micro-batches.
 
-    The order is a pure function of (seed, epoch, step in the epoch), so two integers are its whole state.
+    The order is a pure function of (seed, epoch, step in the epoch), so two integers are its complete state.
+
+    Args:
+        examples: The examples, or pairs of them.
+        settings: The size and order of the steps.
+        seed: Seed of the order.
     """
 
     def __init__(
@@ -285,21 +296,21 @@ class BatchStream(StepStream):
         self._planned: tuple[int, EpochPlan] | None = None
         self._lengths = self._measure()
         steps = (settings.batch_size, settings.batch_tokens, settings.pack, settings.order)
-        self._mark = zlib.crc32(repr((steps, seed)).encode(), zlib.crc32(self._lengths.tobytes()))
+        self._fingerprint = zlib.crc32(repr((steps, seed)).encode(), zlib.crc32(self._lengths.tobytes()))
 
     def steps_in(self, epoch: int) -> int:
-        """Optimizer steps in one pass."""
+        """Return the number of optimizer steps in an epoch."""
         return len(self._plan(epoch))
 
     def state(self) -> dict[str, int]:
-        """The position, as integers, and a mark of what it is a position in."""
-        return {"epoch": self.epoch, "index": self.index, "stream": self._mark}
+        """Return the position as integers, with a fingerprint of the stream."""
+        return {"epoch": self.epoch, "index": self.index, "stream": self._fingerprint}
 
     def seek(self, state: dict[str, int]) -> None:
-        """Go to a position that `state` returned, of a stream with the same examples, steps and seed."""
-        if state["stream"] != self._mark:
+        """Continue from a position of a stream with the same examples, steps and seed."""
+        if state["stream"] != self._fingerprint:
             raise CheckpointError(
-                "the examples, their order or the size of a step have changed since this position was saved",
+                "the examples, their order or the step size have changed since this position was saved",
                 hint="restore data, run.seed, run.batch_size and run.batch_tokens, or start a new run",
             )
         self.epoch, self.index = state["epoch"], state["index"]
@@ -324,7 +335,7 @@ class BatchStream(StepStream):
 
 
 def check_lengths(examples: Sequence[Example] | Sequence[Pair], settings: StepSettings) -> np.ndarray:
-    """The examples' lengths, all of which fit a micro-batch and a step."""
+    """Return the lengths of the examples, after checking that all fit a micro-batch and a step."""
     lengths = lengths_of(examples)
     longest = int(lengths.argmax())
     texts = members(examples[longest])
@@ -340,7 +351,7 @@ def step_batches(
     *,
     token_bytes: np.ndarray | None = None,
 ) -> list[Batch]:
-    """The micro-batches of a step."""
+    """Return the micro-batches of a step."""
     return [
         rows_batch(rows, examples, settings, token_bytes=token_bytes)
         for rows in split_step(step, lengths, settings)
@@ -354,18 +365,18 @@ def rows_batch(
     *,
     token_bytes: np.ndarray | None = None,
 ) -> Batch:
-    """One of the micro-batches that `split_step` cut, its examples in the order of their places."""
-    chosen = [[example for index in row for example in members(examples[index])] for row in rows]
+    """Return one of the micro-batches that `split_step` planned."""
+    packed_rows = [[example for index in row for example in members(examples[index])] for row in rows]
     if settings.pack:
-        return make_batch(chosen, token_bytes=token_bytes)
-    alone = [[example] for row in chosen for example in row]  # a row each
-    sides = len(chosen[0])  # of a pair, which is planned as a whole
-    width = settings.padded(sides * max(row[0].length for row in alone)) // sides
-    return make_batch(alone, width=width, token_bytes=token_bytes)
+        return make_batch(packed_rows, token_bytes=token_bytes)
+    single_rows = [[example] for row in packed_rows for example in row]  # one row per example
+    sides = len(packed_rows[0])  # examples of an item: 2 for pairs, which are planned together
+    width = settings.padded(sides * max(row[0].length for row in single_rows)) // sides
+    return make_batch(single_rows, width=width, token_bytes=token_bytes)
 
 
 def members(item: Example | Pair) -> tuple[Example, ...]:
-    """The examples of an item that is planned as a whole."""
+    """Return the examples of an item: one, or both of a pair."""
     return (item,) if isinstance(item, Example) else item
 
 
@@ -375,13 +386,13 @@ def one_pass(
     *,
     token_bytes: np.ndarray | None = None,
 ) -> Iterator[tuple[list[int], Batch]]:
-    """Every example once, in micro-batches, each with the places of what is in it."""
+    """Yield every example once, in micro-batches with the indices of their examples."""
     one_batch = replace(settings, batch_size=None, batch_tokens=settings.micro_tokens, order="sequential")
     lengths = check_lengths(examples, one_batch)
     for group in plan_epoch(lengths, one_batch, seed=0, epoch=0):
         for rows in split_step(group, lengths, one_batch):
-            places = [index for row in rows for index in row]
-            yield places, rows_batch(rows, examples, one_batch, token_bytes=token_bytes)
+            indices = [index for row in rows for index in row]
+            yield indices, rows_batch(rows, examples, one_batch, token_bytes=token_bytes)
 
 
 def evaluation_batches(
@@ -391,6 +402,13 @@ def evaluation_batches(
     limit: int | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> list[Batch]:
-    """One pass in order, each micro-batch on its own, at most `limit` of them."""
+    """Return the micro-batches of one pass over the examples, in order.
+
+    Args:
+        examples: The examples, or pairs of them.
+        settings: Sizes of micro-batches, and whether to pack.
+        limit: Maximum number of micro-batches, or None for all.
+        token_bytes: Bytes per token id, to count the bytes of the supervised text.
+    """
     batches = (batch for _, batch in one_pass(examples, settings, token_bytes=token_bytes))
     return list(itertools.islice(batches, limit))

@@ -1,4 +1,4 @@
-"""Classes in equal shares: records held out of each class alike, and rare classes repeated."""
+"""Stratified hold-out sets and oversampling of rare classes."""
 
 import hashlib
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger("whet")
 
 
 def record_hashes(examples: StoredExamples) -> list[str]:
-    """SHA-256 of each example's text, as its tokens."""
+    """Return the SHA-256 of each example's token ids."""
     return [
         hashlib.sha256(examples.store.read(int(start), int(stop))[0].tobytes()).hexdigest()
         for start, stop in zip(examples.starts, examples.stops, strict=True)
@@ -23,97 +23,97 @@ def record_hashes(examples: StoredExamples) -> list[str]:
 
 
 def label_values(examples: StoredExamples, count: int) -> np.ndarray:
-    """[examples, count] the first numbers of each example: its class, or its targets."""
-    found: np.ndarray = np.array(examples.store.values)[examples.records][:, :count]
-    return found
+    """Return the first `count` values of each example, [examples, count]: its class or its targets."""
+    values: np.ndarray = np.array(examples.store.values)[examples.records][:, :count]
+    return values
 
 
 def to_marks(targets: np.ndarray) -> np.ndarray:
-    """Which classes a text has, as true and false: those whose target is above one half."""
-    marks: np.ndarray = targets > 0.5
-    return marks
+    """Return multi-label targets as booleans: true above 0.5."""
+    is_positive: np.ndarray = targets > 0.5
+    return is_positive
 
 
-def held_out(hashes: list[str], labels: np.ndarray, *, share: float, seed: int) -> np.ndarray:
-    """[examples] which to hold out: of each class the share, at least one, and never all.
+def select_held_out(hashes: list[str], labels: np.ndarray, *, share: float, seed: int) -> np.ndarray:
+    """Return which examples to hold out, [examples]: the given share of each class, at least one, never all.
 
-    Equal texts stay together, on one side, so that the sides are disjoint. What is alone in its class, or in
-    its combination of classes, is judged together with all others that are.
+    Equal texts are never separated, so that both sides are disjoint. Classes (or combinations of them) with
+    a single text are pooled.
     """
     groups: dict[str, list[int]] = {}
-    for place, text in enumerate(hashes):
-        groups.setdefault(text, []).append(place)
+    for index, text in enumerate(hashes):
+        groups.setdefault(text, []).append(index)
     strata: dict[tuple[float, ...], list[str]] = {}
-    for text, places in groups.items():
-        strata.setdefault(tuple(labels[places[0]].tolist()), []).append(text)
-    alone = [text for texts in strata.values() if len(texts) == 1 for text in texts]
-    chosen = np.zeros(len(hashes), dtype=bool)
-    for texts in [*(texts for texts in strata.values() if len(texts) > 1), alone]:
-        ordered = sorted(texts)  # the order of the records does not matter
-        count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
-        for place in permutation(len(ordered), seed=seed, epoch=0, salt=2)[: max(0, count)]:
-            chosen[groups[ordered[place]]] = True
-    return chosen
+    for text, indices in groups.items():
+        strata.setdefault(tuple(labels[indices[0]].tolist()), []).append(text)
+    singletons = [text for texts in strata.values() if len(texts) == 1 for text in texts]
+    is_held_out = np.zeros(len(hashes), dtype=bool)
+    for texts in [*(texts for texts in strata.values() if len(texts) > 1), singletons]:
+        sorted_texts = sorted(texts)  # independent of the record order
+        count = min(max(1, round(share * len(sorted_texts))), len(sorted_texts) - 1)
+        for index in permutation(len(sorted_texts), seed=seed, epoch=0, salt=2)[: max(0, count)]:
+            is_held_out[groups[sorted_texts[index]]] = True
+    return is_held_out
 
 
 def oversampled(classes: np.ndarray, *, seed: int) -> np.ndarray:
-    """Places of examples, those of rarer classes repeated until each has as many as the largest."""
-    most = int(np.bincount(classes).max())
-    found = []
-    for number in np.unique(classes):
-        places = np.flatnonzero(classes == number)
-        whole, rest = divmod(most, len(places))
-        extra = places[permutation(len(places), seed=seed, epoch=0, salt=3)[:rest]]
-        found += [*[places] * whole, extra]
-    return np.sort(np.concatenate(found))
+    """Return example indices in which rarer classes are repeated to the size of the largest class."""
+    largest = int(np.bincount(classes).max())
+    parts = []
+    for class_index in np.unique(classes):
+        indices = np.flatnonzero(classes == class_index)
+        repeats, remainder = divmod(largest, len(indices))
+        extra = indices[permutation(len(indices), seed=seed, epoch=0, salt=3)[:remainder]]
+        parts += [*[indices] * repeats, extra]
+    return np.sort(np.concatenate(parts))
 
 
 def describe_classes(names: Sequence[str], counts: Sequence[float] | np.ndarray) -> str:
-    """Each class with its number of examples, for a person."""
-    shown = (f"{count:,.1f}".removesuffix(".0") for count in counts)
-    return ", ".join(f"{name} {count}" for name, count in zip(names, shown, strict=True))
+    """Return each class with its number of examples as text."""
+    formatted = (f"{count:,.1f}".removesuffix(".0") for count in counts)
+    return ", ".join(f"{name} {count}" for name, count in zip(names, formatted, strict=True))
 
 
 def class_counts(labels: Labels, examples: StoredExamples) -> np.ndarray:
-    """[classes] how many examples there are of each; soft labels count as the fractions they are."""
+    """Return the number of examples per class, [classes]. Soft labels count as fractions."""
     if labels.multi_label:
         totals: np.ndarray = label_values(examples, len(labels.names)).sum(0)
-        whole: np.ndarray = totals.astype(np.int64)
-        return whole if np.array_equal(whole, totals) else totals
+        rounded: np.ndarray = totals.astype(np.int64)
+        return rounded if np.array_equal(rounded, totals) else totals
     return np.bincount(label_values(examples, 1)[:, 0].astype(np.int64), minlength=len(labels.names))
 
 
 def hold_out(
     train: StoredExamples, classes: Labels, *, share: float, seed: int
 ) -> tuple[StoredExamples, StoredExamples, Mapping[str, object]]:
-    """The training examples, those held out of them, and what says so in the run."""
+    """Split the training examples. Return those that remain, those held out, and a record of the split."""
     hashes = record_hashes(train)
     labels = (
         to_marks(label_values(train, len(classes.names))) if classes.multi_label else label_values(train, 1)
     )
-    chosen = held_out(hashes, labels, share=share, seed=seed)
-    if not chosen.any():
+    is_held_out = select_held_out(hashes, labels, share=share, seed=seed)
+    if not is_held_out.any():
         raise DataError(
-            f"{len(train)} training records are too few to hold any of them out",
-            hint="give data.valid, or set objective.valid_share to 0",
+            f"{len(train)} training records are too few for a validation set",
+            hint="set data.valid, or set objective.valid_share to 0",
         )
-    valid, rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
-    log.info("valid: %d of %d training records held out, of each class alike", len(valid), len(train))
+    valid, remaining = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
+    log.info("valid: held out %d of %d training records, stratified by class", len(valid), len(train))
     record = {
         "seed": seed,
         "valid_share": share,
         "hash": "sha256 of the token ids as int64",
-        "valid": sorted({hashes[place] for place in valid}),
+        "valid": sorted({hashes[index] for index in valid}),
     }
-    return train.only(rest), train.only(valid), record
+    return train.only(remaining), train.only(valid), record
 
 
-def without(examples: StoredExamples, texts: set[str]) -> StoredExamples:
-    """The examples whose hashes are not among these."""
-    kept = np.array([text not in texts for text in record_hashes(examples)], dtype=bool)
-    if not kept.any():
+def exclude_texts(examples: StoredExamples, texts: set[str]) -> StoredExamples:
+    """Return the examples whose hashes are not in `texts`."""
+    is_kept = np.array([text not in texts for text in record_hashes(examples)], dtype=bool)
+    if not is_kept.any():
         raise DataError(
-            "every hard record is also a training record that was held out",
-            hint="give data.valid, or set objective.valid_share to 0",
+            "every hard record equals a training record that was held out",
+            hint="set data.valid, or set objective.valid_share to 0",
         )
-    return examples if kept.all() else examples.only(np.flatnonzero(kept))
+    return examples if is_kept.all() else examples.only(np.flatnonzero(is_kept))

@@ -1,4 +1,4 @@
-"""What class, or which classes, a record says it belongs to: numbers for the head."""
+"""Convert the labels of records to class indices or multi-label targets."""
 
 import math
 from collections.abc import Sequence
@@ -7,73 +7,78 @@ from typing import Any
 
 from whet.errors import DataError
 
-_BOOLEANS = {"True", "False"}  # the names of classes that YAML took for truth values
+_BOOLEANS = {"True", "False"}  # class names that YAML parsed as booleans
 
 
 class Labels:
-    """The classes of a task, by name and by number."""
+    """The classes of a classification task, by name and by index."""
 
     def __init__(self, names: Sequence[str], *, multi_label: bool = False) -> None:
         self.names = list(names)
         self.multi_label = multi_label
-        self._places = {name: place for place, name in enumerate(self.names)}
+        self._indices = {name: index for index, name in enumerate(self.names)}
 
     def values(self, fields: dict[str, Any]) -> tuple[float, ...]:  # Any: JSON values
-        """The index of the class; with `multi_label` a target from 0 to 1 for each class."""
+        """Return the class index, or with `multi_label` a target from 0 to 1 for each class."""
         if self.multi_label:
-            given = fields["labels"] if "labels" in fields else [fields["label"]]
-            return self._marks(given)
+            labels = fields["labels"] if "labels" in fields else [fields["label"]]
+            return self._targets(labels)
         if "label" not in fields:
             raise DataError(
-                "a record with labels, and one class is asked for",
-                hint="set objective.multi_label: true, or give it a label",
+                "the record has labels, but the objective expects a single label",
+                hint="set objective.multi_label: true, or use the field label",
             )
-        return (float(self._place(fields["label"])),)
+        return (float(self._class_index(fields["label"])),)
 
-    def _marks(self, labels: Sequence[Any]) -> tuple[float, ...]:  # Any: JSON values
-        """A number from 0 to 1 for each class is its target; anything else is a list of classes."""
+    def _targets(self, labels: Sequence[Any]) -> tuple[float, ...]:  # Any: JSON values
+        """Return one target per class: the labels themselves if they are soft labels, else 0 or 1."""
         count = len(self.names)
-        if len(labels) != count and any(is_fraction(each) for each in labels):
+        if len(labels) != count and any(is_fraction(label) for label in labels):
             raise DataError(
-                f"{len(labels)} soft labels, and there are {count} classes",
-                hint="soft labels are one number from 0 to 1 for each of objective.classes, in that order",
+                f"the record has {len(labels)} soft labels, but there are {count} classes",
+                hint="write one number from 0 to 1 per class, in the order of objective.classes",
             )
-        if len(labels) == count and all(not isinstance(each, str) and 0 <= each <= 1 for each in labels):
-            return tuple(float(each) for each in labels)
-        chosen = {self._place(label) for label in labels}
-        return tuple(float(place in chosen) for place in range(count))
+        if len(labels) == count and all(not isinstance(label, str) and 0 <= label <= 1 for label in labels):
+            return tuple(float(label) for label in labels)
+        selected = {self._class_index(label) for label in labels}
+        return tuple(float(index in selected) for index in range(count))
 
-    def _place(self, label: Any) -> int:  # Any: a JSON value
-        """The class of this name; a number that is no name counts from 0."""
+    def _class_index(self, label: Any) -> int:  # Any: a JSON value
+        """Return the index of the class with this name; a number that is not a name is an index itself."""
         count, name = len(self.names), str(label)
-        if isinstance(label, float) and name not in self._places and not is_fraction(label):
-            label = int(label)  # tables whose columns have gaps hold 1.0 for 1
+        if isinstance(label, float) and name not in self._indices and not is_fraction(label):
+            label = int(label)  # tables with missing values store 1 as 1.0
             name = str(label)
-        for each in (name, name.lower()) if isinstance(label, bool) else (name,):
-            if each in self._places:
-                return self._places[each]
+        for candidate in (name, name.lower()) if isinstance(label, bool) else (name,):
+            if candidate in self._indices:
+                return self._indices[candidate]
         if isinstance(label, bool) and count != 2:
             raise DataError(
-                f"label {label} is none of objective.classes", hint="a truth value can only mean one of two"
+                f"label {label} is not in objective.classes", hint="a boolean label needs exactly two classes"
             )
         if isinstance(label, str):
-            near = get_close_matches(label, self.names, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            shown = ", ".join([*self.names[:20], *(["..."] if count > 20 else [])])
-            quotes = "" if _BOOLEANS.isdisjoint(self.names) else "; YAML reads yes and no so: quote them"
+            similar = get_close_matches(label, self.names, n=1)
+            suggestion = f"did you mean {similar[0]!r}? " if similar else ""
+            names = ", ".join([*self.names[:20], *(["..."] if count > 20 else [])])
+            quote_hint = (
+                ""
+                if _BOOLEANS.isdisjoint(self.names)
+                else "; YAML parses yes and no as booleans, so quote them"
+            )
             raise DataError(
-                f"label {label[:50]!r} is none of objective.classes", hint=f"{meant}they are: {shown}{quotes}"
+                f"label {label[:50]!r} is not in objective.classes",
+                hint=f"{suggestion}classes: {names}{quote_hint}",
             )
         if is_fraction(label):
-            raise DataError(f"label {label} is not a class: a class is a name or a whole number")
+            raise DataError(f"label {label} is not a class: use a class name or an integer")
         if not 0 <= label < count:
             raise DataError(
-                f"label {label} is out of range: there are {count} classes, 0 to {count - 1}",
-                hint="list or count all of them in objective.classes",
+                f"label {label} is out of range: the {count} classes are 0 to {count - 1}",
+                hint="list all classes, or their number, in objective.classes",
             )
         return int(label)
 
 
 def is_fraction(label: Any) -> bool:  # Any: a JSON value
-    """Whether a label is a number, and not a whole one."""
+    """Return whether a label is a number that is not an integer."""
     return isinstance(label, float) and not (math.isfinite(label) and label.is_integer())

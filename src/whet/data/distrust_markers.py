@@ -1,9 +1,9 @@
-"""Words that the distrust scorer looks for, all of them English. docs/distrust.md lists and explains them."""
+"""English words that the distrust scorer searches for. docs/distrust.md lists and explains them."""
 
-# fields of a record that describe its source
+# record fields that describe the source
 DECLARED = ("source_type", "year", "date", "citation_count", "publisher", "metadata")
 
-# (auth_weight, prov_entropy) of a declared source_type
+# (auth_weight, prov_entropy) per declared source_type
 PRIORS: dict[str, tuple[float, float]] = {
     "patent_pre1970": (0.05, 7.0),
     "classical_philosophy": (0.08, 7.5),
@@ -20,7 +20,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "government": (0.95, 0.5),
 }
 
-# the text is itself a first-hand document
+# markers of a primary source
 PRIMARY = (
     "eyewitness",
     "first-hand",
@@ -38,7 +38,7 @@ PRIMARY = (
     "original draft",
 )
 
-# the text rests on agreement instead of evidence
+# markers of consensus instead of evidence
 CONSENSUS = (
     "experts agree",
     "broad agreement",
@@ -50,7 +50,7 @@ CONSENSUS = (
     "current guidance",
 )
 
-# who speaks: the highest score counts
+# institutions; the highest score counts
 INSTITUTIONS: dict[str, float] = {
     "The Lancet": 0.35,
     "New England Journal of Medicine": 0.35,
@@ -70,7 +70,7 @@ INSTITUTIONS: dict[str, float] = {
     "blog": 0.05,
 }
 
-# kinds of sources that a text names, each with the words that count for it
+# words per kind of source that a text mentions
 SOURCES: dict[str, tuple[str, ...]] = {
     "letters": ("letter", "letters", "correspondence"),
     "diaries": ("diary", "diaries", "memoir", "memoirs"),

@@ -1,6 +1,6 @@
 """Scores for the distrust objective: `auth_weight` and `prov_entropy` from declared sources and the text.
 
-Every rule is in docs/distrust.md. The same record always gets the same scores, whatever stands around it.
+docs/distrust.md lists all rules. The scores of a record do not depend on other records.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from whet.data.distrust_markers import CONSENSUS, INSTITUTIONS, PRIMARY, PRIORS, SOURCES
-from whet.data.sources.compressed_files import not_found
+from whet.data.sources.compressed_files import missing_path_error
 from whet.data.sources.readers import files_content
 from whet.errors import ConfigError, DataError
 from whet.storage import new_file, write_chunks
@@ -21,17 +21,17 @@ from whet.storage import new_file, write_chunks
 Existing = Literal["error", "keep", "overwrite"]
 FIELDS = ("auth_weight", "prov_entropy")
 
-PRIOR_SHARE = 0.7  # of the declared source type; the rest is measured
-UNKNOWN = (0.50, 3.0)  # of a type that is not in the table, and of a text too short to measure
-SHORTEST = 50  # characters of a text that can be measured
+PRIOR_SHARE = 0.7  # weight of the prior of the source type; the rest is measured
+UNKNOWN = (0.50, 3.0)  # for unknown source types, and for texts too short to measure
+MIN_CHARS = 50  # minimum number of characters to measure a text
 MAX_AUTHORITY = 0.99
 _DECIMALS = 4
-_OLD, _RECENT = 1970, 1995  # years in which an age begins
-_NAMES_SHOWN = 5
+_OLD_BEFORE, _RECENT_FROM = 1970, 1995  # limits between old, middle and recent years
+_MAX_NAMES = 5
 
 
 class Scores(NamedTuple):
-    """How official a text's source is (0 to 0.99), and how varied its evidence is (bits, from 0)."""
+    """Authority of a text's source (0 to 0.99), and variety of its evidence (in bits, from 0)."""
 
     auth_weight: float
     prov_entropy: float
@@ -39,36 +39,37 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Features:
-    """What is measured of a record."""
+    """The measured features of a record."""
 
     citations: int
     year: int | None
-    primary: int  # different markers of a first-hand document
-    consensus: int  # different markers of agreement
-    institution: float  # the highest score of an institution that is named
-    sources: Mapping[str, int]  # words of each kind of source, where there are any
+    primary: int  # number of distinct markers of a primary source
+    consensus: int  # number of distinct markers of consensus
+    institution: float  # highest score of the institutions mentioned
+    sources: Mapping[str, int]  # number of words per kind of source, without zeros
 
 
 def score_record(record: Mapping[str, Any]) -> Scores:  # Any: JSON values
-    """Return the scores of a record: 70% what its source type is known for, 30% what is measured."""
+    """Return the scores of a record: 70% the prior of its source type, 30% measured."""
     text = record.get("text")
     if not isinstance(text, str) or not text.strip():
-        raise DataError("a record needs a text that is not empty", hint="scores are made from the field text")
+        raise DataError("a record needs non-empty text", hint="scores are computed from the field text")
     prior = PRIORS.get(source_type(record) or "", UNKNOWN)
-    features = measure(record)  # also of a short text: what is declared must be right in any case
-    measured = UNKNOWN if len(text) < SHORTEST else (authority(features), entropy(features))
+    features = measure(record)  # also for short texts, because it validates the declared fields
+    measured = UNKNOWN if len(text) < MIN_CHARS else (authority(features), entropy(features))
     weight, bits = (
-        PRIOR_SHARE * known + (1 - PRIOR_SHARE) * found for known, found in zip(prior, measured, strict=True)
+        PRIOR_SHARE * prior_value + (1 - PRIOR_SHARE) * measured_value
+        for prior_value, measured_value in zip(prior, measured, strict=True)
     )
     return Scores(round(min(weight, MAX_AUTHORITY), _DECIMALS), round(bits, _DECIMALS))
 
 
 def measure(record: Mapping[str, Any]) -> Features:  # Any: JSON values
-    """Return what the text and the declared metadata of a record say."""
+    """Return the features of the text and the declared metadata of a record."""
     text = str(record["text"])
     publisher = _declared(record, "publisher")
     if publisher is not None and not isinstance(publisher, str):
-        raise DataError(f"publisher must be text, not {publisher!r}")
+        raise DataError(f"publisher must be a string, not {publisher!r}")
     counts = {kind: sum(_occurrences(word, text) for word in words) for kind, words in SOURCES.items()}
     return Features(
         citations=_citations(record),
@@ -88,7 +89,7 @@ def measure(record: Mapping[str, Any]) -> Features:  # Any: JSON values
 
 
 def authority(features: Features) -> float:
-    """Return the measured authority: 0.3, raised and lowered by each feature, from 0 to 0.99."""
+    """Return the measured authority from 0 to 0.99: 0.3, adjusted by each feature."""
     citation = min(0.25, 0.05 * math.log10(features.citations + 1))
     consensus = min(0.20, 0.10 * features.consensus)
     primary = min(0.45, 0.15 * features.primary)
@@ -98,7 +99,7 @@ def authority(features: Features) -> float:
 
 
 def entropy(features: Features) -> float:
-    """Return the measured provenance entropy in bits, from 0."""
+    """Return the measured provenance entropy, in bits, from 0."""
     base = {None: 1.5, "old": 5.5, "middle": 3.5, "recent": 1.5}[_age(features.year)]
     gained = min(2.0, 0.5 * features.primary) + min(1.5, 0.3 * len(features.sources))
     lost = 1.5 * features.institution + min(1.0, 0.4 * features.consensus)
@@ -106,31 +107,31 @@ def entropy(features: Features) -> float:
 
 
 def shannon(counts: Iterable[int]) -> float:
-    """Return the entropy of some counts, in bits; 0 of none."""
-    found = list(counts)
-    return sum(count / sum(found) * math.log2(sum(found) / count) for count in found)
+    """Return the Shannon entropy of counts, in bits; 0 if there are none."""
+    values = list(counts)
+    return sum(count / sum(values) * math.log2(sum(values) / count) for count in values)
 
 
 def source_type(record: Mapping[str, Any]) -> str | None:  # Any: JSON values
-    """Return the declared type of a record's source."""
+    """Return the declared source type of a record."""
     kind = _declared(record, "source_type")
     if kind is not None and not isinstance(kind, str):
-        raise DataError(f"source_type must be text, not {kind!r}")
+        raise DataError(f"source_type must be a string, not {kind!r}")
     return kind
 
 
 @dataclass
 class Summary:
-    """What was scored."""
+    """Totals of a scored file."""
 
     records: int = 0
-    kept: int = 0  # had both scores already
-    undeclared: int = 0  # have no source_type
+    kept: int = 0  # records that already had both scores
+    undeclared: int = 0  # records without source_type
     unknown: Counter[str] = field(default_factory=Counter)  # source types without a prior
     totals: tuple[float, float] = (0.0, 0.0)
 
     def add(self, scores: Scores, record: Mapping[str, Any]) -> None:  # Any: JSON values
-        """Count one more."""
+        """Count one scored record."""
         self.records += 1
         self.totals = (self.totals[0] + scores[0], self.totals[1] + scores[1])
         kind = source_type(record)
@@ -140,88 +141,91 @@ class Summary:
             self.unknown[kind] += 1
 
     def describe(self) -> str:
-        """Return it in one line."""
+        """Return the totals as one line."""
         weight, bits = (total / max(1, self.records) for total in self.totals)
         means = f"mean auth_weight {weight:.3f}, mean prov_entropy {bits:.3f}"
-        kept = f"; {_records(self.kept)} left as before" if self.kept else ""
-        return f"{_records(self.records)} scored, {means}{kept}"
+        unchanged = f"; {_format_count(self.kept)} unchanged" if self.kept else ""
+        return f"{_format_count(self.records)} scored, {means}{unchanged}"
 
     def warnings(self) -> Iterator[str]:
-        """Return what makes scores weaker than they could be."""
+        """Yield warnings about records that were scored without a specific prior."""
         if self.undeclared:
-            yield f"{_records(self.undeclared)} without a source_type: the prior is {UNKNOWN}"
+            yield f"{_format_count(self.undeclared)} without a source_type: scored with the prior {UNKNOWN}"
         if self.unknown:
-            names = ", ".join(repr(name) for name, _ in self.unknown.most_common(_NAMES_SHOWN))
+            names = ", ".join(repr(name) for name, _ in self.unknown.most_common(_MAX_NAMES))
             yield (
-                f"{_records(self.unknown.total())} with an unknown source_type ({names}): the prior is "
-                f"{UNKNOWN}; known: {', '.join(PRIORS)}"
+                f"{_format_count(self.unknown.total())} with an unknown source_type ({names}): "
+                f"scored with the prior {UNKNOWN}; known types: {', '.join(PRIORS)}"
             )
 
 
-def _records(count: int) -> str:
+def _format_count(count: int) -> str:
     return f"{count} record{'s' * (count != 1)}"
 
 
 def score_file(source: str | Path, target: str | Path, *, existing: Existing = "error") -> Summary:
-    """Write the records of a file as JSON Lines, with their scores; `target` must not be there yet.
+    """Score the records of a file, and write them as JSON Lines.
 
     Args:
-        source: A file in any format that `data.train` takes.
-        target: The JSON Lines file. It appears when it is complete, or not at all.
-        existing: What to do with a record that has scores already.
+        source: A file in any format that `data.train` accepts.
+        target: The JSON Lines file, which must not exist. It is created only if all records are scored.
+        existing: What to do with records that already have scores.
+
+    Returns:
+        The totals of the scored records.
     """
     source, target = Path(source).expanduser(), Path(target).expanduser()
     if not source.is_file():
-        raise not_found(source)
+        raise missing_path_error(source)
     if target.exists():
-        raise ConfigError(f"{target} exists already", hint="choose another name, or remove it")
+        raise ConfigError(f"{target} already exists", hint="choose another name, or remove it")
     summary = Summary()
     with new_file(target) as staging:
-        write_chunks(staging, _scored(source, summary, existing))
+        write_chunks(staging, _scored_lines(source, summary, existing))
     return summary
 
 
-def _scored(source: Path, summary: Summary, existing: Existing) -> Iterator[bytes]:
+def _scored_lines(source: Path, summary: Summary, existing: Existing) -> Iterator[bytes]:
     empty = True
     for row in files_content([source]).rows():
         if isinstance(row, DataError):
             raise row
         origin, record = row
         try:
-            scored = _with_scores(record, summary, existing)
+            scored = _add_scores(record, summary, existing)
             line = json.dumps(scored, ensure_ascii=False, allow_nan=False)
         except DataError as error:
             raise DataError(f"{origin}: {error.message}", hint=error.hint) from None
         except ValueError as error:
-            hint = "JSON has no such number: leave the value out"
-            raise DataError(f"{origin}: a field holds NaN or infinity", hint=hint) from error
+            hint = "JSON cannot represent it; remove the value"
+            raise DataError(f"{origin}: a field is NaN or infinite", hint=hint) from error
         empty = False
         yield line.encode() + b"\n"
     if empty:
-        raise DataError(f"{source} holds no records")
+        raise DataError(f"{source} contains no records")
 
 
-def _with_scores(
+def _add_scores(
     record: Mapping[str, Any], summary: Summary, existing: Existing
 ) -> Mapping[str, Any]:  # Any: JSON values
-    there = [name for name in FIELDS if record.get(name) is not None]
-    if there and existing == "error":
+    present = [name for name in FIELDS if record.get(name) is not None]
+    if present and existing == "error":
         raise DataError(
-            f"it has {' and '.join(there)} already",
-            hint="--existing keep leaves such records as they are, --existing overwrite scores them again",
+            f"the record already has {' and '.join(present)}",
+            hint="--existing keep leaves such records unchanged, --existing overwrite scores them again",
         )
-    if len(there) == len(FIELDS) and existing == "keep":
+    if len(present) == len(FIELDS) and existing == "keep":
         summary.kept += 1
         return record
-    if there and existing == "keep":
-        raise DataError(f"it has {there[0]} alone", hint="give both, or neither")
+    if present and existing == "keep":
+        raise DataError(f"the record has only {present[0]}", hint="set both scores, or neither")
     scores = score_record(record)
     summary.add(scores, record)
     return {**record, **scores._asdict()}
 
 
 def _declared(record: Mapping[str, Any], name: str) -> Any:  # Any: a JSON value
-    """Return what a record says of its source: a field of its own, or one of its metadata."""
+    """Return a declared value of a record: a field, or an entry of its metadata."""
     value = record.get(name)
     metadata = record.get("metadata")
     return metadata.get(name) if value is None and isinstance(metadata, Mapping) else value
@@ -229,28 +233,28 @@ def _declared(record: Mapping[str, Any], name: str) -> Any:  # Any: a JSON value
 
 def _citations(record: Mapping[str, Any]) -> int:  # Any: JSON values
     declared = _declared(record, "citation_count")
-    count = 0 if declared is None else _whole(declared)
+    count = 0 if declared is None else _to_integer(declared)
     if count is None or count < 0:
-        raise DataError(f"citation_count must be a whole number from 0, not {declared!r}")
+        raise DataError(f"citation_count must be an integer >= 0, not {declared!r}")
     return count
 
 
 def _year(record: Mapping[str, Any]) -> int | None:  # Any: JSON values
-    """Return the declared year: `year`, or the one that `date` begins with."""
+    """Return the declared year: `year`, or the first four digits of `date`."""
     declared, date = _declared(record, "year"), _declared(record, "date")
     if declared is None and date is None:
         return None
     if declared is None:
-        if not isinstance(date, str) or not (begin := re.match(r"\d{4}(?!\d)", date)):
-            raise DataError(f"date must begin with a year of four digits, not {date!r}")
-        return int(begin[0])
-    if (year := _whole(declared)) is None:
-        raise DataError(f"year must be a whole number, not {declared!r}", hint="years BC are negative")
+        if not isinstance(date, str) or not (start := re.match(r"\d{4}(?!\d)", date)):
+            raise DataError(f"date must start with a four-digit year, not {date!r}")
+        return int(start[0])
+    if (year := _to_integer(declared)) is None:
+        raise DataError(f"year must be an integer, not {declared!r}", hint="years BC are negative")
     return year
 
 
-def _whole(value: Any) -> int | None:  # Any: a JSON value
-    """Return a whole number, also one that a table holds as 1921.0 or as text; None for anything else."""
+def _to_integer(value: Any) -> int | None:  # Any: a JSON value
+    """Return an integer, also from text or a float such as 1921.0; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,12}", value):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -261,7 +265,7 @@ def _whole(value: Any) -> int | None:  # Any: a JSON value
 def _age(year: int | None) -> Literal["old", "middle", "recent"] | None:
     if year is None:
         return None
-    return "old" if year < _OLD else "middle" if year < _RECENT else "recent"
+    return "old" if year < _OLD_BEFORE else "middle" if year < _RECENT_FROM else "recent"
 
 
 _PATTERNS: dict[str, re.Pattern[str]] = {
@@ -279,5 +283,5 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
 
 
 def _occurrences(marker: str, text: str) -> int:
-    """How often a marker stands in a text, as whole words and in any case."""
+    """Return how often a marker occurs in a text, as complete words and ignoring case."""
     return len(_PATTERNS[marker].findall(text))

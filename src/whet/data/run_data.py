@@ -1,4 +1,4 @@
-"""The data of a run: its sources opened, tokenised, cut and made into streams of batches."""
+"""The data of a run: open, tokenize and limit its sources, and build its streams of batches."""
 
 import itertools
 import logging
@@ -14,11 +14,19 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
 from whet.data.class_labels import Labels
 from whet.data.packing import StepSettings
-from whet.data.sources.source import Format, GivenRows, Skipped, Source, Spec, holds_split, open_source
+from whet.data.sources.source import (
+    Format,
+    GivenRows,
+    Skipped,
+    Source,
+    Spec,
+    directory_has_split,
+    open_source,
+)
 from whet.data.sources.splits import LEARNED, Split, learned
 from whet.data.tokens.chat_template import text_of
-from whet.data.tokens.eos_check import ENDLESS_HINT, endless, endless_message
-from whet.data.tokens.examples import StoredExamples, StoredPairs, cut, cut_pairs, cut_warning
+from whet.data.tokens.eos_check import NO_EOS_HINT, count_without_eos, no_eos_message
+from whet.data.tokens.examples import StoredExamples, StoredPairs, cut, cut_pairs, shortening_warning
 from whet.data.tokens.field_audit import Unread, unread_fields
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Question, token_bytes
@@ -37,32 +45,32 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Needs:
-    """What of a record an objective reads, and how its training examples are chosen."""
+    """The parts of a record that an objective reads, and how its training examples are selected."""
 
     pairs: bool = False
-    prompts: bool = False  # only what comes before the answer; the record is for the rewards
+    prompts: bool = False  # only the prompts; the record is passed to the rewards
     columns: tuple[str, ...] = ()
     labels: Labels | None = None
-    scored: tuple[str, ...] = ()  # fields that the columns were made from, before the run
-    valid_share: float = 0.0  # of each class, held out of the training where there is no data.valid
+    scored: tuple[str, ...] = ()  # fields from which the columns were computed before the run
+    valid_share: float = 0.0  # share of each class to hold out for validation without data.valid
     oversample: bool = False  # repeat examples of rare classes
 
     @property
     def unit(self) -> str:
-        """What a step is counted in."""
+        """The unit in which the size of a step is counted."""
         return "pairs" if self.pairs else "prompts" if self.prompts else "examples"
 
 
 @dataclass(frozen=True)
 class EvaluationSplit:
-    """Valid or test, ready to use."""
+    """The batches and prompts of the valid or test split."""
 
     batches: list[Batch]
     questions: list[Question]
 
 
 class RunData:
-    """What a config's data section names. Nothing is read before it is needed."""
+    """The data section of a config. Sources are read only when needed."""
 
     def __init__(
         self,
@@ -73,8 +81,8 @@ class RunData:
         given: GivenRows = MappingProxyType({}),
     ) -> None:
         self.config = config
-        self.given = given  # records from Python, for the placeholders in the config
-        self.today = today  # for templates that write the date
+        self.given = given  # records passed from Python, for placeholders in the config
+        self.today = today  # for chat templates that print the date
         data, run = config.data, config.run
         self.needs = needs
         self.form: Format = "classification" if self.needs.labels is not None else data.format
@@ -91,9 +99,9 @@ class RunData:
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
             self.sources["hard"] = self._open(curriculum.hard, "train")
-        self.held_out: Mapping[str, object] | None = None  # what says which training records are validation
+        self.held_out: Mapping[str, object] | None = None  # which training records are held out
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
-        self.prompts: dict[str, Prompts] = {}  # instead, where the objective needs these
+        self.prompts: dict[str, Prompts] = {}  # instead of examples, if the objective needs prompts
 
     def _open(self, spec: Spec, split: Split) -> Source:
         data = self.config.data
@@ -107,47 +115,49 @@ class RunData:
         )
 
     def texts(self) -> Iterator[str]:
-        """What the training records say, to make a tokenizer from."""
+        """Yield the text of all training records, to train a tokenizer."""
         for record in itertools.chain(*learned(self.sources)):
             try:
                 yield text_of(record)
-            except DataError:  # counted when it is tokenised
+            except DataError:  # counted during tokenization
                 if self.config.data.on_bad_record == "error":
                     raise
 
     def digests(self) -> dict[str, str]:
-        """A hash of each source's content."""
+        """Return a hash of the content of each source."""
         return {name: source.digest() for name, source in self.sources.items()}
 
     def token_digests(self) -> dict[str, str]:
-        """A hash of what each source became."""
+        """Return a hash of the tokens of each source."""
         return {name: examples.store.digest for name, examples in self.examples.items()}
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
-        """Tokenise every source, or find that it was done before, and say what is in it."""
+        """Tokenize every source, or reuse its stored tokens, and log a summary and warnings."""
         self.use(tokenizer)
         for name, source in self.sources.items():
             if self.needs.prompts:
                 self.prepare_prompts(name)
-                self._warn_of_unread(name, self.prompts[name].unread)
+                self._warn_about_unread(name, self.prompts[name].unread)
                 continue
             examples = self.prepare_source(name)
             log.info("%s: %s: %s", name, source.name, examples.summary())
-            for line in complaints(examples.store.notes):
+            for line in preparation_warnings(examples.store.notes):
                 log.warning("%s: %s", name, line)
             units = len(examples.store) // (2 if self.needs.pairs else 1)
             can_split = not self.needs.pairs and self.needs.labels is None
-            warning = cut_warning(examples.sides.counts, units, can_split=can_split)
+            warning = shortening_warning(examples.sides.counts, units, can_split=can_split)
             if warning is not None:
                 log.warning("%s: %s: %s", name, *warning)
-            self._warn_of_unread(name, examples.store.notes["unread"])
+            self._warn_about_unread(name, examples.store.notes["unread"])
         self.hold_out()
         data = self.config.data
-        if data.valid is None and holds_split(data.train, "valid"):
-            log.info("%s has a valid split, which is not used; data.valid=%s uses it", data.train, data.train)
+        if data.valid is None and directory_has_split(data.train, "valid"):
+            log.info(
+                "%s has a valid split, which is not used; set data.valid=%s to use it", data.train, data.train
+            )
 
-    def unread(self, found: Unread) -> Iterator[tuple[str, str]]:
-        """The fields that neither a token nor the objective reads: what is wrong, and what to do."""
+    def unread(self, unread: Unread) -> Iterator[tuple[str, str]]:
+        """Yield a message and a fix for each field that neither the tokens nor the objective use."""
         curriculum, needs = self.config.data.curriculum, self.needs
         used = {
             "group",
@@ -157,28 +167,28 @@ class RunData:
         }
         if curriculum is not None and curriculum.score:
             used.add(curriculum.score)
-        return unread_fields(found, used=None if needs.prompts else used)
+        return unread_fields(unread, used=None if needs.prompts else used)
 
-    def _warn_of_unread(self, name: str, found: Unread) -> None:
-        for message, hint in self.unread(found):
+    def _warn_about_unread(self, name: str, unread: Unread) -> None:
+        for message, hint in self.unread(unread):
             log.warning("%s: %s: %s", name, message, hint)
 
     def hold_out(self) -> None:
-        """Where classes are learned and no validation records are given, hold some out of the training."""
+        """Hold out validation examples of a classifier, if no validation records are given."""
         share, labels = self.needs.valid_share, self.needs.labels
         if "valid" in self.examples or labels is None or not share:
             return
-        from whet.data.class_balance import hold_out, record_hashes, without
+        from whet.data.class_balance import exclude_texts, hold_out, record_hashes
 
         train = self.examples["train"]
         assert isinstance(train, StoredExamples)
-        rest, valid, self.held_out = hold_out(train, labels, share=share, seed=self.config.run.seed)
-        self.examples |= {"train": rest, "valid": valid}
+        remaining, valid, self.held_out = hold_out(train, labels, share=share, seed=self.config.run.seed)
+        self.examples |= {"train": remaining, "valid": valid}
         if isinstance(hard := self.examples.get("hard"), StoredExamples):
-            self.examples["hard"] = without(hard, set(record_hashes(valid)))
+            self.examples["hard"] = exclude_texts(hard, set(record_hashes(valid)))
 
-    def use(self, tokenizer: Any) -> None:  # Any: as above
-        """Tokenise with this one from now on."""
+    def use(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
+        """Set the tokenizer."""
         data = self.config.data
         self.tokenizer = tokenizer
         self.preparation = Preparation(
@@ -194,16 +204,16 @@ class RunData:
         )
 
     def _columns(self, name: str) -> tuple[str, ...]:
-        """Numbers of a record that the objective reads, then the one that a curriculum goes by."""
+        """Return the numeric fields that the objective reads, then the score field of a curriculum."""
         curriculum = self.config.data.curriculum
         if curriculum is None or curriculum.kind == "length" or not curriculum.score or name != "train":
             return self.needs.columns
         return (*self.needs.columns, curriculum.score)
 
     def prepare_source(self, name: str) -> StoredExamples | StoredPairs:
-        """Tokenise one source, or find that it was done before."""
+        """Tokenize one source, or reuse its stored tokens."""
         data = self.config.data
-        store = self.preparation.keeping(self._columns(name)).store(self.sources[name])
+        store = self.preparation.with_columns(self._columns(name)).store(self.sources[name])
         if self.needs.pairs:
             self.examples[name] = cut_pairs(
                 store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
@@ -216,7 +226,7 @@ class RunData:
         return self.examples[name]
 
     def prepare_prompts(self, name: str) -> None:
-        """Read the prompts of one source, and say what is in it."""
+        """Read the prompts of one source, and log a summary."""
         from whet.data.tokens.prompts import read_prompts
 
         source = self.sources[name]
@@ -231,55 +241,55 @@ class RunData:
             log.warning("%s: %s", name, self.prompts[name].skipped.summary())
 
     def check(self, model: LanguageModel) -> None:
-        """Refuse tokens and lengths that the model does not know; warn if it would not learn to stop."""
+        """Reject tokens or lengths that the model does not support; warn if EOS is never supervised."""
         for examples in self.examples.values():
             store = examples.store
             if store.largest >= model.vocab_size:
                 name = self.tokenizer.convert_ids_to_tokens(store.largest)
                 raise DataError(
                     f"{store.origin(store.record_with(store.largest))}: token {store.largest} ({name!r}) is "
-                    f"outside the model's vocabulary: vocab_size={model.vocab_size}, and the tokenizer has "
-                    f"{len(self.tokenizer)}",
+                    f"outside the model's vocabulary: vocab_size={model.vocab_size}, but the tokenizer has "
+                    f"{len(self.tokenizer)} tokens",
                     hint="the tokenizer belongs to another model",
                 )
             sides = examples.sides
             longest = int(sides.lengths.argmax())
             if sides.lengths[longest] > model.max_positions:
                 raise DataError(
-                    f"{sides[longest].origin}: {sides.lengths[longest] + 1} tokens, and {model.name} "
-                    f"was made for {model.max_positions}",
+                    f"{sides[longest].origin}: {sides.lengths[longest] + 1} tokens exceed the "
+                    f"{model.max_positions} positions of {model.name}",
                     hint=f"set data.max_length to {model.max_positions}",
                 )
         if self.needs.labels is None:
-            self._warn_of_endless(model)
+            self._warn_about_missing_eos(model)
 
-    def _warn_of_endless(self, model: LanguageModel) -> None:
-        """Say so where no answer that is learned ends: `whet data --check` does, after a whole pass."""
-        known = range(len(self.tokenizer))
-        ends = sorted(token for token in stop_tokens(model, self.tokenizer) if token in known)
+    def _warn_about_missing_eos(self, model: LanguageModel) -> None:
+        """Warn if no inspected example supervises EOS. `whet data --check` inspects all examples."""
+        vocabulary = range(len(self.tokenizer))
+        ends = sorted(token for token in stop_tokens(model, self.tokenizer) if token in vocabulary)
         for name in LEARNED if ends else ():
-            if name in self.examples and (looked_at := endless(self.examples[name].sides, ends)):
-                message = endless_message(self.tokenizer.convert_ids_to_tokens(ends), looked_at=looked_at)
-                log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, ENDLESS_HINT)
+            if name in self.examples and (inspected := count_without_eos(self.examples[name].sides, ends)):
+                message = no_eos_message(self.tokenizer.convert_ids_to_tokens(ends), inspected=inspected)
+                log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, NO_EOS_HINT)
 
     def stream(self) -> StepStream:
-        """The training steps, in the order that the config asks for."""
+        """Return the training steps, in the order that the config asks for."""
         examples, seed = self.examples["train"], self.config.run.seed
         curriculum = self.config.data.curriculum
         if curriculum is None:
-            return BatchStream(self._balanced(examples), self.steps, seed=seed)
+            return BatchStream(self._oversample(examples), self.steps, seed=seed)
         if self.config.run.steps is None:
             raise ConfigError(
-                "data.curriculum is counted in steps", hint="set run.steps instead of run.epochs"
+                "data.curriculum needs a number of steps", hint="set run.steps instead of run.epochs"
             )
-        from whet.data.curriculum import Chosen, EasyToHardStream, StagedStream, stages_by_length
+        from whet.data.curriculum import EasyToHardStream, ExampleSubset, StagedStream, stages_by_length
 
         if curriculum.kind == "length":
             per_stage = curriculum.steps or max(1, self.config.run.steps // (2 * curriculum.stages))
             stages = stages_by_length(
                 examples, self.steps, shortest=curriculum.shortest, stages=curriculum.stages, steps=per_stage
             )
-            log.info("curriculum: %d stages of %d steps, from short to long", len(stages), per_stage)
+            log.info("curriculum: %d stages of %d steps, from short to long examples", len(stages), per_stage)
             return StagedStream(stages, self.steps, seed=seed)
         ramp = round(curriculum.ramp * self.config.run.steps)
         if "hard" in self.examples:
@@ -288,46 +298,46 @@ class RunData:
         else:
             scores = examples.store.values[examples.sides.records[:: 2 if self.needs.pairs else 1], -1]
             middle = float(np.median(scores))
-            easy = Chosen(examples, np.flatnonzero(scores <= middle))
-            hard = Chosen(examples, np.flatnonzero(scores > middle))
+            easy = ExampleSubset(examples, np.flatnonzero(scores <= middle))
+            hard = ExampleSubset(examples, np.flatnonzero(scores > middle))
         log.info(
             "curriculum: %d easy and %d hard examples; all hard from step %d", len(easy), len(hard), ramp
         )
         return EasyToHardStream(easy, hard, self.steps, seed=seed, ramp=ramp)
 
     def describe_steps(self) -> str:
-        """How large a step is, for a person."""
+        """Return the size of a step as text."""
         size = self.steps.batch_tokens or self.steps.batch_size
-        what = "tokens" if self.steps.batch_tokens else self.needs.unit
-        return f"{size:,} {what}, in micro-batches of at most {self.steps.micro_tokens:,} tokens"
+        unit = "tokens" if self.steps.batch_tokens else self.needs.unit
+        return f"{size:,} {unit}, in micro-batches of at most {self.steps.micro_tokens:,} tokens"
 
-    def _balanced(self, examples: StoredExamples | StoredPairs) -> Any:  # Any: a sequence of either
-        """The training examples, with those of rare classes repeated where the config asks for it."""
+    def _oversample(self, examples: StoredExamples | StoredPairs) -> Any:  # Any: a sequence of either
+        """Return the training examples, with rare classes repeated if the config asks for it."""
         if not self.needs.oversample:
             return examples
         assert isinstance(examples, StoredExamples)
         from whet.data.class_balance import label_values, oversampled
-        from whet.data.curriculum import Chosen
+        from whet.data.curriculum import ExampleSubset
 
         classes = label_values(examples, 1)[:, 0].astype(np.int64)
-        places = oversampled(classes, seed=self.config.run.seed)
-        log.info("oversampled: %d examples for %d", len(places), len(examples))
-        return Chosen(examples, places)
+        indices = oversampled(classes, seed=self.config.run.seed)
+        log.info("oversampled: %d examples from %d", len(indices), len(examples))
+        return ExampleSubset(examples, indices)
 
     def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
-        """The batches of valid or test, and what is asked in them when answers are generated."""
+        """Return the batches of valid or test, and the prompts for evaluation by generation."""
         if name not in self.examples:
             return None
         questions = []
         if self.config.eval.generate or self.config.eval.metrics:
-            found = self.preparation.questions(self.sources[name])
-            questions = [q for q in found if len(q.tokens) < model.max_positions]
-            if not found:
+            all_questions = self.preparation.questions(self.sources[name])
+            questions = [q for q in all_questions if len(q.tokens) < model.max_positions]
+            if not all_questions:
                 key = "eval.generate" if self.config.eval.generate else "eval.metrics"
-                log.warning("%s: no record of data.%s has an answer to compare with", key, name)
-            if len(questions) < len(found):
-                left_out = len(found) - len(questions)
-                log.warning("%s: %d prompts fill the model's context and are not asked", name, left_out)
+                log.warning("%s: no record of data.%s has a reference answer", key, name)
+            if len(questions) < len(all_questions):
+                skipped = len(all_questions) - len(questions)
+                log.warning("%s: skipping %d prompts that fill the model's context", name, skipped)
         batches = evaluation_batches(
             self.examples[name],
             self.steps,
@@ -337,12 +347,12 @@ class RunData:
         return EvaluationSplit(batches, questions)
 
 
-def complaints(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
-    """What went wrong when a source was tokenised, for a person."""
+def preparation_warnings(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON values
+    """Yield warnings about the tokenization of a source."""
     if count := notes.get("skipped"):
         yield Skipped(count, notes["reasons"]).summary()
     if count := notes.get("only_last"):
         yield (
-            f"the chat template rewrites earlier turns of {count} conversation{'s' * (count != 1)}: "
-            "only the last answer of each is learned"
+            f"the chat template rewrites earlier turns of {count} conversation{'s' * (count != 1)}, "
+            "so only the last assistant turn of each is supervised"
         )

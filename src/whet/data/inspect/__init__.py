@@ -1,1 +1,1 @@
-"""What `whet data` computes."""
+"""Facts, statistics and problems of the data of a run, for `whet data`."""

@@ -11,18 +11,18 @@ import numpy as np
 from whet.config.run_config import RunConfig
 from whet.data.batches import check_lengths
 from whet.data.class_balance import class_counts, describe_classes
-from whet.data.inspect.duplicates import Scan, Twins, duplicates, overlap
+from whet.data.inspect.duplicates import Duplicates, Scan, duplicates, overlap
 from whet.data.inspect.step_facts import StepFacts
 from whet.data.inspect.token_text import Piece, TokenText
 from whet.data.run_data import RunData
-from whet.data.sources.source import REASONS_KEPT
+from whet.data.sources.source import MAX_REASONS
 from whet.data.sources.splits import LEARNED
 from whet.data.tokens.examples import StoredExamples, StoredPairs
 from whet.errors import WhetError
 from whet.models.costs import ModelFacts
 
-SHAPES_COUNTED = 10_000  # a source may be long, and is read once more for it
-SHOWN_WHOLE = 300  # tokens; of a longer sample the head and the tail are shown
+SHAPES_COUNTED = 10_000  # counting reads the source again, which may be long
+MAX_SHOWN_TOKENS = 300  # tokens; longer samples are shown without their middle
 SHOWN_HEAD, SHOWN_TAIL = 160, 80
 _BINS = 10
 
@@ -32,8 +32,8 @@ class Sample:
     """One example, token by token; a long one without its middle."""
 
     origin: str
-    kind: str  # chosen or rejected, or the class, where it is one of these
-    place: str  # which part of its record it is, where it is not the whole
+    kind: str  # chosen or rejected, or its class; else empty
+    place: str  # token range within its record; empty for a complete record
     tokens: int
     supervised: int
     head: tuple[Piece, ...]
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bin:
-    """One bar of a histogram: records of `low` to `high` tokens, both included."""
+    """One bar of a histogram: the number of records with `low` to `high` tokens, inclusive."""
 
     low: int
     high: int
@@ -51,71 +51,71 @@ class Bin:
 
     @property
     def label(self) -> str:
-        """Its range, for a person."""
+        """The range of the bar as text."""
         return f"{self.low:,} to {self.high:,}" if self.high > self.low else f"{self.low:,}"
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Train, valid, test, or the hard records of a curriculum."""
+    """Facts about train, valid, test, or the hard records of a curriculum."""
 
     name: str
     source: str
-    shapes: dict[str, int]  # how many of its records, the first SHAPES_COUNTED at most, have which
+    shapes: dict[str, int]  # record format -> count, among the first SHAPES_COUNTED records
     records: int  # without the bad ones
     examples: int
     tokens: int  # of the examples
     supervised: int
-    lengths: tuple[int, int, int, int]  # of the records, before any is cut: min, median, 95%, max
+    lengths: tuple[int, int, int, int]  # of the records before truncation: min, median, 95%, max
     bins: tuple[Bin, ...]
-    cut: dict[str, int]  # truncated, split, dropped
+    cut: dict[str, int]  # number of records truncated, split and dropped
     skipped: int
-    reasons: tuple[str, ...]  # why, for the first of them
-    hint: str | None  # what to do about the first of them
-    only_last: int  # conversations of which the template lets only the last answer be found
-    duplicates: Twins
+    reasons: tuple[str, ...]  # for the first skipped records
+    hint: str | None  # how to fix the first of them
+    only_last: int  # conversations of which only the last assistant turn is supervised
+    duplicates: Duplicates
     doubled_bos: int
     first_doubled: str
-    ended: int  # examples in which a token that ends an answer is learned
-    longest: tuple[int, str]  # tokens of an example, and where it came from
-    outside: str | None  # a token that the model does not know
-    refused: int  # records that are too long, where data.too_long is error
-    too_long: tuple[str, ...]  # the first of them
+    ended: int  # examples with a supervised end token
+    longest: tuple[int, str]  # number of tokens and origin of the longest example
+    outside: str | None  # a token outside the vocabulary of the model
+    refused: int  # number of records that are too long, if data.too_long is error
+    too_long: tuple[str, ...]  # the first of these records
     samples: tuple[Sample, ...]
-    is_judged: bool = False  # its texts are classified, so that nothing follows them
-    pairs: bool = False  # records are pairs of two examples each, chosen and rejected
-    classes: str = ""  # how many examples each class has, for a person
-    unread: tuple[tuple[str, str], ...] = ()  # fields that reach no token, and what to do about each
+    is_judged: bool = False  # inputs to classify, without completions
+    pairs: bool = False  # each record has two examples, chosen and rejected
+    classes: str = ""  # number of examples per class, as text
+    unread: tuple[tuple[str, str], ...] = ()  # fields that reach no token: message and fix
 
     @property
     def can_split(self) -> bool:
-        """Whether what is too long can be split into windows."""
+        """Whether long records can be split into windows."""
         return not (self.is_judged or self.pairs)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Records that are learned from and held out."""
+    """Records that are both in a held-out split and in the training data."""
 
     held: str
     learned: str
-    twins: Twins
+    twins: Duplicates
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """How texts become tokens."""
+    """Facts about the tokenizer and its chat template."""
 
     size: int
-    special: dict[str, str]  # BOS, EOS, PAD: the name, for those that there are
-    ends: tuple[str, ...]  # tokens at which an answer ends
+    special: dict[str, str]  # BOS, EOS, PAD -> token, if defined
+    ends: tuple[str, ...]  # tokens that end a completion
     template: str | None
     template_digest: str | None
 
 
 @dataclass(frozen=True)
 class DataView:
-    """Everything that is shown."""
+    """Everything that `whet data` shows."""
 
     config: RunConfig
     model: ModelFacts | None
@@ -123,64 +123,66 @@ class DataView:
     splits: tuple[SplitFacts, ...]
     overlaps: tuple[Overlap, ...]
     steps: StepFacts | None
-    errors: tuple[WhetError, ...]  # what `whet train` would stop at, and nothing above tells
-    missing: tuple[WhetError, ...] = ()  # what must be written first: fine for the data, not for a run
-    held_out: int = 0  # of the training examples, for validation
-    classes_left: str = ""  # how many training examples each class then has, for a person
-    unread_prompts: tuple[tuple[str, str], ...] = ()  # fields of the prompts that reach no token, as above
-    prompts: tuple[tuple[str, str], ...] = ()  # what is to be completed, where nothing else is learned from
-    completions: int = 0  # of each prompt
-    completion_tokens: int = 0  # of the longest
+    errors: tuple[WhetError, ...]  # other errors with which `whet train` would fail
+    missing: tuple[WhetError, ...] = ()  # inputs that a run needs and that do not exist yet
+    held_out: int = 0  # number of training examples held out for validation
+    classes_left: str = ""  # number of remaining training examples per class, as text
+    unread_prompts: tuple[tuple[str, str], ...] = ()  # prompt fields that reach no token: message and fix
+    prompts: tuple[tuple[str, str], ...] = ()  # prompts to complete, for objectives that train on completions
+    completions: int = 0  # per prompt
+    completion_tokens: int = 0  # maximum per completion
 
 
 def check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> None:
-    """Refuse examples that no micro-batch of an evaluation can hold."""
+    """Raise an error for examples that do not fit into a micro-batch of an evaluation."""
     limit = data.steps.micro_tokens
     check_lengths(examples, replace(data.steps, batch_size=None, batch_tokens=limit, order="sequential"))
 
 
 def split_facts(
-    name: str, data: RunData, found: Scan, config: RunConfig, model: ModelFacts | None, samples: int
+    name: str, data: RunData, scanned: Scan, config: RunConfig, model: ModelFacts | None, samples: int
 ) -> SplitFacts:
     """Return the facts of one prepared split, with a few samples."""
     examples, source = data.examples[name].sides, data.sources[name]
     store, limit = examples.store, config.data.max_length
-    judged, sides = data.needs.labels is not None, 2 if data.needs.pairs else 1
-    sizes = np.diff(store.bounds) - judged
-    in_order = np.sort(sizes)
-    low, middle, high, top = (int(in_order[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
+    is_judged, sides = data.needs.labels is not None, 2 if data.needs.pairs else 1
+    sizes = np.diff(store.bounds) - is_judged
+    sorted_sizes = np.sort(sizes)
+    low, middle, high, top = (int(sorted_sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
     longest = int(examples.lengths.argmax())
-    longer = sizes.reshape(-1, sides).max(1)  # of a pair, the longer side
-    refused = np.flatnonzero(longer > limit) if config.data.too_long == "error" else np.array([], dtype=int)
+    record_sizes = sizes.reshape(-1, sides).max(1)  # the longer side of a pair
+    refused = (
+        np.flatnonzero(record_sizes > limit) if config.data.too_long == "error" else np.array([], dtype=int)
+    )
     text = TokenText(data.tokenizer)
     return SplitFacts(
         name=name,
         source=source.name,
-        is_judged=judged,
+        is_judged=is_judged,
         pairs=data.needs.pairs,
         classes=describe_split_classes(data, name),
         shapes=Counter(str(record.shape) for record in islice(source, SHAPES_COUNTED)),
         records=len(store) // sides,
         examples=len(examples),
-        tokens=int((examples.stops - examples.starts - judged).sum()),
+        tokens=int((examples.stops - examples.starts - is_judged).sum()),
         supervised=examples.supervised,
         lengths=(low, middle, high, top),
         bins=histogram(sizes),
-        cut={what: 0 if len(refused) else count for what, count in examples.counts.items()},
+        cut={action: 0 if len(refused) else count for action, count in examples.counts.items()},
         skipped=store.notes["skipped"],
         reasons=tuple(store.notes["reasons"]),
         hint=store.notes.get("hint"),
         only_last=store.notes["only_last"],
-        duplicates=duplicates(store, found.hashes),
-        doubled_bos=found.doubled_bos,
-        first_doubled=found.first_doubled,
-        ended=found.ended,
+        duplicates=duplicates(store, scanned.hashes),
+        doubled_bos=scanned.doubled_bos,
+        first_doubled=scanned.first_doubled,
+        ended=scanned.ended,
         longest=(int(examples.lengths[longest]) + 1, examples[longest].origin),
-        outside=_outside(examples, data.tokenizer, model),
+        outside=_out_of_vocabulary(examples, data.tokenizer, model),
         refused=len(refused),
         too_long=tuple(
-            f"{store.origin(sides * record)}: {longer[record]:,} tokens"
-            for record in refused[:REASONS_KEPT].tolist()
+            f"{store.origin(sides * record)}: {record_sizes[record]:,} tokens"
+            for record in refused[:MAX_REASONS].tolist()
         ),
         unread=tuple(data.unread(store.notes["unread"])),
         samples=tuple(
@@ -191,14 +193,14 @@ def split_facts(
 
 
 def describe_split_classes(data: RunData, name: str) -> str:
-    """The classes of a split with their numbers of examples; nothing for other objectives."""
+    """Return the number of examples per class of a split as text; empty for other objectives."""
     if (labels := data.needs.labels) is None:
         return ""
     return describe_classes(labels.names, class_counts(labels, data.examples[name].sides))
 
 
 def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
-    """Which side of a pair an example is, or its classes."""
+    """Return the side of a pair that an example is, or its classes."""
     if data.needs.pairs:
         return "rejected" if index % 2 else "chosen"
     if data.needs.labels is None:
@@ -206,15 +208,15 @@ def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
     names, values = data.needs.labels.names, examples.store.values_of(int(examples.records[index]))
     if not data.needs.labels.multi_label:
         return f"label {names[int(values[0])]}"
-    marked = [
+    positive = [
         f"{name} {value:g}" if value < 1 else name
         for name, value in zip(names, values, strict=False)
         if value
     ]
-    return f"labels {', '.join(marked) or 'none'}"
+    return f"labels {', '.join(positive) or 'none'}"
 
 
-def _outside(
+def _out_of_vocabulary(
     examples: StoredExamples, tokenizer: Any, model: ModelFacts | None
 ) -> str | None:  # Any: a transformers tokenizer
     store = examples.store
@@ -230,30 +232,30 @@ def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str)
     begin, end = (int(store.bounds[at]) for at in (record, record + 1))
     start, stop = int(examples.starts[index]), int(examples.stops[index])
     tokens = np.asarray(example.tokens).tolist()
-    marks = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
-    if examples.judged:  # all of it is read, and the token behind it never is
-        tokens, marks = tokens[:-1], [True] * (len(tokens) - 1)
-    long = len(tokens) > SHOWN_WHOLE
-    head = SHOWN_HEAD if long else len(tokens)
-    tail = len(tokens) - SHOWN_TAIL if long else len(tokens)
-    whole = (start, stop) == (begin, end)
-    behind = examples.judged
+    mask = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
+    if examples.judged:  # the model reads all tokens but the extra one at the end
+        tokens, mask = tokens[:-1], [True] * (len(tokens) - 1)
+    is_long = len(tokens) > MAX_SHOWN_TOKENS
+    head = SHOWN_HEAD if is_long else len(tokens)
+    tail = len(tokens) - SHOWN_TAIL if is_long else len(tokens)
+    is_complete = (start, stop) == (begin, end)
+    extra = examples.judged
     return Sample(
         origin=example.origin,
         kind=kind,
         place=""
-        if whole
-        else f"tokens {start - begin + 1:,} to {stop - begin - behind:,} of {end - begin - behind:,}",
+        if is_complete
+        else f"tokens {start - begin + 1:,} to {stop - begin - extra:,} of {end - begin - extra:,}",
         tokens=len(tokens),
         supervised=0 if examples.judged else example.supervised_count,
-        head=text.pieces(tokens[:head], marks[:head]),
+        head=text.pieces(tokens[:head], mask[:head]),
         left_out=tail - head,
-        tail=text.pieces(tokens[tail:], marks[tail:]),
+        tail=text.pieces(tokens[tail:], mask[tail:]),
     )
 
 
 def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
-    """Bars of even width, or each twice as wide as the one before where a few are far longer than most."""
+    """Return bars of equal width, or of doubling width if a few records are far longer than most."""
     low, top = int(sizes.min()), int(sizes.max())
     if top > 16 * float(np.median(sizes)):
         edges = 2 ** np.arange(int(np.log2(low)), int(np.log2(top)) + 2)
@@ -263,30 +265,30 @@ def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
         edges = np.arange(low // step * step, top + step + 1, step)
     counts, _ = np.histogram(sizes, edges)
     return tuple(
-        Bin(int(first), int(after) - 1, int(count))
-        for first, after, count in zip(edges, edges[1:], counts, strict=False)
+        Bin(int(first), int(next_edge) - 1, int(count))
+        for first, next_edge, count in zip(edges, edges[1:], counts, strict=False)
         if first <= top
     )
 
 
 def find_overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
-    """Return the texts that valid or test share with what is trained on."""
-    found = []
-    for held in ("valid", "test"):
-        for learned in LEARNED:
-            if held in scans and learned in scans:
+    """Return the records that valid or test share with the training data."""
+    overlaps = []
+    for held_out in ("valid", "test"):
+        for trained in LEARNED:
+            if held_out in scans and trained in scans:
                 twins = overlap(
-                    data.examples[held].store,
-                    scans[held].hashes,
-                    data.examples[learned].store,
-                    scans[learned].hashes,
+                    data.examples[held_out].store,
+                    scans[held_out].hashes,
+                    data.examples[trained].store,
+                    scans[trained].hashes,
                 )
-                found.append(Overlap(held, learned, twins))
-    return found
+                overlaps.append(Overlap(held_out, trained, twins))
+    return overlaps
 
 
 def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: a transformers tokenizer
-    """Return the special tokens of a tokenizer, and what it does with chats."""
+    """Return the special tokens and the chat template of a tokenizer."""
     named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
     template = tokenizer.chat_template or None
     text = template if template is None or isinstance(template, str) else repr(template)

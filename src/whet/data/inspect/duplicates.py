@@ -1,4 +1,4 @@
-"""One pass over the tokens of a split: what is in it twice, and how its examples begin and end."""
+"""Scan the tokens of a split once: duplicates, doubled BOS and supervised end tokens."""
 
 import hashlib
 from collections.abc import Collection
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whet.data.tokens.eos_check import learned_ends
+from whet.data.tokens.eos_check import supervised_ends
 from whet.data.tokens.examples import StoredExamples
 from whet.data.tokens.token_store import TokenStore
 
 
 @dataclass(frozen=True)
-class Twins:
-    """Records with the same tokens: how many there are besides the first, and a pair of them."""
+class Duplicates:
+    """Records with the same tokens: the number of repetitions, and one pair of origins."""
 
     count: int = 0
     pair: tuple[str, str] = ("", "")
@@ -21,34 +21,34 @@ class Twins:
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass finds. Memory: eight bytes a record."""
+    """Results of one pass over a split. Memory: eight bytes per record."""
 
-    hashes: np.ndarray  # [records] of the token ids
+    hashes: np.ndarray  # [records] hashes of the token ids
     doubled_bos: int
     first_doubled: str
-    ended: int  # examples that teach the model to end its answer
+    ended: int  # examples with a supervised end token
 
 
 def scan(examples: StoredExamples, *, bos: int | None, ends: Collection[int]) -> Scan:
-    """Read every record once."""
+    """Read every record once, and return its hash and the counts of doubled BOS and end tokens."""
     store = examples.store
     hashes = np.zeros(len(store), dtype=np.uint64)
     first_example = np.searchsorted(examples.records, np.arange(len(store) + 1))
-    doubled: list[int] = []
-    count = ended = 0
+    first_doubled: list[int] = []
+    doubled_count = ended = 0
     for record in range(len(store)):
         start = int(store.bounds[record])
-        ids, marks = store.read(start, int(store.bounds[record + 1]))
+        ids, mask = store.read(start, int(store.bounds[record + 1]))
         hashes[record] = _hash(ids)
         if bos is not None and ids[:2].tolist() == [bos, bos]:
-            count += 1
-            doubled = doubled or [record]
-        places = learned_ends(ids, marks, ends) + start
-        for example in range(first_example[record], first_example[record + 1]) if len(places) else ():
-            # the first token of an example has nothing before it to be predicted from
-            inside = (places > examples.starts[example]) & (places < examples.stops[example])
-            ended += bool(inside.any())
-    return Scan(hashes, count, store.origin(doubled[0]) if doubled else "", ended)
+            doubled_count += 1
+            first_doubled = first_doubled or [record]
+        end_positions = supervised_ends(ids, mask, ends) + start
+        for example in range(first_example[record], first_example[record + 1]) if len(end_positions) else ():
+            # the first token of an example is never a target
+            is_inside = (end_positions > examples.starts[example]) & (end_positions < examples.stops[example])
+            ended += bool(is_inside.any())
+    return Scan(hashes, doubled_count, store.origin(first_doubled[0]) if first_doubled else "", ended)
 
 
 def _hash(ids: np.ndarray) -> int:
@@ -56,7 +56,7 @@ def _hash(ids: np.ndarray) -> int:
 
 
 def pair_hashes(hashes: np.ndarray) -> np.ndarray:
-    """[pairs] of the hashes of their two sides, in this order."""
+    """Return one hash per pair, [pairs], from the hashes of its two sides in order."""
     sides = hashes.reshape(-1, 2)
     with np.errstate(over="ignore"):
         combined: np.ndarray = sides[:, 0] * np.uint64(0x9E3779B97F4A7C15) + sides[:, 1]
@@ -64,37 +64,39 @@ def pair_hashes(hashes: np.ndarray) -> np.ndarray:
 
 
 def _sides(store: TokenStore, hashes: np.ndarray) -> int:
-    """How many records of a store there are to each hash: two of a pair."""
+    """Return the number of records per hash: two for pairs."""
     return len(store) // max(1, len(hashes))
 
 
-def duplicates(store: TokenStore, hashes: np.ndarray) -> Twins:
-    """Records that are in a split more than once; the repeats that a mixture's weights ask for are none."""
+def duplicates(store: TokenStore, hashes: np.ndarray) -> Duplicates:
+    """Return the records that occur more than once; repetitions due to mixture weights do not count."""
     sides = _sides(store, hashes)
     order = np.argsort(hashes, kind="stable")
-    same = hashes[order][1:] == hashes[order][:-1]
+    equals_next = hashes[order][1:] == hashes[order][:-1]
     count, pair = 0, ("", "")
     first, seen = "", set[str]()
-    for place in np.flatnonzero(same).tolist():
-        if not place or not same[place - 1]:
-            first = store.origin(sides * int(order[place]))
+    for index in np.flatnonzero(equals_next).tolist():
+        if not index or not equals_next[index - 1]:
+            first = store.origin(sides * int(order[index]))
             seen = {first}
-        origin = store.origin(sides * int(order[place + 1]))
+        origin = store.origin(sides * int(order[index + 1]))
         if origin not in seen:
             seen.add(origin)
             pair = pair if count else (first, origin)
             count += 1
-    return Twins(count, pair)
+    return Duplicates(count, pair)
 
 
-def overlap(held: TokenStore, held_hashes: np.ndarray, learned: TokenStore, hashes: np.ndarray) -> Twins:
-    """Records of a held-out split that are also learned from."""
-    found = np.flatnonzero(np.isin(held_hashes, hashes))
-    if not len(found):
-        return Twins()
-    learned_record = int(np.flatnonzero(hashes == held_hashes[found[0]])[0])
+def overlap(
+    held_out: TokenStore, held_out_hashes: np.ndarray, trained: TokenStore, hashes: np.ndarray
+) -> Duplicates:
+    """Return the records of a held-out split that are also in the training data."""
+    shared = np.flatnonzero(np.isin(held_out_hashes, hashes))
+    if not len(shared):
+        return Duplicates()
+    trained_record = int(np.flatnonzero(hashes == held_out_hashes[shared[0]])[0])
     pair = (
-        held.origin(_sides(held, held_hashes) * int(found[0])),
-        learned.origin(_sides(learned, hashes) * learned_record),
+        held_out.origin(_sides(held_out, held_out_hashes) * int(shared[0])),
+        trained.origin(_sides(trained, hashes) * trained_record),
     )
-    return Twins(len(found), pair)
+    return Duplicates(len(shared), pair)

@@ -1,66 +1,68 @@
-"""What is wrong with a run's data, judged from the facts: all of it at once."""
+"""Problems of a run's data, derived from its facts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whet.data.inspect.data_facts import DataView, SplitFacts
 from whet.data.sources.splits import LEARNED
-from whet.data.tokens.eos_check import ENDLESS_HINT, endless_message
-from whet.data.tokens.examples import cut_warning, too_long_hint
+from whet.data.tokens.eos_check import NO_EOS_HINT, no_eos_message
+from whet.data.tokens.examples import shortening_warning, too_long_hint
 
-MOST_DUPLICATES = 0.05  # of the records
+MAX_DUPLICATES = 0.05  # warn if a larger fraction of the records are duplicates
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and the records that show it."""
+    """A problem of the data, with the records that show it."""
 
     message: str
     hint: str | None = None
     details: tuple[str, ...] = ()
-    stops: bool = False  # `whet train` would refuse to start
+    stops: bool = False  # `whet train` would not start
 
 
 def find_problems(view: DataView) -> list[Problem]:
-    """Every problem, what stops a run first."""
-    found = [Problem(error.message, error.hint, stops=True) for error in view.errors]
+    """Return all problems, those that stop a run first."""
+    problems = [Problem(error.message, error.hint, stops=True) for error in view.errors]
     for split in view.splits:
-        found += _of_records(split, strict=view.config.data.on_bad_record == "error")
-        found += _of_model(split, view)
-        found += _of_masks(split, view)
-        found += _of_amounts(split)
-        found += (Problem(f"{split.name}: {message}", hint) for message, hint in split.unread)
-    found += (Problem(message, hint) for message, hint in view.unread_prompts)
-    for each in view.overlaps:
-        if each.twins.count:
-            message = f"{each.held}: {_records(each.twins.count)} also in {each.learned}"
-            hint = "an evaluation on records that were learned from says nothing"
-            found.append(Problem(message, hint, (" = ".join(each.twins.pair),)))
-    return sorted(found, key=lambda problem: not problem.stops)
+        problems += _record_problems(split, strict=view.config.data.on_bad_record == "error")
+        problems += _model_problems(split, view)
+        problems += _mask_problems(split, view)
+        problems += _count_problems(split)
+        problems += (Problem(f"{split.name}: {message}", hint) for message, hint in split.unread)
+    problems += (Problem(message, hint) for message, hint in view.unread_prompts)
+    for shared in view.overlaps:
+        if shared.twins.count:
+            message = f"{shared.held}: {_format_records(shared.twins.count)} also in {shared.learned}"
+            hint = "remove them from one split: evaluating on training records is meaningless"
+            problems.append(Problem(message, hint, (" = ".join(shared.twins.pair),)))
+    return sorted(problems, key=lambda problem: not problem.stops)
 
 
-def _of_records(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
+def _record_problems(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
     if split.skipped:
-        ways = [split.hint or "fix them", *(["set data.on_bad_record to skip"] if strict else [])]
-        hint = "; or ".join(ways) if strict or split.hint else None
+        fixes = [split.hint or "fix them", *(["set data.on_bad_record to skip"] if strict else [])]
+        hint = "; or ".join(fixes) if strict or split.hint else None
         bad = f"{split.skipped:,} bad record{'s' * (split.skipped != 1)}"
-        yield Problem(f"{split.name}: {bad}", hint, _listed(split.reasons, split.skipped), stops=strict)
+        yield Problem(
+            f"{split.name}: {bad}", hint, _with_remainder(split.reasons, split.skipped), stops=strict
+        )
     if split.refused:
         yield Problem(
-            f"{split.name}: {_records(split.refused)} longer than data.max_length",
+            f"{split.name}: {_format_records(split.refused)} longer than data.max_length",
             too_long_hint(can_split=split.can_split),
-            _listed(split.too_long, split.refused),
+            _with_remainder(split.too_long, split.refused),
             stops=True,
         )
     if split.only_last:
         yield Problem(
-            f"{split.name}: the chat template rewrites earlier turns of {_conversations(split.only_last)}: "
-            "only the last answer of each is learned",
-            "set data.supervise to last or all to say what is meant",
+            f"{split.name}: the chat template rewrites earlier turns of "
+            f"{_format_conversations(split.only_last)}, so only the last assistant turn is supervised",
+            "set data.supervise to last or all to choose explicitly",
         )
 
 
-def _of_model(split: SplitFacts, view: DataView) -> Iterator[Problem]:
+def _model_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
     if view.model is None:
         return
     if split.outside is not None:
@@ -73,45 +75,46 @@ def _of_model(split: SplitFacts, view: DataView) -> Iterator[Problem]:
     positions = view.model.max_positions
     if positions is not None and length - 1 > positions:
         yield Problem(
-            f"{split.name}: {origin}: {length:,} tokens, and {view.model.name} was made for {positions:,}",
+            f"{split.name}: {origin}: {length:,} tokens exceed the {positions:,} positions of "
+            f"{view.model.name}",
             f"set data.max_length to {positions}",
             stops=True,
         )
 
 
-def _of_masks(split: SplitFacts, view: DataView) -> Iterator[Problem]:
+def _mask_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
     if split.doubled_bos:
         yield Problem(
-            f"{split.name}: {_records(split.doubled_bos)} beginning with BOS twice",
-            "take it out of the texts: the tokenizer or the template writes it",
+            f"{split.name}: {_format_records(split.doubled_bos)} starting with two BOS tokens",
+            "remove BOS from the texts: the tokenizer or the chat template adds it",
             (f"first: {split.first_doubled}",),
         )
     ends = view.tokenizer.ends if view.tokenizer is not None else ()
     if ends and not split.ended and split.name in LEARNED and not split.is_judged:
-        yield Problem(f"{split.name}: {endless_message(ends)}", ENDLESS_HINT)
+        yield Problem(f"{split.name}: {no_eos_message(ends)}", NO_EOS_HINT)
 
 
-def _of_amounts(split: SplitFacts) -> Iterator[Problem]:
-    if (warning := cut_warning(split.cut, split.records, can_split=split.can_split)) is not None:
+def _count_problems(split: SplitFacts) -> Iterator[Problem]:
+    if (warning := shortening_warning(split.cut, split.records, can_split=split.can_split)) is not None:
         message, hint = warning
         yield Problem(f"{split.name}: {message}", hint)
-    if split.duplicates.count > MOST_DUPLICATES * split.records:
+    if split.duplicates.count > MAX_DUPLICATES * split.records:
         share = split.duplicates.count / split.records
         yield Problem(
-            f"{split.name}: {share:.0%} of the records are duplicates (more than {MOST_DUPLICATES:.0%})",
-            "each is learned once more than the others",
+            f"{split.name}: {share:.0%} of the records are duplicates (more than {MAX_DUPLICATES:.0%})",
+            "duplicates have more weight in training; remove them",
             (" = ".join(split.duplicates.pair),),
         )
 
 
-def _listed(found: tuple[str, ...], count: int) -> tuple[str, ...]:
-    more = count - len(found)
-    return (*found, *([f"and {more:,} more"] if more else []))
+def _with_remainder(shown: tuple[str, ...], count: int) -> tuple[str, ...]:
+    remaining = count - len(shown)
+    return (*shown, *([f"and {remaining:,} more"] if remaining else []))
 
 
-def _records(count: int) -> str:
+def _format_records(count: int) -> str:
     return f"{count:,} record{'s' * (count != 1)}"
 
 
-def _conversations(count: int) -> str:
+def _format_conversations(count: int) -> str:
     return f"{count:,} conversation{'s' * (count != 1)}"

@@ -1,4 +1,4 @@
-"""The steps of a run as numbers: how many, how large, how well filled; and one micro-batch to look at."""
+"""Facts about the steps of a run: number, size and padding, and one micro-batch to display."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from whet.data.packing import StepSettings, plan_epoch, split_step
 from whet.data.run_data import RunData
 from whet.data.tokens.examples import Example
 
-MEASURED_EXAMPLES = 100_000  # cutting steps into micro-batches takes a few microseconds an example
+MEASURED_EXAMPLES = 100_000  # splitting steps into micro-batches takes a few microseconds per example
 DRAWN_ROWS = 12
 
 
 @dataclass(frozen=True)
 class Document:
-    """One example in a drawn row: stretches of positions, each learned or context."""
+    """One example in a displayed row: runs of positions that are all supervised or all context."""
 
     origin: str
     stretches: tuple[tuple[int, bool], ...]
 
     @property
     def length(self) -> int:
-        """Positions it takes."""
+        """The number of positions of the example."""
         return sum(length for length, _ in self.stretches)
 
 
 @dataclass(frozen=True)
 class DrawnRow:
-    """Documents one after the other, then padding."""
+    """A displayed row: documents, then padding."""
 
     documents: tuple[Document, ...]
     padding: int
@@ -40,34 +40,34 @@ class DrawnRow:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The plan of a run."""
+    """Facts about the steps of a run."""
 
-    steps: int  # of the whole run
+    steps: int  # of the run
     in_epoch: int
     epochs: float
     examples_a_step: float
-    tokens_a_step: float  # positions that are no padding
-    micro_batches: float  # of a step
+    tokens_a_step: float  # positions without padding
+    micro_batches: float  # per step
     micro_tokens: int
-    efficiency: float  # real tokens of all positions computed
-    filled: float  # real tokens of what the micro-batches could hold
-    measured: int  # steps that the last four were measured on
-    staged: bool  # a curriculum changes what is in a step
+    efficiency: float  # fraction of the computed positions that are not padding
+    filled: float  # fraction of the micro-batch capacity that is used
+    measured: int  # number of steps on which the averages above were measured
+    staged: bool  # a curriculum changes the contents of steps
     drawn: tuple[DrawnRow, ...]
-    rows: int  # of that micro-batch, drawn or not
+    rows: int  # rows of the micro-batch, displayed or not
 
     @property
     def tokens(self) -> int:
-        """Of the whole run, about."""
+        """The approximate number of tokens of the run."""
         return round(self.steps * self.tokens_a_step)
 
 
 def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
-    """Measure the first epoch. Raises what `whet train` would: an example that fits no step, say."""
+    """Measure the first epoch. Raises the errors of `whet train`, such as an example that fits no step."""
     run, settings, stream = config.run, data.steps, data.stream()
     examples: Any = data.examples["train"]  # Any: sequences of examples, or of pairs of them
     if isinstance(stream, BatchStream):
-        examples = stream.examples  # with those that are repeated
+        examples = stream.examples  # including oversampled examples
     lengths = examples.lengths
     plan = plan_epoch(lengths, settings, seed=run.seed, epoch=0)
     steps = run.steps or len(plan)
@@ -97,25 +97,28 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
         filled=real / (batches * settings.micro_tokens),
         measured=measured,
         staged=not isinstance(stream, BatchStream),
-        drawn=_drawn(first[:DRAWN_ROWS], examples, settings),
+        drawn=_drawn_rows(first[:DRAWN_ROWS], examples, settings),
         rows=len(first),
     )
 
 
-def _drawn(
+def _drawn_rows(
     rows: list[list[int]], examples: Sequence[Any], settings: StepSettings
-) -> tuple[DrawnRow, ...]:  # Any: as above
-    drawn = [[example for index in row for example in members(examples[index])] for row in rows]
-    if not settings.pack:  # a row each
-        drawn = [[example] for row in drawn for example in row]
-    filled = [sum(example.length for example in row) for row in drawn]
+) -> tuple[DrawnRow, ...]:  # Any: sequences of examples, or of pairs of them
+    row_examples = [[example for index in row for example in members(examples[index])] for row in rows]
+    if not settings.pack:  # one row per example
+        row_examples = [[example] for row in row_examples for example in row]
+    filled = [sum(example.length for example in row) for row in row_examples]
     width = settings.padded(max(filled))
     return tuple(
-        DrawnRow(tuple(map(_document, row)), width - real) for row, real in zip(drawn, filled, strict=True)
+        DrawnRow(tuple(map(_to_document, row)), width - used)
+        for row, used in zip(row_examples, filled, strict=True)
     )
 
 
-def _document(example: Example) -> Document:
-    """By targets: a position is learned when the token after it is."""
-    stretches = groupby(np.asarray(example.supervised[1:], dtype=bool).tolist())
-    return Document(example.origin, tuple((sum(1 for _ in same), learned) for learned, same in stretches))
+def _to_document(example: Example) -> Document:
+    """Convert an example. A position is supervised if the next token is."""
+    runs = groupby(np.asarray(example.supervised[1:], dtype=bool).tolist())
+    return Document(
+        example.origin, tuple((sum(1 for _ in positions), supervised) for supervised, positions in runs)
+    )

@@ -1,17 +1,24 @@
-"""Tokens as a person can read them: special ones and white space visible, nothing a terminal would obey."""
+"""Display tokens as readable text, with visible special tokens and white space and no control characters."""
 
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}  # control codes, marks that turn the text around, halves
-_LONGEST_CHARACTER = 4  # tokens: no character has more bytes
+_INVISIBLE = {
+    "Cc",
+    "Cf",
+    "Cs",
+    "Co",
+    "Zl",
+    "Zp",
+}  # control and format characters, surrogates, private use, line separators
+_MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token, or the tokens that make one character."""
+    """A token, or several tokens that form one character."""
 
     text: str
     ids: tuple[int, ...]
@@ -20,11 +27,11 @@ class Piece:
 
 
 def visible(text: str) -> str:
-    """The text on one line, with a sign for every character that cannot be seen."""
-    return "".join(map(_sign, text))
+    """Return the text on one line, with a symbol for every invisible character."""
+    return "".join(map(_visible_character, text))
 
 
-def _sign(character: str) -> str:
+def _visible_character(character: str) -> str:
     if character == "\n":
         return "↵"
     if character == "\t":
@@ -36,7 +43,7 @@ def _sign(character: str) -> str:
 
 
 class TokenText:
-    """Shows the tokens of one tokenizer."""
+    """Display the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         self._tokenizer = tokenizer
@@ -44,45 +51,45 @@ class TokenText:
         self._special = {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
 
     def name(self, token: int) -> str:
-        """A special token's name, in brackets of its own: nothing in a text looks like it."""
+        """Return the name of a special token in angle brackets that do not occur in text."""
         name = visible(str(self._tokenizer.convert_ids_to_tokens(token)))
         return f"⟨{name[1:-1] if name.startswith('<') and name.endswith('>') else name}⟩"
 
     def pieces(self, tokens: Sequence[int], supervised: Sequence[bool]) -> tuple[Piece, ...]:
-        """Each token, or the few that make a character, with its mark."""
-        found: list[Piece] = []
-        waiting: list[int] = []
-        before: list[int] = []  # spaces in front of a word depend on what stands before it
-        for place, (token, mark) in enumerate(zip(tokens, supervised, strict=True)):
+        """Return each token, or the tokens of one character, with its supervision mark."""
+        pieces: list[Piece] = []
+        pending: list[int] = []
+        context: list[int] = []  # leading spaces depend on the previous token
+        for index, (token, is_supervised) in enumerate(zip(tokens, supervised, strict=True)):
             if token in self._special:
-                found.append(Piece(self.name(token), (token,), mark, special=True))
-                before = [token]
+                pieces.append(Piece(self.name(token), (token,), is_supervised, special=True))
+                context = [token]
                 continue
-            waiting.append(token)
-            text = self._text(before, waiting)
-            after = place + 1
-            goes_on = (
+            pending.append(token)
+            text = self._text(context, pending)
+            next_index = index + 1
+            continues = (
                 text.endswith("\ufffd")
-                and len(waiting) < _LONGEST_CHARACTER
-                and after < len(tokens)
-                and tokens[after] not in self._special
-                and supervised[after] == mark
+                and len(pending) < _MAX_TOKENS_PER_CHARACTER
+                and next_index < len(tokens)
+                and tokens[next_index] not in self._special
+                and supervised[next_index] == is_supervised
             )
-            if not goes_on:
-                found.append(Piece(_spaced(text), tuple(waiting), mark))
-                before, waiting = waiting[-1:], []
-        return tuple(found)
+            if not continues:
+                pieces.append(Piece(_show_white_space(text), tuple(pending), is_supervised))
+                context, pending = pending[-1:], []
+        return tuple(pieces)
 
-    def _text(self, before: list[int], tokens: list[int]) -> str:
-        front, both = self._decode(before), self._decode([*before, *tokens])
-        return both.removeprefix(front) if both.startswith(front) else self._decode(tokens)
+    def _text(self, context: list[int], tokens: list[int]) -> str:
+        prefix, full = self._decode(context), self._decode([*context, *tokens])
+        return full.removeprefix(prefix) if full.startswith(prefix) else self._decode(tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) if tokens else ""
         return text
 
 
-def _spaced(text: str) -> str:
-    """White space that would be overlooked gets a sign; a line ends where it ended."""
+def _show_white_space(text: str) -> str:
+    """Make white space visible that would be overlooked. Line breaks are kept after their symbol."""
     shown = visible(text).replace("↵", "↵\n") if "\n" in text else visible(text)
     return shown.replace(" ", "·") if text.isspace() and text != " " else shown

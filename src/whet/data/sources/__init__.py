@@ -1,1 +1,1 @@
-"""Where records come from."""
+"""Readers for training records: files, directories, datasets, Python objects and mixtures of them."""

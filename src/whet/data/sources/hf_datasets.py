@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face `datasets` library: saved directories, and sets by name."""
+"""Read Hugging Face datasets: directories written by `save_to_disk`, and datasets by name."""
 
 import os
 import re
@@ -7,48 +7,50 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from whet.data.sources.compressed_files import missing_extra
+from whet.data.sources.compressed_files import missing_extra_error
 from whet.data.sources.readers import Content, SourceRow, digest_files, digest_text
-from whet.data.sources.splits import NAMES, Split, pick
-from whet.data.sources.tables import from_table
+from whet.data.sources.splits import NAMES, Split, select_split_name
+from whet.data.sources.tables import iter_table_rows
 from whet.errors import DataError
 
 PREFIX, STREAM_PREFIX = "hf:", "hf-stream:"
 _BATCH = 256
 
 
-class Name(NamedTuple):
-    """What `hf:NAME[:CONFIG][:SPLIT]` says."""
+class HubDataset(NamedTuple):
+    """The parts of a spec `hf:NAME[:CONFIG][:SPLIT]`."""
 
     name: str
     config: str | None
     split: str | None
 
 
-def is_saved(directory: Path) -> bool:
-    """Whether a directory was written by `save_to_disk`."""
+def is_saved_dataset(directory: Path) -> bool:
+    """Return whether a directory was written by `save_to_disk`."""
     single = (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()
     return single or (directory / "dataset_dict.json").is_file()
 
 
 def saved_has_split(directory: Path, split: Split) -> bool:
-    """Whether a saved directory has a split of its own for this use."""
+    """Return whether a saved directory contains this split."""
     return (directory / "dataset_dict.json").is_file() and any(
         (directory / name).is_dir() for name in NAMES[split]
     )
 
 
 def saved_content(directory: Path, split: Split) -> Content:
-    """A directory written by `save_to_disk`: its split, or all of it where it has none."""
+    """Return the rows of a directory written by `save_to_disk`: one split, or all if it has no splits."""
 
     @cache
     def dataset() -> Any:  # Any: an optional library
-        datasets = _library(str(directory))
+        datasets = _import_datasets(str(directory))
         try:
-            found = datasets.load_from_disk(str(directory))
-        except Exception as error:  # the library raises what its readers raise
+            loaded = datasets.load_from_disk(str(directory))
+        except Exception as error:  # datasets raises whatever its readers raise
             raise DataError(f"{directory} cannot be read by datasets: {error}") from error
-        return found[pick(split, found, str(directory))] if isinstance(found, dict) else found
+        return (
+            loaded[select_split_name(split, loaded, str(directory))] if isinstance(loaded, dict) else loaded
+        )
 
     return Content(
         rows=lambda: dataset_rows(dataset(), str(directory)),
@@ -57,112 +59,117 @@ def saved_content(directory: Path, split: Split) -> Content:
 
 
 def hub_content(spec: str, split: Split) -> Content:
-    """A set by its name, downloaded once (`hf:`) or read over the network at each pass (`hf-stream:`)."""
-    streamed = spec.startswith(STREAM_PREFIX)
-    name = parse_name(spec)
+    """Return the rows of a named dataset: downloaded once (`hf:`), or streamed per pass (`hf-stream:`)."""
+    is_streamed = spec.startswith(STREAM_PREFIX)
+    name = parse_hub_spec(spec)
 
     @cache
-    def chosen() -> str:
+    def split_name() -> str:
         return name.split or _find_split(name, split, spec)
 
     @cache
     def dataset() -> Any:  # Any: an optional library
-        return _load(name, chosen(), spec, streaming=streamed)
+        return _load(name, split_name(), spec, streaming=is_streamed)
 
     def digest() -> str:
-        if streamed:  # nothing is read for it
-            return digest_text(f"{name.name} {name.config} {chosen()} {_version(name, spec)}")
+        if is_streamed:  # the digest must not read the stream
+            return digest_text(f"{name.name} {name.config} {split_name()} {_version(name, spec)}")
         files = [Path(file["filename"]) for file in dataset().cache_files]
-        return digest_text(
-            f"{chosen()} {digest_files(files)}"
-        )  # a slice of a split has the files of all of it
+        # a slice of a split has the same files as the complete split
+        return digest_text(f"{split_name()} {digest_files(files)}")
 
     return Content(rows=lambda: dataset_rows(dataset(), spec), digest=digest)
 
 
-def parse_name(spec: str) -> Name:
-    """The parts of a spec. One part after the name is a configuration, unless it is called like a split."""
+def parse_hub_spec(spec: str) -> HubDataset:
+    """Parse a spec into its parts.
+
+    A single part after the name is a configuration, unless it is the name of a split.
+    """
     _, _, rest = spec.partition(":")
     name, *parts = re.split(r":(?![^\[]*\])", rest)  # not the colon of train[:100]
     if not name or len(parts) > 2:
         raise DataError(
-            f"{spec!r} is no Hugging Face dataset",
+            f"{spec!r} is not a valid Hugging Face dataset spec",
             hint="write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT",
         )
     known = {alias for aliases in NAMES.values() for alias in aliases}
     if len(parts) == 1 and (parts[0] in known or "[" in parts[0]):
         parts = ["", *parts]
     config, split = (*parts, "", "")[:2]
-    return Name(name, config or None, split or None)
+    return HubDataset(name, config or None, split or None)
 
 
-def _library(what: str) -> Any:  # Any: an optional library
+def _import_datasets(source: str) -> Any:  # Any: an optional library
     try:
         import datasets
     except ImportError as error:
-        raise missing_extra(what, error) from error
+        raise missing_extra_error(source, error) from error
     return datasets
 
 
-def _find_split(name: Name, split: Split, spec: str) -> str:
-    datasets = _library(spec)
-    _refuse_network(name, spec)
+def _find_split(name: HubDataset, split: Split, spec: str) -> str:
+    datasets = _import_datasets(spec)
+    _check_offline(name, spec)
     try:
         names = datasets.get_dataset_split_names(name.name, name.config)
-    except Exception as error:  # the library raises what its readers and the network raise
-        raise _unreadable(spec, error) from error
-    return pick(split, names, spec)
+    except Exception as error:  # datasets raises whatever its readers and the network raise
+        raise _unreadable_error(spec, error) from error
+    return select_split_name(split, names, spec)
 
 
-def _load(name: Name, split: str, spec: str, *, streaming: bool) -> Any:  # Any: an optional library
-    datasets = _library(spec)
-    _refuse_network(name, spec)
+def _load(name: HubDataset, split: str, spec: str, *, streaming: bool) -> Any:  # Any: an optional library
+    datasets = _import_datasets(spec)
+    _check_offline(name, spec)
     try:
         return datasets.load_dataset(name.name, name.config, split=split, streaming=streaming)
-    except Exception as error:  # the library raises what its readers and the network raise
-        raise _unreadable(spec, error) from error
+    except Exception as error:  # datasets raises whatever its readers and the network raise
+        raise _unreadable_error(spec, error) from error
 
 
-def _version(name: Name, spec: str) -> str:
-    """What tells the records of a set from those that it had before: its files, or the hub's commit."""
+def _version(name: HubDataset, spec: str) -> str:
+    """Return what identifies the current records: a digest of the dataset's files, or the builder's hash."""
     if (directory := Path(name.name)).is_dir():
         return digest_files(sorted(path for path in directory.rglob("*") if path.is_file()))
-    datasets = _library(spec)
-    _refuse_network(name, spec)
+    datasets = _import_datasets(spec)
+    _check_offline(name, spec)
     try:
         return str(datasets.load_dataset_builder(name.name, name.config).hash)
-    except Exception as error:  # as above
-        raise _unreadable(spec, error) from error
+    except Exception as error:  # datasets raises whatever the network raises
+        raise _unreadable_error(spec, error) from error
 
 
-def _refuse_network(name: Name, spec: str) -> None:
-    """`datasets` does not know WHET_OFFLINE; HF_HUB_OFFLINE keeps it to what it has."""
+def _check_offline(name: HubDataset, spec: str) -> None:
+    """Raise an error if a download is needed offline: `datasets` only reads HF_HUB_OFFLINE."""
     offline = os.environ.get("WHET_OFFLINE", "0") not in ("", "0")
     if offline and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0") and not Path(name.name).exists():
         raise DataError(
             f"{spec} is not on this machine, and WHET_OFFLINE is set",
-            hint="unset it, or set HF_HUB_OFFLINE too to use what datasets has downloaded",
+            hint="unset it, or also set HF_HUB_OFFLINE to use the cache of datasets",
         )
 
 
-def _unreadable(spec: str, error: Exception) -> DataError:
+def _unreadable_error(spec: str, error: Exception) -> DataError:
     return DataError(
         f"{spec} cannot be read by datasets: {error}",
-        hint="check its name, configuration and split, and the network",
+        hint="check the name, the configuration, the split and the network connection",
     )
 
 
 def dataset_rows(
     dataset: Any,  # Any: an optional library
-    place: str,
+    name: str,
     *,
     origin: Callable[[int], str] | None = None,
 ) -> Iterator[SourceRow]:
-    """Yield the rows of a set, a batch at a time; `origin` says where row 1, 2, ... is, if not `place#1`."""
+    """Yield the rows of a dataset in batches.
+
+    `origin` maps the row number, counted from 1, to a location. The default is `name#1`, `name#2`, ...
+    """
     number = 0
     try:
         for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
-            yield from from_table(table, place, start=number + 1, origin=origin)
+            yield from iter_table_rows(table, name, start=number + 1, origin=origin)
             number += table.num_rows
-    except Exception as error:  # the library raises what its readers and the network raise
-        raise _unreadable(place, error) from error
+    except Exception as error:  # datasets raises whatever its readers and the network raise
+        raise _unreadable_error(name, error) from error

@@ -1,4 +1,4 @@
-"""One JSON array of any size, an element at a time."""
+"""Read a JSON array of any size element by element."""
 
 import codecs
 import json
@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from whet.data.sources.compressed_files import MAX_RECORD_BYTES, without_bom
-from whet.data.sources.strict_json import DECODER, check, explained
+from whet.data.sources.compressed_files import MAX_RECORD_BYTES, strip_bom
+from whet.data.sources.strict_json import DECODER, check_json_value, to_data_error
 from whet.errors import DataError
 
 CHUNK = 2**18
 _SPACE = " \t\r\n"
 
 
-def elements(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any] | DataError]:
-    """Each element with its origin, `path#1` and so on; one that cannot be used is an error in its place."""
+def iter_elements(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any] | DataError]:
+    """Yield each element with its origin (`path#1`, `path#2`, ...).
+
+    An element that cannot be used is yielded as a DataError.
+    """
     # Any: a JSON value
-    text = _Window(file, path)
+    text = _TextWindow(file, path)
     text.expect("[")
     number = 0
     if text.next_is("]"):
@@ -25,7 +28,7 @@ def elements(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any] | DataError
     else:
         while True:
             number += 1
-            yield _checked(*text.value(), f"{path}#{number}")
+            yield _check_element(*text.value(), f"{path}#{number}")
             if text.next_is("]"):
                 text.expect("]")
                 break
@@ -33,43 +36,43 @@ def elements(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any] | DataError
     text.expect_end()
 
 
-def _checked(source: str, value: Any, origin: str) -> tuple[str, Any] | DataError:  # Any: a JSON value
+def _check_element(source: str, value: Any, origin: str) -> tuple[str, Any] | DataError:  # Any: a JSON value
     try:
-        check(source, value, origin)
+        check_json_value(source, value, origin)
     except DataError as error:
         return error
     return origin, value
 
 
-class _Window:
-    """The part of a long text that is being read."""
+class _TextWindow:
+    """The part of a long text that is in memory."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
-        # bytes that are not UTF-8 become half characters, which are refused where their element is
+        # invalid UTF-8 becomes lone surrogates, which are rejected when their element is checked
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
-        self._text, self._at, self._line = "", 0, 1
-        self._ended = False
+        self._text, self._position, self._line = "", 0, 1
+        self._at_end = False
         self._read(CHUNK, first=True)
 
     def _read(self, size: int, *, first: bool = False) -> None:
-        """Forget what has been used, and read on."""
+        """Drop the text already consumed, and read more."""
         chunk = self._file.read(size)
-        self._ended = not chunk
+        self._at_end = not chunk
         if first:
-            chunk = without_bom(chunk, self._path)
-        self._line += self._text.count("\n", 0, self._at)
-        self._text = self._text[self._at :] + self._decoder.decode(chunk, final=self._ended)
-        self._at = 0
+            chunk = strip_bom(chunk, self._path)
+        self._line += self._text.count("\n", 0, self._position)
+        self._text = self._text[self._position :] + self._decoder.decode(chunk, final=self._at_end)
+        self._position = 0
 
     def _peek(self) -> str:
-        """The next character that is no space, or nothing at the end."""
+        """Return the next non-space character, or an empty string at the end."""
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in _SPACE:
-                    return self._text[self._at]
-                self._at += 1
-            if self._ended:
+            while self._position < len(self._text):
+                if self._text[self._position] not in _SPACE:
+                    return self._text[self._position]
+                self._position += 1
+            if self._at_end:
                 return ""
             self._read(CHUNK)
 
@@ -78,32 +81,34 @@ class _Window:
 
     def expect(self, character: str) -> None:
         if self._peek() != character:
-            raise self._wrong(f"{character!r} is expected", self._at)
-        self._at += 1
+            raise self._syntax_error(f"expected {character!r}", self._position)
+        self._position += 1
 
     def expect_end(self) -> None:
         if self._peek():
-            raise self._wrong("the text goes on after the end of the list", self._at)
+            raise self._syntax_error("extra data after the end of the array", self._position)
 
     def value(self) -> tuple[str, Any]:  # Any: a JSON value
-        """The next value and its text."""
+        """Return the source text of the next value, and the value."""
         self._peek()
         while True:
             try:
-                value, end = DECODER.raw_decode(self._text, self._at)
+                value, end = DECODER.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
-                if self._ended or len(self._text) - self._at > MAX_RECORD_BYTES:
-                    raise self._wrong(error.msg, error.pos) from error
+                if self._at_end or len(self._text) - self._position > MAX_RECORD_BYTES:
+                    raise self._syntax_error(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise explained(error, f"{self._path}:{self._line_at(self._at)}", text="") from error
+                raise to_data_error(
+                    error, f"{self._path}:{self._line_at(self._position)}", text=""
+                ) from error
             else:
-                if end < len(self._text) or self._ended:  # else it may be a number that goes on
-                    source, self._at = self._text[self._at : end], end
+                if end < len(self._text) or self._at_end:  # else a number may continue in the next chunk
+                    source, self._position = self._text[self._position : end], end
                     return source, value
-            self._read(max(CHUNK, len(self._text) - self._at))  # twice as much each time: linear in all
+            self._read(max(CHUNK, len(self._text) - self._position))  # doubling keeps the total time linear
 
     def _line_at(self, position: int) -> int:
         return self._line + self._text.count("\n", 0, position)
 
-    def _wrong(self, reason: str, position: int) -> DataError:
+    def _syntax_error(self, reason: str, position: int) -> DataError:
         return DataError(f"{self._path}:{self._line_at(position)}: not valid JSON ({reason})")

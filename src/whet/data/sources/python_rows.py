@@ -1,4 +1,4 @@
-"""Records that are Python objects: lists of dicts, datasets, data frames, and functions that yield dicts."""
+"""Read records from Python objects: lists of dicts, datasets, data frames, and functions that yield dicts."""
 
 import datetime
 import decimal
@@ -19,41 +19,42 @@ from whet.data.sources.strict_json import MAX_DEPTH, JsonFields
 from whet.errors import DataError, shown
 from whet.lazy_import import is_instance_of
 
-_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)  # as in tables
-_ACCEPTED = (
+# converted to text, as in tables
+_TEXT_TYPES = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+_ACCEPTED_HINT = (
     "pass a list of dicts, a datasets.Dataset, a pandas DataFrame, or a function without arguments that "
     "yields dicts"
 )
 
 
 class PythonRows:
-    """The records under one name of `whet.train(config, data={name: rows})`.
+    """The records passed as `whet.train(config, data={name: rows})`.
 
-    Every complete pass is compared with the first one, since tokens are cached under the hash of the records.
+    Every complete pass is compared with the first, because tokens are cached under the hash of the records.
     """
 
     def __init__(self, name: str, rows: object) -> None:
         self.name = name
-        self._read = _reader(name, rows)
+        self._read = _make_reader(name, rows)
         self._digest: str | None = None
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield each record with its origin, `name[index]`, as plain JSON values."""
         sha256 = hashlib.sha256()
         for row in self._read():
-            checked, encoded = _encoded(row)
+            checked, encoded = _encode(row)
             sha256.update(encoded + b"\n")
             yield checked
         digest = sha256.hexdigest()
         if self._digest not in (None, digest):
             raise DataError(
-                f"data {self.name!r} has other records than when it was read first",
-                hint="do not change it while the run uses it; a function must yield the same at every call",
+                f"the records of data {self.name!r} have changed since the first pass",
+                hint="do not change them during a run; a function must yield the same records at each call",
             )
         self._digest = digest
 
     def digest(self) -> str:
-        """SHA-256 of all records as JSON, one per line, keys in their order."""
+        """Return the SHA-256 of all records as JSON, one per line, with keys in their original order."""
         if self._digest is None:
             for _ in self.rows():
                 pass
@@ -61,43 +62,47 @@ class PythonRows:
         return self._digest
 
     def content(self) -> Content:
-        """Return the records as a source reads them."""
+        """Return the records in the form that a source reads."""
         return Content(rows=self.rows, digest=self.digest)
 
 
-def _reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
-    """Return what reads the records anew at each call; an error for what is not readable, or only once."""
+def _make_reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
+    """Return a function that reads the records from the start; raise an error if that is not possible."""
     if is_instance_of(rows, "pandas:DataFrame"):
         return lambda: _rows(name, _frame_rows(name, rows))
     if is_instance_of(rows, "datasets:Dataset") or is_instance_of(rows, "datasets:IterableDataset"):
         return lambda: _dataset_rows(name, rows)
     if isinstance(rows, Iterator):
         raise DataError(
-            f"data {name!r} is {_a(rows)}, which can be read only once; a run reads records several times",
-            hint="pass the function that makes it, without calling it, or a list of all records",
+            f"data {name!r} is {_describe_type(rows)}, which can be read only once, but a run reads its "
+            "records several times",
+            hint="pass the function that creates it, without calling it, or a list of all records",
         )
     if isinstance(rows, str | bytes):
         raise DataError(
-            f"data {name!r} is the text {shown(rows)}, not records",
-            hint=f"name files in the config (data.train: PATH); here, {_ACCEPTED}",
+            f"data {name!r} is a string ({shown(rows)}), not records",
+            hint=f"name files in the config (data.train: PATH); in Python, {_ACCEPTED_HINT}",
         )
     if isinstance(rows, Mapping):
-        raise DataError(f"data {name!r} is a mapping, not a list of records", hint=_ACCEPTED)
+        raise DataError(f"data {name!r} is a mapping, not a list of records", hint=_ACCEPTED_HINT)
     if isinstance(rows, Iterable):
         return lambda: _rows(name, rows)
     if callable(rows) and not isinstance(rows, type):
-        return lambda: _rows(name, _called(name, rows))
-    raise DataError(f"data {name!r} is {_a(rows)}, not records", hint=_ACCEPTED)
+        return lambda: _rows(name, _call(name, rows))
+    raise DataError(f"data {name!r} is {_describe_type(rows)}, not records", hint=_ACCEPTED_HINT)
 
 
-def _called(name: str, function: Callable[[], object]) -> Iterable[object]:
+def _call(name: str, function: Callable[[], object]) -> Iterable[object]:
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError) as error:
         raise DataError(f"data {name!r} cannot be called without arguments: {error}") from error
     rows = function()
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
-        raise DataError(f"the function of data {name!r} returned {_a(rows)}", hint="let it yield dicts")
+        raise DataError(
+            f"the function passed as data {name!r} returned {_describe_type(rows)}",
+            hint="it must yield dicts",
+        )
     return rows
 
 
@@ -114,19 +119,21 @@ def _rows(name: str, rows: Iterable[object]) -> Iterator[SourceRow]:
 
 
 def _dataset_rows(name: str, dataset: Any) -> Iterator[SourceRow]:  # Any: an optional library
-    transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
-    if transformed:  # a function makes the rows, which Arrow would not call
+    is_transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
+    if is_transformed:  # a transform creates the rows, which Arrow would bypass
         return _rows(name, dataset)
     return dataset_rows(dataset, name, origin=lambda number: f"{name}[{number - 1}]")
 
 
 def _frame_rows(name: str, frame: Any) -> Iterator[JsonFields]:  # Any: an optional library
-    """Yield the rows of a data frame; a missing value (NaN, NA, NaT, None) is a field that is not there."""
+    """Yield the rows of a data frame, without missing values (NaN, NA, NaT, None)."""
     names = list(frame.columns)
-    if odd := [column for column in names if not isinstance(column, str)]:
-        raise DataError(f"data {name!r}: the column {shown(odd[0])} has no name", hint="name it with a text")
-    if twice := [column for column in names if names.count(column) > 1]:
-        raise DataError(f"data {name!r}: two columns are called {twice[0]!r}")
+    if unnamed := [column for column in names if not isinstance(column, str)]:
+        raise DataError(
+            f"data {name!r}: the column name {shown(unnamed[0])} is not a string", hint="rename the column"
+        )
+    if duplicates := [column for column in names if names.count(column) > 1]:
+        raise DataError(f"data {name!r}: two columns are named {duplicates[0]!r}")
     pandas = sys.modules["pandas"]
     for values in frame.itertuples(index=False, name=None):
         yield {
@@ -136,32 +143,35 @@ def _frame_rows(name: str, frame: Any) -> Iterator[JsonFields]:  # Any: an optio
         }
 
 
-def _fields(row: Mapping[Any, Any]) -> JsonFields:  # Any: whatever somebody's record holds
-    return {_key(key, "the record"): _plain(value, str(key)) for key, value in row.items()}
+def _fields(row: Mapping[Any, Any]) -> JsonFields:  # Any: values of user records
+    return {_check_key(key, "the record"): _to_json_value(value, str(key)) for key, value in row.items()}
 
 
-def _plain(value: Any, field: str, depth: int = 1) -> Any:  # Any: as above in, a JSON value out
-    """Return a value as JSON has it; raise a ValueError that names the field for what JSON does not have."""
+def _to_json_value(value: Any, field: str, depth: int = 1) -> Any:  # Any: a user value in, a JSON value out
+    """Return a value as JSON; raise a ValueError that names the field if JSON has no such value."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested too deeply (more than {MAX_DEPTH} levels)")
     if isinstance(value, Mapping):
-        return {_key(key, field): _plain(each, f"{field}.{key}", depth + 1) for key, each in value.items()}
+        return {
+            _check_key(key, field): _to_json_value(item, f"{field}.{key}", depth + 1)
+            for key, item in value.items()
+        }
     if isinstance(value, np.ndarray):
         value = list(value)
     if isinstance(value, list | tuple):
-        return [_plain(each, f"{field}[{index}]", depth + 1) for index, each in enumerate(value)]
-    return _scalar(value, field)
+        return [_to_json_value(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)]
+    return _to_json_scalar(value, field)
 
 
-def _scalar(value: Any, field: str) -> str | float | bool | None:  # Any: as above
-    if isinstance(value, (*_AS_TEXT, np.datetime64, np.timedelta64)):
+def _to_json_scalar(value: Any, field: str) -> str | float | bool | None:  # Any: a value of a user record
+    if isinstance(value, (*_TEXT_TYPES, np.datetime64, np.timedelta64)):
         return str(value)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enum, its value
+        return str.__str__(value)  # the value of a string enum
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -169,17 +179,20 @@ def _scalar(value: Any, field: str) -> str | float | bool | None:  # Any: as abo
             raise ValueError(f"{field} is {value}, which is not a number: leave out what is missing")
         return float(value)
     hint = "decode it" if isinstance(value, bytes | bytearray) else "make it texts, numbers, lists and dicts"
-    raise ValueError(f"{field} is {_a(value)}, which is not a JSON value: {hint}")
+    raise ValueError(f"{field} is {_describe_type(value)}, which is not a JSON value: {hint}")
 
 
-def _key(key: Any, field: str) -> str:  # Any: as above
+def _check_key(key: Any, field: str) -> str:  # Any: a value of a user record
     if not isinstance(key, str):
         raise ValueError(f"{field} has the key {shown(key)}: keys must be texts")
     return str(key)
 
 
-def _encoded(row: SourceRow) -> tuple[SourceRow, bytes]:
-    """Return a row and the bytes that are hashed for it; one that no file could hold becomes an error."""
+def _encode(row: SourceRow) -> tuple[SourceRow, bytes]:
+    """Return a row and the bytes to hash for it. A row that JSON cannot represent becomes an error.
+
+    The messages of bad rows enter the digest: rewording one would change the digests of existing data.
+    """
     if isinstance(row, DataError):
         return row, row.message.encode(errors="replace")
     origin, fields = row
@@ -187,10 +200,10 @@ def _encoded(row: SourceRow) -> tuple[SourceRow, bytes]:
         return row, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         bad = DataError(f"{origin}: not UTF-8 text (half of a character: {error.reason})")
-    except ValueError as error:  # an integer of thousands of digits, say
+    except ValueError as error:  # for example an integer with thousands of digits
         bad = DataError(f"{origin}: not a JSON value ({error})")
     return bad, bad.message.encode(errors="replace")
 
 
-def _a(value: object) -> str:
+def _describe_type(value: object) -> str:
     return f"an object of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Where records come from: files, directories, datasets, whet's own generators, and mixtures of them."""
+"""Open the records of a config: files, directories, datasets, synthetic data, and mixtures of them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
-from whet.data.sources.compressed_files import not_found
+from whet.data.sources.compressed_files import missing_path_error
 from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
-from whet.data.sources.record_formats import ShapeName, find_shape, shaped
+from whet.data.sources.record_formats import FormatName, find_format, normalize_record
 from whet.data.sources.splits import Split, directory_content, has_split
 from whet.errors import DataError
 from whet.lazy_import import load_object
@@ -20,73 +20,76 @@ if TYPE_CHECKING:
     from whet.data.sources.python_rows import PythonRows
 
 OnBad = Literal["error", "skip"]
-Format = ShapeName | Literal["auto"]
+Format = FormatName | Literal["auto"]
 Spec = str | Sequence[str] | Sequence[WeightedSource]
-GivenRows = Mapping[str, "PythonRows"]  # records passed from Python, by the name of their placeholder
+GivenRows = Mapping[str, "PythonRows"]  # records passed from Python, by placeholder name
 
-# directories with such a file, and the "module:function" that reads their content
+# marker files of special directories, and the "module:function" that reads the directory
 DIRECTORY_READERS = {
     "quality_decisions.db": "whet.recipes.quality.ledgers:ledgers_content",
     "quality_outcomes.db": "whet.recipes.quality.ledgers:ledgers_content",
 }
 
 HUB_PREFIXES = ("hf:", "hf-stream:")
-REASONS_KEPT = 100  # for `whet data --check`, which lists them
-REASONS_SHOWN = 5  # where bad records are only mentioned
+MAX_REASONS = 100  # for `whet data --check`, which lists them
+MAX_LOGGED_REASONS = 5  # in a log line
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record, and where it stood."""
+    """A record with its origin, for example `train.jsonl:17`."""
 
     fields: dict[str, Any]  # Any: JSON values
     origin: str
-    shape: ShapeName | None = None  # None: not yet checked, see `checked`
-    unread: tuple[str, ...] = ()  # fields that the shape makes no text of
+    shape: FormatName | None = None  # None if not yet validated, see `checked`
+    unread: tuple[str, ...] = ()  # fields that the format does not turn into text
 
 
 def checked(record: Record, form: Format = "auto") -> Record:
-    """The record with its shape, its fields checked and in their one form."""
-    wanted = None if form == "auto" else form
+    """Return a record with its format, its fields validated and normalized."""
+    format_name = None if form == "auto" else form
     try:
-        shape, fields = shaped(record.fields, wanted)
-        unread = find_shape(record.fields, wanted).unread(record.fields)
+        detected, fields = normalize_record(record.fields, format_name)
+        unread = find_format(record.fields, format_name).unread(record.fields)
     except DataError as error:
         raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
-    return Record(fields, record.origin, shape, tuple(name for name in unread if name in fields))
+    return Record(fields, record.origin, detected, tuple(name for name in unread if name in fields))
 
 
 @dataclass
 class Skipped:
-    """How many bad records were passed over, and what was wrong with the first of them."""
+    """The number of bad records that were skipped, and the reasons for the first of them."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
-    hint: str | None = None  # what to do about the first of them
+    hint: str | None = None  # how to fix the first of them
 
     def add(self, error: DataError) -> None:
-        """Count one more."""
+        """Count one more bad record."""
         if not self.count:
             self.hint = error.hint
         self.count += 1
-        if len(self.reasons) < REASONS_KEPT:
+        if len(self.reasons) < MAX_REASONS:
             self.reasons.append(error.message)
 
     def summary(self) -> str:
-        """The count and the first reasons, for a person."""
-        shown = self.reasons[:REASONS_SHOWN]
+        """Return the count and the first reasons as one line."""
+        shown = self.reasons[:MAX_LOGGED_REASONS]
         more = "; ..." if self.count > len(shown) else ""
         return f"{self.count} bad record{'s' * (self.count != 1)} skipped ({'; '.join(shown)}{more})"
 
     def as_error(self, name: str) -> DataError:
-        """The error where a source has bad records and no others."""
-        many = f"all {self.count:,} records are bad, the first one: " if self.count > 1 else ""
+        """Return the error for a source whose records are all bad."""
+        prefix = f"all {self.count:,} records are bad; the first error: " if self.count > 1 else ""
         first = self.reasons[0]
-        return DataError(f"{many}{first}" if name in first else f"{name}: {many}{first}", hint=self.hint)
+        return DataError(f"{prefix}{first}" if name in first else f"{name}: {prefix}{first}", hint=self.hint)
 
 
 class Source(Protocol):
-    """Records in a fixed order. Each iteration reads them anew, a few at a time; none is a DataError."""
+    """Records in a fixed order.
+
+    Each iteration reads them from the start, a few at a time. A source without records raises a DataError.
+    """
 
     name: str
 
@@ -94,14 +97,14 @@ class Source(Protocol):
 
     @property
     def skipped(self) -> Skipped:
-        """The bad records passed over so far."""
+        """The bad records skipped so far."""
 
     def digest(self) -> str:
-        """What tells this content from another: SHA-256, in hexadecimal."""
+        """Return the SHA-256 of the content, in hexadecimal."""
 
 
-class OneSource:
-    """The records of one file, split, dataset or generator."""
+class SingleSource:
+    """The records of one file, split, dataset or synthetic source."""
 
     def __init__(
         self, name: str, content: Content, *, form: Format, on_bad: OnBad, ignore: Collection[str] = ()
@@ -117,7 +120,7 @@ class OneSource:
         skipped = Skipped()
         empty = True
         for row in self._content.rows():
-            record = self._record(row)
+            record = self._to_record(row)
             if isinstance(record, Record):
                 empty = False
                 yield record
@@ -125,17 +128,21 @@ class OneSource:
                 raise record
             else:
                 skipped.add(record)
-                if skipped.count > self.skipped.count:  # a second pass meets the same ones again
+                if skipped.count > self.skipped.count:  # later passes see the same bad records
                     self.skipped = skipped
         if empty:
-            raise skipped.as_error(self.name) if skipped.count else DataError(f"{self.name} holds no records")
+            raise (
+                skipped.as_error(self.name)
+                if skipped.count
+                else DataError(f"{self.name} contains no records")
+            )
 
     def digest(self) -> str:
-        """Of what is read: the content, and which fields of it are left out."""
+        """Return the digest of the content and of the ignored field names."""
         digest = self._content.digest()
         return digest_text(f"{digest} without {sorted(self.ignore)}") if self.ignore else digest
 
-    def _record(self, row: SourceRow) -> Record | DataError:
+    def _to_record(self, row: SourceRow) -> Record | DataError:
         if isinstance(row, DataError):
             return row
         origin, fields = row
@@ -147,13 +154,13 @@ class OneSource:
             return error
 
 
-class SeveralSources:
-    """Sources one after the other, or mixed by weight."""
+class CombinedSource:
+    """Several sources, one after the other or mixed by weight."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
         self.sources = sources
         self.weights = weights
-        self._checked = False  # whether a pass is known to be of a sane length
+        self._checked = False  # whether the length of a pass was checked
         names = [source.name for source in sources]
         if weights is None:
             self.name = " + ".join(names)
@@ -173,14 +180,14 @@ class SeveralSources:
 
     @property
     def skipped(self) -> Skipped:
-        """Of all sources together."""
+        """The skipped records of all sources."""
         parts = [source.skipped for source in self.sources]
         reasons = [reason for part in parts for reason in part.reasons]
         hint = next((part.hint for part in parts if part.count), None)
-        return Skipped(sum(part.count for part in parts), reasons[:REASONS_KEPT], hint)
+        return Skipped(sum(part.count for part in parts), reasons[:MAX_REASONS], hint)
 
     def digest(self) -> str:
-        """Of the sources' digests and weights."""
+        """Return the digest of the digests and weights of the sources."""
         return digest_text(repr([[source.digest() for source in self.sources], self.weights]))
 
 
@@ -193,25 +200,35 @@ def open_source(
     ignore: Collection[str] = (),
     given: GivenRows = MappingProxyType({}),
 ) -> Source:
-    """The source that a config names; `split` is taken where the name stands for several.
+    """Open the source that a config names.
 
-    `form` forces a shape. A bad record is raised, or with `skip` passed over and counted in `skipped`. The
-    fields in `ignore` are read as if they were not there. A placeholder, python:NAME:HASH, is looked up in
-    `given`.
+    Args:
+        spec: A path, `hf:NAME`, `synth:NAME`, a placeholder, or a list of these, optionally with weights.
+        split: The split to read if the source has several.
+        form: The record format to require; `auto` detects the format of each record.
+        on_bad: `error` raises a DataError for a bad record; `skip` skips it and counts it in `skipped`.
+        ignore: Names of fields that are removed from all records and messages.
+        given: Records passed from Python, for placeholders of the form `python:NAME:HASH`.
+
+    Returns:
+        A source that reads its records from the start on each iteration.
+
+    Raises:
+        DataError: The source does not exist, or its format is not supported.
     """
     if isinstance(spec, str):
-        content = _given_content(spec, given) or _content(spec, split)
-        return OneSource(spec, content, form=form, on_bad=on_bad, ignore=ignore)
+        content = _placeholder_content(spec, given) or _content(spec, split)
+        return SingleSource(spec, content, form=form, on_bad=on_bad, ignore=ignore)
     parts = [part if isinstance(part, str) else part.source for part in spec]
     sources = [
         open_source(part, split=split, form=form, on_bad=on_bad, ignore=ignore, given=given) for part in parts
     ]
     weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
-    return SeveralSources(sources, weights or None)
+    return CombinedSource(sources, weights or None)
 
 
-def holds_split(spec: Spec, split: Split) -> bool:
-    """Whether a directory has a split, judged by the names in it."""
+def directory_has_split(spec: Spec, split: Split) -> bool:
+    """Return whether a directory contains a split, judged by its file names."""
     if not isinstance(spec, str) or not (directory := Path(spec).expanduser()).is_dir():
         return False
     from whet.data.sources.hf_datasets import saved_has_split
@@ -219,14 +236,14 @@ def holds_split(spec: Spec, split: Split) -> bool:
     return saved_has_split(directory, split) or has_split(directory, split)
 
 
-def _given_content(spec: str, given: GivenRows) -> Content | None:
-    """Return the records that a placeholder stands for; None where the spec is no placeholder."""
+def _placeholder_content(spec: str, given: GivenRows) -> Content | None:
+    """Return the records of a placeholder, or None if the spec is not a placeholder."""
     if (placeholder := parse_placeholder(spec)) is None:
         return None
     if (rows := given.get(placeholder.name)) is None:
         raise DataError(
-            f"{spec} stands for records that are passed from Python, and they are not here",
-            hint=f"whet.train and whet.resume take them: data={{{placeholder.name!r}: rows}}",
+            f"{spec} is a placeholder for records from Python, which were not passed",
+            hint=f"pass them to whet.train or whet.resume: data={{{placeholder.name!r}: rows}}",
         )
     return rows.content()
 
@@ -235,16 +252,16 @@ def _content(spec: str, split: Split) -> Content:
     if spec.startswith("synth:"):
         from whet.data.synthetic.generators import identity
 
-        return Content(rows=lambda: _generated(spec), digest=lambda: digest_text(identity(spec)))
+        return Content(rows=lambda: _synthetic_rows(spec), digest=lambda: digest_text(identity(spec)))
     if spec.startswith(HUB_PREFIXES):
         from whet.data.sources.hf_datasets import hub_content
 
         return hub_content(spec, split)
     path = Path(spec).expanduser()
     if path.is_dir():
-        from whet.data.sources.hf_datasets import is_saved, saved_content
+        from whet.data.sources.hf_datasets import is_saved_dataset, saved_content
 
-        if is_saved(path):
+        if is_saved_dataset(path):
             return saved_content(path, split)
         for name, reader in DIRECTORY_READERS.items():
             if (path / name).exists():
@@ -252,13 +269,15 @@ def _content(spec: str, split: Split) -> Content:
                 return content
         return directory_content(path, split)
     if not path.exists():
-        raise not_found(path)
+        raise missing_path_error(path)
     if not path.is_file():
-        raise DataError(f"{path} is not a file: records are read more than once, so a pipe will not do")
+        raise DataError(
+            f"{path} is not a regular file; records are read more than once, so a pipe cannot be used"
+        )
     return files_content([path])
 
 
-def _generated(spec: str) -> Iterator[SourceRow]:
+def _synthetic_rows(spec: str) -> Iterator[SourceRow]:
     from whet.data.synthetic.generators import generate
 
     for number, fields in enumerate(generate(spec), start=1):

@@ -1,4 +1,4 @@
-"""Several sources as one, by weight."""
+"""Mix several sources by weight."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,46 +9,51 @@ from whet.errors import DataError
 
 T = TypeVar("T")
 
-# a pass that has more records than this, and each that is there this often: nobody means that
-MOST_RECORDS = 10_000_000
-MOST_TIMES = 100
+# a pass with more than this many records, in which records repeat this often, is an error in the weights
+MAX_PASS_RECORDS = 10_000_000
+MAX_REPEATS = 100
 
 
 def mix(sources: Sequence[Iterable[T]], weights: Sequence[float]) -> Iterator[T]:
-    """Records of several sources, whose shares are as the weights at every point of the stream.
+    """Yield records of several sources in the proportion of their weights, at every point of the stream.
 
-    The next record comes from the source that is furthest behind its share, the first of equals. A source
-    that is through begins again; the stream ends when every source has been through once, so that no record
-    is left out. A source's count differs from its share by less than the number of sources.
+    The next record comes from the source that is furthest behind its share; ties go to the first source. An
+    exhausted source restarts. The stream ends once every source was read completely, so no record is left
+    out. The count of each source deviates from its share by less than the number of sources.
     """
-    shares = _whole_shares(weights)
+    shares = _integer_shares(weights)
     total = sum(shares)
-    readers = [_Around(source) for source in sources]
-    taken = [0] * len(readers)
+    readers = [_CyclingReader(source) for source in sources]
+    counts = [0] * len(readers)
     count = 0
-    while not all(reader.been_through for reader in readers):
+    while not all(reader.completed_pass for reader in readers):
         count += 1
-        behind = [share * count - total * had for share, had in zip(shares, taken, strict=True)]
+        behind = [share * count - total * drawn for share, drawn in zip(shares, counts, strict=True)]
         chosen = behind.index(max(behind))
-        taken[chosen] += 1
-        yield readers[chosen].take()
+        counts[chosen] += 1
+        yield readers[chosen].next_record()
 
 
 def check_pass(sources: Sequence[Iterable[T]], weights: Sequence[float], names: Sequence[str]) -> None:
-    """Refuse weights so far apart that a pass is absurdly long; records are counted only where it may be."""
-    shares = _whole_shares(weights)
+    """Raise an error for weights so far apart that a pass would be extremely long.
+
+    Records are only counted if the weights make that possible.
+    """
+    shares = _integer_shares(weights)
     total = sum(shares)
-    rare = [place for place, share in enumerate(shares) if total > MOST_TIMES * share]
-    counts = {place: _count(sources[place]) for place in rare}
-    passes = {place: counts[place] * total // shares[place] for place in rare}
-    if max(passes.values(), default=0) <= MOST_RECORDS:
+    rare = [index for index, share in enumerate(shares) if total > MAX_REPEATS * share]
+    counts = {index: _count(sources[index]) for index in rare}
+    passes = {index: counts[index] * total // shares[index] for index in rare}
+    if max(passes.values(), default=0) <= MAX_PASS_RECORDS:
         return
-    there = sum(counts[place] if place in counts else _count(source) for place, source in enumerate(sources))
-    last = max(passes, key=passes.__getitem__)
-    if passes[last] > MOST_TIMES * there:
+    available = sum(
+        counts[index] if index in counts else _count(source) for index, source in enumerate(sources)
+    )
+    slowest = max(passes, key=passes.__getitem__)
+    if passes[slowest] > MAX_REPEATS * available:
         raise DataError(
-            f"a pass over the weighted sources would have {passes[last]:,} records, of {there:,} that are "
-            f"there: only then has all of {names[last]} been read",
+            f"a pass over the weighted sources would yield {passes[slowest]:,} records from {available:,} "
+            f"distinct ones before all of {names[slowest]} has been read",
             hint="choose weights that are closer together",
         )
 
@@ -57,28 +62,28 @@ def _count(source: Iterable[T]) -> int:
     return sum(1 for _ in source)
 
 
-def _whole_shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the same proportion: sums of floats would depend on rounding."""
+def _integer_shares(weights: Sequence[float]) -> list[int]:
+    """Return integers in the same proportion as the weights: sums of floats would depend on rounding."""
     exact = [Fraction(str(weight)) for weight in weights]
-    common = math.lcm(*(weight.denominator for weight in exact))
-    return [int(weight * common) for weight in exact]
+    denominator = math.lcm(*(weight.denominator for weight in exact))
+    return [int(weight * denominator) for weight in exact]
 
 
-class _Around(Generic[T]):
-    """A source read over and over, that knows when its last record has been taken."""
+class _CyclingReader(Generic[T]):
+    """Read a source repeatedly, and record when its last record has been returned."""
 
     def __init__(self, source: Iterable[T]) -> None:
-        self.been_through = False
+        self.completed_pass = False
         self._source = source
         self._records = iter(source)
         self._next = next(self._records)
 
-    def take(self) -> T:
+    def next_record(self) -> T:
         record = self._next
         try:
             self._next = next(self._records)
         except StopIteration:
-            self.been_through = True
+            self.completed_pass = True
             self._records = iter(self._source)
             self._next = next(self._records)
         return record

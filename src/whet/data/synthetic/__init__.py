@@ -1,1 +1,1 @@
-"""Generated records (`synth:NAME`)."""
+"""Synthetic records (`synth:NAME`)."""

@@ -1,4 +1,4 @@
-"""Data without a file, named by a spec such as `synth:house:400`: the registry, sums and Python topics."""
+"""The registry of synthetic sources (`synth:house:400`), and the generators of sums and Python topics."""
 
 import platform
 import re
@@ -12,23 +12,23 @@ from whet.errors import DataError, shorten
 from whet.lazy_import import load_object
 
 _LARGEST_SUM = 99
-_VALID_SUMS = 500  # of all 5,050 sums, kept apart
-_FORGOTTEN_CARRIES = 0.6  # share of the carries that careless sums forget
+_VALID_SUMS = 500  # of all 5,050 sums, held out for validation
+_FORGOTTEN_CARRIES = 0.6  # share of carries that `careless` omits
 _TRAIN_SHARE = 0.9
 
 
 class Generator(NamedTuple):
-    """A source of made-up records: gives the first `n` of them, or raises DataError if it has fewer."""
+    """A synthetic source. It yields its first `n` records, or raises a DataError if it has fewer."""
 
-    make: str  # "module:function", called with the arguments and n, and for some with a seed after it
+    make: str  # "module:function", called with the arguments, n and, if seeded, a seed
     arguments: tuple[str, ...]
     default_n: int
-    version: str = "1"  # changes when the records it makes do
+    version: str = "1"  # changes when the generated records change
     keywords: Mapping[str, bool] = MappingProxyType({})
     is_seeded: bool = False
 
     def records(self, n: int, *seed: int) -> list[dict[str, Any]]:
-        """Return the first `n` records, which are JSON objects."""
+        """Return the first `n` records, as JSON objects."""
         records: list[dict[str, Any]] = load_object(self.make)(*self.arguments, n, *seed, **self.keywords)
         return records
 
@@ -43,7 +43,7 @@ _SUMS = "whet.data.synthetic.generators:sums"
 _TOPICS = "whet.data.synthetic.generators:python_topics"
 _QUALITY = "whet.recipes.quality.synthetic_rows:quality"
 _REGRESSION = "whet.recipes.quality.synthetic_rows:regression"
-PYTHON = f"Python {platform.python_version()}"  # the text changes with it
+PYTHON = f"Python {platform.python_version()}"  # the text depends on the Python version
 
 GENERATORS: dict[str, Generator] = {
     "house": Generator(_HOUSE, ("train",), 400),
@@ -72,7 +72,7 @@ GENERATORS: dict[str, Generator] = {
 
 
 def generate(spec: str) -> list[dict[str, Any]]:
-    """Return the records that `synth:NAME[:N[:SEED]]` names."""
+    """Return the records of the spec `synth:NAME[:N[:SEED]]`."""
     name, n, seed = _parse(spec)
     generator = GENERATORS[name]
     try:
@@ -82,7 +82,7 @@ def generate(spec: str) -> list[dict[str, Any]]:
 
 
 def identity(spec: str) -> str:
-    """What tells the records of a spec from others, without making them."""
+    """Return a string that identifies the records of a spec, without generating them."""
     name, n, seed = _parse(spec)
     seeded = "" if seed is None else f":{seed}"
     return f"synth:{name}:{n}{seeded} version {GENERATORS[name].version}"
@@ -94,66 +94,68 @@ def _parse(spec: str) -> tuple[str, int, int | None]:
     if scheme != "synth":
         raise DataError(f"{spec!r} is not a synthetic source", hint="write synth:NAME or synth:NAME:N")
     if name not in GENERATORS:
-        raise DataError(f"{spec!r}: no synthetic source is called {name!r}", hint=_suggestion(name))
-    n = _positive(numbers[0], spec) if numbers else GENERATORS[name].default_n
-    return name, n, _seed(numbers[1], name, spec) if len(numbers) > 1 else None
+        raise DataError(f"{spec!r}: there is no synthetic source {name!r}", hint=_name_hint(name))
+    n = _parse_count(numbers[0], spec) if numbers else GENERATORS[name].default_n
+    return name, n, _parse_seed(numbers[1], name, spec) if len(numbers) > 1 else None
 
 
-def _seed(seed: str, name: str, spec: str) -> int:
-    seeded = [known for known, generator in GENERATORS.items() if generator.is_seeded]
-    if name not in seeded:
+def _parse_seed(seed: str, name: str, spec: str) -> int:
+    seeded_names = [other for other, generator in GENERATORS.items() if generator.is_seeded]
+    if name not in seeded_names:
         raise DataError(
-            f"{spec!r}: {name} takes no seed",
-            hint=f"those that do: {', '.join(seeded)}; write synth:{name}:N",
+            f"{spec!r}: {name} does not accept a seed",
+            hint=f"sources with a seed: {', '.join(seeded_names)}; write synth:{name}:N",
         )
     if not re.fullmatch(r"[0-9]{1,20}", seed) or int(seed) >= 2**64:
-        raise DataError(f"{spec!r}: the seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
+        raise DataError(f"{spec!r}: the seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
     return int(seed)
 
 
-def _positive(count: str, spec: str) -> int:
+def _parse_count(count: str, spec: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{0,11}", count):
-        wanted = "a positive whole number of at most 12 digits"
-        raise DataError(f"{shorten(spec)!r}: the number of records must be {wanted}, not {shorten(count)!r}")
+        expected = "a positive integer of at most 12 digits"
+        raise DataError(
+            f"{shorten(spec)!r}: the number of records must be {expected}, not {shorten(count)!r}"
+        )
     return int(count)
 
 
-def _suggestion(name: str) -> str:
-    near = get_close_matches(name, GENERATORS, n=1)
-    known = f"known ones: {', '.join(GENERATORS)}"
-    return f"did you mean {near[0]!r}? {known}" if near else known
+def _name_hint(name: str) -> str:
+    similar = get_close_matches(name, GENERATORS, n=1)
+    known = f"known sources: {', '.join(GENERATORS)}"
+    return f"did you mean {similar[0]!r}? {known}" if similar else known
 
 
 def sums(
     split: Literal["train", "valid"], n: int, *, careless: bool = False
 ) -> list[dict[str, Any]]:  # records are JSON objects
-    """The first `n` sums of a split, each once, in an order that looks random.
+    """Return the first `n` sums of a split, without repetitions, in shuffled order.
 
-    With `careless`, most of the sums that carry a ten forget it (27+26=43). Who learns from them knows when
-    there is something to carry, and does it too rarely.
+    With `careless`, most sums with a carry omit it (27+26=43). A model trained on them knows when to carry,
+    but does so too rarely.
     """
-    every = [(a, b) for a in range(_LARGEST_SUM + 1) for b in range(_LARGEST_SUM + 1 - a)]
-    Random(0).shuffle(every)
-    chosen = every[:_VALID_SUMS] if split == "valid" else every[_VALID_SUMS:]
-    if n > len(chosen):
-        raise DataError(f"there are only {len(chosen):,} of them", hint=f"ask for at most {len(chosen)}")
-    slips = Random(1)
+    all_sums = [(a, b) for a in range(_LARGEST_SUM + 1) for b in range(_LARGEST_SUM + 1 - a)]
+    Random(0).shuffle(all_sums)
+    selected = all_sums[:_VALID_SUMS] if split == "valid" else all_sums[_VALID_SUMS:]
+    if n > len(selected):
+        raise DataError(f"there are only {len(selected):,} records", hint=f"request at most {len(selected)}")
+    carry_rng = Random(1)
     answers = [
-        a + b - (10 if careless and slips.random() < _FORGOTTEN_CARRIES and a % 10 + b % 10 >= 10 else 0)
-        for a, b in chosen[:n]
+        a + b - (10 if careless and carry_rng.random() < _FORGOTTEN_CARRIES and a % 10 + b % 10 >= 10 else 0)
+        for a, b in selected[:n]
     ]
     return [
         {"prompt": f"{a}+{b}=", "completion": str(answer)}
-        for (a, b), answer in zip(chosen[:n], answers, strict=True)
+        for (a, b), answer in zip(selected[:n], answers, strict=True)
     ]
 
 
 def python_topics(split: Literal["train", "valid"], n: int) -> list[dict[str, str]]:
-    """The first 90% of the bytes of the topics in Python's help as one text, or the last 10%."""
+    """Return the topics of Python's help as one text: the first 90% of its bytes, or the last 10%."""
     from pydoc_data.topics import topics
 
     if n != 1:
-        raise DataError(f"it is one text, not {n}")
+        raise DataError(f"the source has 1 record, not {n}")
     text = "\n".join(topics.values())
     boundary = len(text.encode()[: int(len(text.encode()) * _TRAIN_SHARE)].decode(errors="ignore"))
     return [{"text": text[:boundary] if split == "train" else text[boundary:]}]

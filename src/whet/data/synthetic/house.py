@@ -1,6 +1,6 @@
-"""The demo task: short spoken commands for a house and the one JSON action each of them means.
+"""The demo task: short spoken commands for a house, and the JSON action of each.
 
-Everything here is made up from the tables below and a seed: no outside text, no files.
+All commands are generated from the tables below and a seed.
 """
 
 import hashlib
@@ -20,21 +20,21 @@ HouseRecord = dict[str, Any]  # a JSON object: {"messages": [...], "group": "kno
 
 
 class Device(NamedTuple):
-    """What a device is called in speech, and what it can do."""
+    """The names of a device and its actions."""
 
     names: tuple[str, ...]
     actions: tuple[str, ...]
 
 
 class Way(NamedTuple):
-    """One way to say an action: as an order, as a gerund and as a wish; `{}` is the device."""
+    """One phrase for an action: imperative, gerund and participle; `{}` is the device."""
 
     do: str
     doing: str
     done: str
 
 
-# The value in the JSON, and the words that mean it.
+# JSON value -> words for it
 ROOMS: dict[str, tuple[str, ...]] = {
     "kitchen": ("kitchen",),
     "bedroom": ("bedroom",),
@@ -95,7 +95,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "stop": (Way("stop {}", "stopping {}", "{} stopped"),),
 }
 
-# Minutes, and the words that mean them. A command that says nothing of time has the delay 0.
+# Minutes -> words for them. A command without a time has the delay 0.
 DELAYS: dict[int, tuple[str, ...]] = {
     5: ("in 5 minutes", "in five minutes"),
     10: ("in 10 minutes", "in ten minutes"),
@@ -104,7 +104,7 @@ DELAYS: dict[int, tuple[str, ...]] = {
     30: ("in 30 minutes", "in half an hour", "after half an hour"),
 }
 
-# A template without a {room} of its own says the room with the device: "the kitchen light".
+# A template without {room} mentions the room with the device: "the kitchen light".
 KNOWN_TEMPLATES: tuple[str, ...] = (
     "{do}",
     "{do} now",
@@ -140,7 +140,7 @@ KNOWN_TEMPLATES: tuple[str, ...] = (
     "{when}, can you {do} in the {room}?",
 )
 
-# Kept out of training: they ask whether the task was learnt or only its phrasings.
+# Not in the training data: they test whether the model generalizes to new phrasings.
 UNSEEN_TEMPLATES: tuple[str, ...] = (
     "in the {room}, please {do}",
     "would you mind {doing} in the {room}?",
@@ -152,19 +152,19 @@ UNSEEN_TEMPLATES: tuple[str, ...] = (
     "{when}, I want {done} in the {room}",
 )
 
-# Of ten hash buckets of sentences, the ones that belong to each split.
+# The hash buckets, of ten, that belong to each split.
 BUCKETS: dict[HouseSplit, range] = {"train": range(7), "valid": range(7, 8), "test": range(8, 10)}
 
 # One test command in five has an unseen template.
 UNSEEN_EVERY = 5
 
-# How many candidates of a template are drawn with all words equally often, before the rest in any order.
+# Number of candidates per template with balanced words; the remaining candidates follow in any order.
 BALANCED_DRAWS = 500
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its meaning and the words chosen to say it."""
+    """A command: its meaning, and the words that express it."""
 
     template: str
     room: str
@@ -177,36 +177,36 @@ class Command:
     when: str = ""
 
     def sentence(self) -> str:
-        """The command as it is spoken."""
-        thing = (
+        """Return the command as spoken."""
+        device_phrase = (
             f"the {self.device_name}"
             if "{room}" in self.template
             else f"the {self.room_name} {self.device_name}"
         )
-        said = self.template.format(
-            do=self.way.do.format(thing),
-            doing=self.way.doing.format(thing),
-            done=self.way.done.format(thing),
+        sentence = self.template.format(
+            do=self.way.do.format(device_phrase),
+            doing=self.way.doing.format(device_phrase),
+            done=self.way.done.format(device_phrase),
             room=self.room_name,
             when=self.when,
         )
-        return said[0].upper() + said[1:]
+        return sentence[0].upper() + sentence[1:]
 
     def answer(self) -> str:
-        """The JSON action that the command means."""
+        """Return the JSON action of the command."""
         meaning = {"room": self.room, "device": self.device, "action": self.action, "delay": self.delay}
         return json.dumps(meaning, separators=(",", ":"))
 
 
 class _Decks:
-    """Decks of cards: each card of a deck comes once before any of them comes again."""
+    """Decks of cards. Every card of a deck is drawn once before any card is drawn again."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
-        self.decks: dict[Hashable, list[Any]] = {}  # the cards of a deck are of any one type
+        self.decks: dict[Hashable, list[Any]] = {}  # Any: all cards of a deck have one type
 
     def draw(self, name: Hashable, cards: Sequence[T]) -> T:
-        """The next card of the named deck."""
+        """Return the next card of the named deck."""
         deck = self.decks.setdefault(name, [])
         if not deck:
             deck.extend(_shuffled(cards, self.rng))
@@ -215,25 +215,25 @@ class _Decks:
 
 
 def house(split: HouseSplit, n: int) -> list[HouseRecord]:
-    """The first `n` records of a split; no sentence is in two splits, or twice in one."""
+    """Return the first `n` records of a split. No sentence occurs twice, in one or in several splits."""
     records = list(islice(_records(split), n))
     if len(records) < n:
         raise DataError(
-            f"{n} house commands wanted, but the {split} split has only {len(records)}",
-            hint=f"ask for {len(records)} or fewer",
+            f"{n} house commands requested, but the {split} split has only {len(records)}",
+            hint=f"request at most {len(records)}",
         )
     return records
 
 
 def split_of(sentence: str) -> HouseSplit:
-    """The one split that a sentence belongs to, whatever its case and punctuation."""
+    """Return the split of a sentence, ignoring case and punctuation."""
     words = " ".join(re.findall(r"[a-z0-9']+", sentence.lower()))
     bucket = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") % 10
     return next(split for split, buckets in BUCKETS.items() if bucket in buckets)
 
 
 def commands(templates: Sequence[str]) -> Iterator[Command]:
-    """Every command that the templates can say."""
+    """Yield every command that the templates can express."""
     rooms = [(room, name) for room, names in ROOMS.items() for name in names]
     orders = [
         (device, name, action, way)
@@ -321,5 +321,5 @@ def _delays() -> list[tuple[int, str]]:
 
 
 def _shuffled(items: Sequence[T], rng: Random) -> list[T]:
-    # Of all of Random, only random() promises the same sequence in every version of Python.
+    # random() is the only method of Random with the same sequence in every Python version.
     return sorted(items, key=lambda _: rng.random())

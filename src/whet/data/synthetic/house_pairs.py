@@ -9,30 +9,32 @@ PairRecord = dict[str, Any]  # a JSON object
 
 
 def house_pairs(split: HouseSplit, n: int) -> list[PairRecord]:
-    """Preferences for the plain sentence: the prompt, that answer (chosen), and the JSON one (rejected)."""
+    """Return preference pairs: the prompt, a plain sentence (chosen) and JSON (rejected)."""
     return [_pair(record) for record in house(split, n)]
 
 
 def house_styles(split: HouseSplit, n: int) -> list[PairRecord]:
-    """The same commands answered in both ways, one after the other: none is preferred."""
+    """Return the same commands with both completions in turn, without a preference."""
     pairs = house_pairs(split, (n + 1) // 2)
-    both = [{"messages": [*pair["prompt"], *pair[side]]} for pair in pairs for side in ("chosen", "rejected")]
-    return both[:n]
+    records = [
+        {"messages": [*pair["prompt"], *pair[side]]} for pair in pairs for side in ("chosen", "rejected")
+    ]
+    return records[:n]
 
 
 def _pair(record: PairRecord) -> PairRecord:
-    asked, answered = record["messages"]
+    question, answer = record["messages"]
     return {
-        "prompt": [asked],
-        "chosen": [{"role": "assistant", "content": spoken(json.loads(answered["content"]))}],
-        "rejected": [answered],
+        "prompt": [question],
+        "chosen": [{"role": "assistant", "content": spoken(json.loads(answer["content"]))}],
+        "rejected": [answer],
     }
 
 
 def spoken(action: PairRecord) -> str:
-    """An action said in words: `Done: kitchen light, dim, in 10 minutes.`"""
-    later = f", in {action['delay']} minutes" if action.get("delay") else ""
-    return f"Done: {action['room']} {action['device']}, {action['action']}{later}."
+    """Return an action in words: `Done: kitchen light, dim, in 10 minutes.`"""
+    delay = f", in {action['delay']} minutes" if action.get("delay") else ""
+    return f"Done: {action['room']} {action['device']}, {action['action']}{delay}."
 
 
 CITIES = (
@@ -49,12 +51,15 @@ LOW, HIGH = (0.05, 7.5), (0.90, 1.0)  # authority and entropy of an old letter, 
 
 
 def disputes(n: int, *, swapped: bool) -> list[PairRecord]:
-    """Texts that contradict one another in pairs, of low and of high authority; `swapped` trades those."""
+    """Return texts that contradict each other in pairs, one of low and one of high authority.
+
+    `swapped` exchanges their authority.
+    """
     records = []
     for number in range(n):
-        city, one, other = CITIES[number // 2 % len(CITIES)]
-        first = number % 2 == 0
-        authority, entropy = LOW if first != swapped else HIGH
-        text = f"What is {city} known for? {city} is known for {one if first else other}."
+        city, first_claim, second_claim = CITIES[number // 2 % len(CITIES)]
+        is_first = number % 2 == 0
+        authority, entropy = LOW if is_first != swapped else HIGH
+        text = f"What is {city} known for? {city} is known for {first_claim if is_first else second_claim}."
         records.append({"text": text, "auth_weight": authority, "prov_entropy": entropy})
     return records

@@ -1,9 +1,9 @@
-"""Shell commands and what is wrong with them, made up: the same words stand in harmless and harmful roles.
+"""Synthetic shell commands labeled with their faults; the same words occur in harmless and harmful roles.
 
-A command is a few statements. Each of the faults below (a variable without quotes, a result that changes from
-run to run, a second run that does something else, something dangerous) also comes as a twin without the fault
-(quoted, seeded, guarded, kept inside), and as mere text in another command, which does nothing. So words do
-not tell the class; quoting and context do. Templates of training and validation are different ones.
+A command has a few statements. Each fault (an unquoted variable, a result that changes from run to run, a
+statement that is not idempotent, a dangerous operation) also occurs as a twin without the fault (quoted,
+seeded, guarded, confined), and as quoted text in another command, which has no effect. The class therefore
+depends on quoting and context, not on words. Training and validation use different templates.
 """
 
 import itertools
@@ -19,10 +19,10 @@ ShellRecord = dict[str, Any]  # a JSON object
 CLASSES = ("safe", "needs quoting", "non-deterministic", "not idempotent", "unsafe")
 FAULTS = CLASSES[1:]
 SHARES = {"safe": 20, "needs quoting": 8, "non-deterministic": 6, "not idempotent": 4, "unsafe": 2}
-MOST = 20_000  # there are more different commands than this, but not endlessly many
+MAX_COMMANDS = 20_000  # a limit below the number of distinct commands
 
-# (with the fault, its twin without): @v and @w are variables, @f a file, @d a directory, @u a name, @h a
-# host, @n a number
+# (with the fault, twin without it). Variables: @v and @w; file: @f; directory: @d; name: @u; host: @h;
+# number: @n
 _TWINS: dict[str, dict[ShellSplit, tuple[tuple[str, str], ...]]] = {
     "needs quoting": {
         "train": (
@@ -192,7 +192,7 @@ _TWINS: dict[str, dict[ShellSplit, tuple[tuple[str, str], ...]]] = {
         ),
     },
 }
-# a command that does nothing with the text it is given, and other harmless ones
+# commands that only quote a text, and other harmless commands
 _TEXTS: dict[ShellSplit, tuple[str, ...]] = {
     "train": (
         "echo '@t'",
@@ -260,70 +260,74 @@ _FILLERS: dict[str, tuple[str, ...]] = {
 
 
 def shell_safety(split: ShellSplit, n: int) -> list[ShellRecord]:
-    """{input, label}: a command and its class, ten times as many safe ones as unsafe ones."""
-    return _different(n, lambda rng: _labelled(rng, split), seed=f"shell-safety {split}")
+    """Return records {input, label}: a command and its class, with ten times as many safe as unsafe ones."""
+    return _distinct_records(n, lambda rng: _label_record(rng, split), seed=f"shell-safety {split}")
 
 
 def shell_faults(split: ShellSplit, n: int) -> list[ShellRecord]:
-    """{input, labels}: a command and all its faults, of which it may have none or several."""
-    return _different(n, lambda rng: _fault_record(rng, split), seed=f"shell-faults {split}")
+    """Return records {input, labels}: a command and all its faults, possibly none."""
+    return _distinct_records(n, lambda rng: _fault_record(rng, split), seed=f"shell-faults {split}")
 
 
-def _different(n: int, make: Callable[[random.Random], ShellRecord], *, seed: str) -> list[ShellRecord]:
-    if n > MOST:
-        raise DataError(f"there are only {MOST:,} commands")
+def _distinct_records(
+    n: int, generate: Callable[[random.Random], ShellRecord], *, seed: str
+) -> list[ShellRecord]:
+    if n > MAX_COMMANDS:
+        raise DataError(f"at most {MAX_COMMANDS:,} commands are available")
     rng = random.Random(seed)
-    found: dict[str, ShellRecord] = {}
-    while len(found) < n:
-        record = make(rng)
-        found.setdefault(record["input"], record)
-    return list(found.values())
+    by_input: dict[str, ShellRecord] = {}
+    while len(by_input) < n:
+        record = generate(rng)
+        by_input.setdefault(record["input"], record)
+    return list(by_input.values())
 
 
-def _labelled(rng: random.Random, split: ShellSplit) -> ShellRecord:
+def _label_record(rng: random.Random, split: ShellSplit) -> ShellRecord:
     label = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
-    parts = [_faulty(rng, split, label)] if label != "safe" else [_harmless(rng, split)]
-    parts += [_harmless(rng, split) for _ in range(rng.choice((0, 1)))]
-    return {"input": _joined(rng, parts), "label": label}
+    parts = [_faulty_statement(rng, split, label)] if label != "safe" else [_harmless_statement(rng, split)]
+    parts += [_harmless_statement(rng, split) for _ in range(rng.choice((0, 1)))]
+    return {"input": _join_statements(rng, parts), "label": label}
 
 
 def _fault_record(rng: random.Random, split: ShellSplit) -> ShellRecord:
     faults = rng.sample(FAULTS, rng.choices((0, 1, 2, 3), weights=(4, 5, 3, 1))[0])
-    parts = [_faulty(rng, split, fault) for fault in faults]
-    parts += [_harmless(rng, split) for _ in range(rng.choice((0, 1)) if parts else rng.choice((1, 2)))]
-    return {"input": _joined(rng, parts), "labels": [fault for fault in FAULTS if fault in faults]}
+    parts = [_faulty_statement(rng, split, fault) for fault in faults]
+    parts += [
+        _harmless_statement(rng, split) for _ in range(rng.choice((0, 1)) if parts else rng.choice((1, 2)))
+    ]
+    return {"input": _join_statements(rng, parts), "labels": [fault for fault in FAULTS if fault in faults]}
 
 
-def _joined(rng: random.Random, parts: list[str]) -> str:
-    """Statements in any order, one after the other; a comment has a line of its own."""
+def _join_statements(rng: random.Random, parts: list[str]) -> str:
+    """Join statements in random order; a comment is on a separate line."""
     rng.shuffle(parts)
     text = parts[0]
-    for before, part in itertools.pairwise(parts):
-        alone = before.startswith("#") or part.startswith("#")
-        text += ("\n" if alone else rng.choice(("; ", " && ", "\n"))) + part
+    for previous, part in itertools.pairwise(parts):
+        has_comment = previous.startswith("#") or part.startswith("#")
+        text += ("\n" if has_comment else rng.choice(("; ", " && ", "\n"))) + part
     return text
 
 
-def _faulty(rng: random.Random, split: ShellSplit, fault: str) -> str:
-    return _filled(rng, rng.choice(_TWINS[fault][split])[0])
+def _faulty_statement(rng: random.Random, split: ShellSplit, fault: str) -> str:
+    return _fill_template(rng, rng.choice(_TWINS[fault][split])[0])
 
 
-def _harmless(rng: random.Random, split: ShellSplit) -> str:
-    """A twin, a fault as mere text, words as text, or a plain command."""
+def _harmless_statement(rng: random.Random, split: ShellSplit) -> str:
+    """Return a twin, a fault quoted as text, plain words as text, or a harmless command."""
     kind = rng.choices(("twin", "text", "words", "plain"), weights=(5, 4, 2, 1))[0]
     if kind == "plain":
-        return _filled(rng, rng.choice(_PLAIN[split]))
+        return _fill_template(rng, rng.choice(_PLAIN[split]))
     if kind == "twin":
-        return _filled(rng, rng.choice(_TWINS[rng.choice(FAULTS)][split])[1])
+        return _fill_template(rng, rng.choice(_TWINS[rng.choice(FAULTS)][split])[1])
     quoted = rng.choice(_WORDS[split])
     if kind == "text":
         pair = rng.choice(_TWINS[rng.choice(FAULTS)][split])
         quoted = rng.choice(pair).replace("'", '"')
-    return _filled(rng, rng.choice(_TEXTS[split]).replace("@t", quoted))
+    return _fill_template(rng, rng.choice(_TEXTS[split]).replace("@t", quoted))
 
 
-def _filled(rng: random.Random, template: str) -> str:
-    """A template with its places filled, each kind with one choice: a guard names what it guards."""
+def _fill_template(rng: random.Random, template: str) -> str:
+    """Replace the placeholders of a template; equal placeholders get the same value."""
     for mark, choices in _FILLERS.items():
         template = template.replace(mark, rng.choice(choices))
     return template.replace("%dns", "@dns")

@@ -1,1 +1,1 @@
-"""From records to tokens and loss masks."""
+"""Convert records to token ids and loss masks."""

@@ -1,4 +1,4 @@
-"""From records to text: what the model will read, and which characters of it are learned."""
+"""Render records to the text that the model reads, and mark its supervised characters."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -15,48 +15,47 @@ from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find
 from whet.errors import DataError, shorten, shown
 
 Supervise = Literal["assistant", "last", "all"]
-Spans = Sequence[tuple[int, int]]  # character ranges that are learned
+Spans = Sequence[tuple[int, int]]  # supervised character ranges
 _PREFERENCE_ROLES = (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant"))
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A record as one text, before it is tokenised."""
+    """A record as text, before tokenization."""
 
     text: str
     spans: Spans
-    plain: bool  # outside a chat template: the tokenizer's own BOS in front of it
-    ended: bool  # and a learned EOS behind it
+    plain: bool  # not from a chat template: the tokenizer adds its special tokens
+    ended: bool  # a supervised EOS follows the text, if it is plain
     origin: str
-    values: tuple[float, ...] = ()  # numbers that came with the record
-    only_last: bool = False  # the template rewrites earlier turns, so only the last answer could be found
-    judged: bool = False  # read to the end and judged as a whole: nothing follows it
+    values: tuple[float, ...] = ()  # numeric columns of the record
+    only_last: bool = False  # the template rewrites earlier turns, so only the last turn is supervised
+    judged: bool = False  # an input to classify, without a continuation
 
 
 @dataclass(frozen=True)
-class AskedRendering:
-    """A prompt, what a person would say was asked, and the answer expected."""
+class RenderedPrompt:
+    """A rendered prompt with the question as plain text and the expected completion."""
 
     prompt: Rendering
-    asked: str
+    question: str
     answer: str
     group: str | None
 
 
 class NothingToLearnError(DataError):
-    """A record of a shape that has no next tokens to learn."""
+    """The format of a record has no tokens to supervise."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(
-            f"{record.origin}: a {record.shape} record holds nothing to learn for this objective",
-            hint=renaming_hint(record.fields, "completion")
-            or "it needs messages, prompt + completion or text",
+            f"{record.origin}: a {record.shape} record has no text to supervise for this objective",
+            hint=renaming_hint(record.fields, "completion") or "use messages, prompt + completion or text",
         )
         self.record = record
 
 
 class Renderer:
-    """Turns records into text with one tokenizer's chat template."""
+    """Render records to text with the chat template of a tokenizer."""
 
     def __init__(
         self,
@@ -68,126 +67,132 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.supervise = supervise
-        self.allow_empty = allow_empty  # supervised answers of which no text reaches the model
+        self.allow_empty = allow_empty  # accept supervised turns that render as empty text
         self.today = today or date.today()
-        # where a template asks for the date, what it writes depends on the day
+        # the output of such a template depends on the date
         self.is_dated = "strftime_now" in str(tokenizer.chat_template)
         self._skeletons = Skeletons()
 
     def render(self, record: Record) -> Rendering:
-        """The text of one record, whatever its shape."""
+        """Return the text of a record of any format that has tokens to supervise."""
         record = record if record.shape else checked(record)
-        _refuse_unpaired(record)
-        messages = self._conversation(record)
+        _check_not_judged(record)
+        messages = self._to_messages(record)
         if messages is not None:
-            return self._chat(messages, record)
+            return self._render_conversation(messages, record)
         prompt, completion = _plain_parts(record)
         if record.shape == "completion" and not completion and not self.allow_empty:
-            raise _empty_answer("the completion", record)
+            raise _empty_turn_error("the completion", record)
         text = prompt + completion
-        learned_from = 0 if self.supervise == "all" else len(prompt)
-        return Rendering(text, [(learned_from, len(text))], True, True, record.origin)
+        start = 0 if self.supervise == "all" else len(prompt)
+        return Rendering(text, [(start, len(text))], True, True, record.origin)
 
-    def pair(self, record: Record) -> tuple[Rendering, Rendering]:
-        """A preferred answer and a worse one to the same prompt; only the answers are learned."""
+    def render_pair(self, record: Record) -> tuple[Rendering, Rendering]:
+        """Return chosen and rejected, each with the prompt; only the completions are supervised."""
         record = record if record.shape else checked(record)
         if record.shape != "preference":
             raise DataError(
-                f"{record.origin}: a {record.shape} record has no two answers to compare",
-                hint="it needs prompt, chosen and rejected",
+                f"{record.origin}: a {record.shape} record has no completions to compare",
+                hint="use prompt, chosen and rejected",
             )
         prompt, chosen, rejected = (record.fields[name] for name in ("prompt", "chosen", "rejected"))
-        # an empty answer may well be the worse one
-        both = (
-            self._answer(prompt, chosen, record, allow_empty=self.allow_empty),
-            self._answer(prompt, rejected, record, allow_empty=True),
+        # an empty rejected completion is fine
+        pair = (
+            self._render_completion(prompt, chosen, record, allow_empty=self.allow_empty),
+            self._render_completion(prompt, rejected, record, allow_empty=True),
         )
-        if both[0].text == both[1].text:  # a template may strip what told them apart
+        if pair[0].text == pair[1].text:  # the template may strip the difference
             raise DataError(f"{record.origin}: chosen and rejected are the same")
-        return both
+        return pair
 
-    def judged(self, record: Record) -> Rendering:
-        """The text of a record that is classified: as it is, with what the tokenizer puts around any text."""
+    def render_classification(self, record: Record) -> Rendering:
+        """Return the input of a classification record, to which the tokenizer adds its special tokens."""
         record = record if record.shape else checked(record, "classification")
         if record.shape != "classification":
             raise DataError(
-                f"{record.origin}: a {record.shape} record has no class", hint="it needs input and label"
+                f"{record.origin}: a {record.shape} record has no label", hint="use input and label"
             )
         text = record.fields["input"]
         return Rendering(text, [(0, len(text))], True, False, record.origin, judged=True)
 
-    def _answer(self, prompt: Any, answer: Any, record: Record, *, allow_empty: bool) -> Rendering:
+    def _render_completion(
+        self, prompt: Any, completion: Any, record: Record, *, allow_empty: bool
+    ) -> Rendering:
         # Any: text, or messages
         if isinstance(prompt, str) and not self.tokenizer.chat_template:
-            if not answer and not allow_empty:
-                raise _empty_answer("chosen", record)
-            text = prompt + answer
+            if not completion and not allow_empty:
+                raise _empty_turn_error("chosen", record)
+            text = prompt + completion
             return Rendering(text, [(len(prompt), len(text))], True, True, record.origin)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-            answer = [{"role": "assistant", "content": answer}]
-        messages = [*prompt, *answer]
-        text = self._rendered(messages, record)
-        before = self._rendered(prompt, record, prompt=True)
-        if not text.startswith(before):
-            raise DataError(f"{record.origin}: the chat template rewrites the prompt when an answer follows")
+            completion = [{"role": "assistant", "content": completion}]
+        messages = [*prompt, *completion]
+        text = self._render_messages(messages, record)
+        prefix = self._render_messages(prompt, record, prompt=True)
+        if not text.startswith(prefix):
+            raise DataError(
+                f"{record.origin}: the chat template changes the prompt when a completion follows"
+            )
         masked = {index for index in masked_turns(messages) if index >= len(prompt)}
-        spans = self._spans_without(masked, messages, text, record, start=len(before))
+        spans = self._unmasked_spans(masked, messages, text, record, start=len(prefix))
         if not allow_empty:
             turns = [
                 index
                 for index in range(len(prompt), len(messages))
                 if messages[index]["role"] == "assistant" and index not in masked
             ]
-            self._refuse_empty(dict.fromkeys(turns, (len(before), len(text))), messages, text, record)
+            self._check_not_empty(dict.fromkeys(turns, (len(prefix), len(text))), messages, text, record)
         return Rendering(text, spans, False, False, record.origin)
 
-    def question(self, record: Record) -> AskedRendering | None:
-        """What to ask and what to expect, or None for a record without an answer."""
-        record = _preferred(record if record.shape else checked(record))
-        messages = self._conversation(record)
+    def render_question(self, record: Record) -> RenderedPrompt | None:
+        """Return the prompt and the expected completion, or None for a record without a completion."""
+        record = _chosen_only(record if record.shape else checked(record))
+        messages = self._to_messages(record)
         if messages is not None:
-            answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
-            if not answered or not isinstance(messages[-1].get("content"), str):
+            has_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
+            if not has_answer or not isinstance(messages[-1].get("content"), str):
                 return None
-            text: str = self._rendered(messages[:-1], record, prompt=True)
-            asked, answer = str(messages[-2].get("content", "")), messages[-1]["content"]
+            text: str = self._render_messages(messages[:-1], record, prompt=True)
+            question, answer = str(messages[-2].get("content", "")), messages[-1]["content"]
         else:
-            asked, answer = _plain_parts(record)
-            text = asked
-            if not asked:
+            question, answer = _plain_parts(record)
+            text = question
+            if not question:
                 return None
         prompt = Rendering(text, [], messages is None, False, record.origin)
-        return AskedRendering(prompt, asked, answer, record.fields.get("group"))
+        return RenderedPrompt(prompt, question, answer, record.fields.get("group"))
 
-    def prompt(self, record: Record) -> AskedRendering:
-        """What comes before an answer, whether the record has one (else it is empty) or not."""
+    def render_prompt(self, record: Record) -> RenderedPrompt:
+        """Return the prompt of a record, with its reference answer if it has one, else an empty one."""
         record = record if record.shape else checked(record)
         messages: list[Message] | None = None
-        answer, group = _answer_beside(record), record.fields.get("group")
+        answer, group = _reference_answer(record), record.fields.get("group")
         if record.shape == "prompt":
-            asked = record.fields["prompt"]
-            if isinstance(asked, str) and self.tokenizer.chat_template:
-                asked = [{"role": "user", "content": asked}]
-            if isinstance(asked, str):
-                return AskedRendering(Rendering(asked, [], True, False, record.origin), asked, answer, group)
-            messages = asked
+            question = record.fields["prompt"]
+            if isinstance(question, str) and self.tokenizer.chat_template:
+                question = [{"role": "user", "content": question}]
+            if isinstance(question, str):
+                return RenderedPrompt(
+                    Rendering(question, [], True, False, record.origin), question, answer, group
+                )
+            messages = question
         elif record.shape == "messages" and record.fields["messages"][-1]["role"] != "assistant":
             messages = record.fields["messages"]
         if messages is not None:
-            text = self._rendered(messages, record, prompt=True)
-            asked = str(messages[-1].get("content", ""))
-            return AskedRendering(Rendering(text, [], False, False, record.origin), asked, answer, group)
-        found = self.question(record)
-        if found is None:
+            text = self._render_messages(messages, record, prompt=True)
+            question = str(messages[-1].get("content", ""))
+            return RenderedPrompt(Rendering(text, [], False, False, record.origin), question, answer, group)
+        rendered = self.render_question(record)
+        if rendered is None:
             raise DataError(
                 f"{record.origin}: a {record.shape} record has no prompt to complete",
-                hint="it needs messages, prompt or prompt + completion",
+                hint="use messages, prompt or prompt + completion",
             )
-        return found
+        return rendered
 
-    def _conversation(self, record: Record) -> list[Message] | None:
-        """The record as chat messages, or None when it is plain text."""
+    def _to_messages(self, record: Record) -> list[Message] | None:
+        """Return the record as chat messages, or None if it is plain text."""
         if record.shape == "messages":
             messages: list[Message] = record.fields["messages"]
             return messages
@@ -196,63 +201,68 @@ class Renderer:
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return None
 
-    def chats(self, record: Record) -> list[str]:
-        """The conversations of a record as the template writes them; of plain text there are none."""
+    def render_chats(self, record: Record) -> list[str]:
+        """Return the rendered conversations of a record; empty for plain text."""
         if record.shape == "preference":
-            prompt, *answers = (_as_chat(record.fields[name], role) for name, role in _PREFERENCE_ROLES)
-            conversations = [[*prompt, *answer] for answer in answers]
+            prompt, *completions = (
+                _wrap_messages(record.fields[name], role) for name, role in _PREFERENCE_ROLES
+            )
+            conversations = [[*prompt, *completion] for completion in completions]
         elif record.shape == "prompt":
-            conversations = [_as_chat(record.fields["prompt"], "user")]
+            conversations = [_wrap_messages(record.fields["prompt"], "user")]
         else:
-            conversations = [self._conversation(record) or []]
+            conversations = [self._to_messages(record) or []]
         if not self.tokenizer.chat_template:
             return []
-        return [self._rendered(messages, record) for messages in conversations if messages]
+        return [self._render_messages(messages, record) for messages in conversations if messages]
 
-    def _chat(self, messages: list[Message], record: Record) -> Rendering:
+    def _render_conversation(self, messages: list[Message], record: Record) -> Rendering:
         """Render a conversation and find its supervised characters.
 
-        Where turns stand is learned once per sequence of roles, unless a text does not follow the pattern.
+        Turn positions are computed once per sequence of roles, unless a text deviates from that pattern.
         """
-        text = self._rendered(messages, record)
+        text = self._render_messages(messages, record)
         masked = masked_turns(messages)
-        # templates cannot be asked for what comes before the first message
+        # templates cannot render the prompt before the first message
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
         if self.supervise == "all":
-            whole = (0, len(text))
-            self._refuse_empty({i: whole for i in turns if i not in masked}, messages, text, record)
-            spans_left = self._spans_without(masked, messages, text, record)
-            return Rendering(text, spans_left, False, False, record.origin)
+            full_span = (0, len(text))
+            self._check_not_empty({i: full_span for i in turns if i not in masked}, messages, text, record)
+            unmasked = self._unmasked_spans(masked, messages, text, record)
+            return Rendering(text, unmasked, False, False, record.origin)
         if not turns and messages[0]["role"] == "assistant":
-            raise DataError(f"{record.origin}: the assistant says the first message, and no other")
-        wanted = [i for i in (turns if self.supervise == "assistant" else turns[-1:]) if i not in masked]
-        render = self._rendering(record)
-        known = None
+            raise DataError(
+                f"{record.origin}: the only assistant message is the first message, which has no prompt"
+            )
+        supervised = [i for i in (turns if self.supervise == "assistant" else turns[-1:]) if i not in masked]
+        render = self._renderer_for(record)
+        skeleton_spans = None
         if len(turns) <= MAX_EXACT and not record.fields.get("tools"):
-            known = self._skeletons.spans(_shown(messages), text, render)
+            skeleton_spans = self._skeletons.spans(_without_train_marks(messages), text, render)
         spans: Sequence[Span | None]
-        if known is not None:
-            spans = [known[index] for index in wanted]
+        if skeleton_spans is not None:
+            spans = [skeleton_spans[index] for index in supervised]
         else:
-            spans = find_turns(messages, wanted, text, render)
-        found = [span for span in spans if span is not None]
-        rewritten = len(found) < len(spans)
-        if rewritten and (not spans or spans[-1] is None):
-            raise self._lost_turn(wanted[-1], messages, text, record)
-        if rewritten:
-            wanted, found = wanted[-1:], found[-1:]
-        self._refuse_empty(dict(zip(wanted, found, strict=True)), messages, text, record)
-        return Rendering(text, found, False, False, record.origin, only_last=rewritten)
+            spans = find_turns(messages, supervised, text, render)
+        turn_spans = [span for span in spans if span is not None]
+        is_rewritten = len(turn_spans) < len(spans)
+        if is_rewritten and (not spans or spans[-1] is None):
+            raise self._lost_turn_error(supervised[-1], messages, text, record)
+        if is_rewritten:
+            supervised, turn_spans = supervised[-1:], turn_spans[-1:]
+        self._check_not_empty(dict(zip(supervised, turn_spans, strict=True)), messages, text, record)
+        return Rendering(text, turn_spans, False, False, record.origin, only_last=is_rewritten)
 
-    def _lost_turn(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
-        """Return the error for a turn that does not follow the prompt for it."""
-        prompt = self._rendered(messages[:index], record, prompt=True)
-        if text.startswith(self._rendered(messages[:index], record)):  # only the prompt for it differs
+    def _lost_turn_error(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
+        """Return the error for a turn that does not follow its generation prompt."""
+        prompt = self._render_messages(messages[:index], record, prompt=True)
+        without_prompt = self._render_messages(messages[:index], record)
+        if text.startswith(without_prompt):  # only the generation prompt differs
             pairs = enumerate(zip(prompt, text, strict=False))
-            opening = prompt[next((at for at, (one, other) in pairs if one != other), len(text)) :]
+            opening = prompt[next((i for i, (left, right) in pairs if left != right), len(text)) :]
             return DataError(
-                f"{record.origin}: the chat template ends a prompt with {shown(opening)}, and does not write "
-                f"that before message {index + 1}",
+                f"{record.origin}: the chat template ends a prompt with {shown(opening)}, but does not write "
+                f"this before message {index + 1}",
                 hint="set data.supervise to all, or edit the model's chat_template.jinja so that both agree",
             )
         return DataError(
@@ -261,7 +271,7 @@ class Renderer:
             hint="set data.supervise to all",
         )
 
-    def _spans_without(
+    def _unmasked_spans(
         self,
         masked: Collection[int],
         messages: list[Message],
@@ -270,62 +280,67 @@ class Renderer:
         *,
         start: int = 0,
     ) -> Spans:
-        """Everything from `start` on, less the masked messages."""
-        found = []
+        """Return the ranges from `start` to the end, without the masked messages."""
+        ranges = []
         indices = sorted(masked)
-        spans = find_turns(messages, indices, text, self._rendering(record))
+        spans = find_turns(messages, indices, text, self._renderer_for(record))
         for index, span in zip(indices, spans, strict=True):
             if span is None:
                 raise DataError(
                     f"{record.origin}: the chat template rewrites earlier turns, so the masked message "
                     f"{index + 1} cannot be found in the rendered text"
                 )
-            found.append((start, max(start, span[0])))
+            ranges.append((start, max(start, span[0])))
             start = max(start, span[1])
-        return [(low, high) for low, high in (*found, (start, len(text))) if low < high]
+        return [(low, high) for low, high in (*ranges, (start, len(text))) if low < high]
 
-    def _refuse_empty(
+    def _check_not_empty(
         self, spans: Mapping[int, Span], messages: list[Message], text: str, record: Record
     ) -> None:
-        """Refuse a supervised answer (index: where it stands) of which the template writes nothing."""
+        """Raise an error for a supervised turn (index -> span) whose content the template does not write."""
         for index, (low, high) in spans.items() if not self.allow_empty else ():
             content = messages[index].get("content") or ""
             if content.strip() and text.find(content.strip(), low, high) >= 0:
                 continue
-            others = [name for name in messages[index] if name not in ("role", "content", "train")]
-            fields = [messages[index][name] for name in others]
-            if high - low < len(text) and _is_written(text[low:high], fields):
+            extra_fields = [name for name in messages[index] if name not in ("role", "content", "train")]
+            extra_values = [messages[index][name] for name in extra_fields]
+            if high - low < len(text) and _contains_text_of(text[low:high], extra_values):
                 continue
             bare = {"role": messages[index]["role"], "content": ""}
-            same = not content and not others
-            if not same:
+            is_empty = not content and not extra_fields
+            if not is_empty:
                 with contextlib.suppress(DataError):
-                    same = self._rendered([*messages[:index], bare, *messages[index + 1 :]], record) == text
-            if same:
-                name = f"message {index + 1} (assistant)" if record.shape == "messages" else "the answer"
-                raise _empty_answer(name, record, left_out=[*(["content"] if content else []), *others])
+                    emptied = [*messages[:index], bare, *messages[index + 1 :]]
+                    is_empty = self._render_messages(emptied, record) == text
+            if is_empty:
+                name = f"message {index + 1} (assistant)" if record.shape == "messages" else "the completion"
+                raise _empty_turn_error(
+                    name, record, left_out=[*(["content"] if content else []), *extra_fields]
+                )
 
-    def _rendering(self, record: Record) -> Render:
-        return lambda part, prompt: self._rendered(part, record, prompt=prompt)
+    def _renderer_for(self, record: Record) -> Render:
+        return lambda part, prompt: self._render_messages(part, record, prompt=prompt)
 
-    def _rendered(self, messages: list[Message], record: Record, *, prompt: bool = False) -> Rendered:
+    def _render_messages(self, messages: list[Message], record: Record, *, prompt: bool = False) -> Rendered:
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
         tools = record.fields.get("tools")
-        # beside tool_calls, content may be null: some templates ask for that, others write None or fail
+        # with tool_calls, content may be null: some templates require it, others print None or fail
         has_null = any(message.get("content") is None for message in messages)
         try:
-            text = render_chat(self.tokenizer, _shown(messages), tools=tools, prompt=prompt, today=self.today)
+            text = render_chat(
+                self.tokenizer, _without_train_marks(messages), tools=tools, prompt=prompt, today=self.today
+            )
         except DataError as error:
             if has_null:
-                return self._rendered(_filled(messages), record, prompt=prompt)
+                return self._render_messages(_fill_null_content(messages), record, prompt=prompt)
             raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from error
         if has_null and "None" in text:
-            other = self._rendered(_filled(messages), record, prompt=prompt)
-            return other if other.count("None") < text.count("None") else text
+            filled = self._render_messages(_fill_null_content(messages), record, prompt=prompt)
+            return filled if filled.count("None") < text.count("None") else text
         return text
 
 
@@ -337,67 +352,67 @@ def render_chat(
     tools: Any = None,  # Any: JSON values
     today: date | None = None,
 ) -> Rendered:
-    """Render messages with a tokenizer's chat template: the one way for every chat."""
+    """Render messages with a tokenizer's chat template. All chats are rendered by this function."""
     try:
         template = tokenizer.get_chat_template(tools=tools)
-    except ValueError as error:  # several templates, and none is the default
+    except ValueError as error:  # several templates without a default
         raise DataError(shorten(str(error))) from error
     special = tokenizer.special_tokens_map
     return render_template(template, messages, tools=tools, prompt=prompt, special=special, today=today)
 
 
-def _shown(messages: list[Message]) -> list[Message]:
-    """The messages as a template gets them: without the mark that says what is learned."""
+def _without_train_marks(messages: list[Message]) -> list[Message]:
+    """Return the messages without `train`, which marks the loss mask and is not for templates."""
     if not any("train" in message for message in messages):
         return messages
     return [{name: value for name, value in message.items() if name != "train"} for message in messages]
 
 
-def _is_written(turn: str, values: list[Any]) -> bool:  # Any: JSON values
-    """Whether a turn's text has a text of these fields in it, however deep."""
-    left = list(values)
-    while left:
-        value = left.pop()
+def _contains_text_of(turn: str, values: list[Any]) -> bool:  # Any: JSON values
+    """Return whether the text of a turn contains any string of these values, at any depth."""
+    pending = list(values)
+    while pending:
+        value = pending.pop()
         if isinstance(value, str) and len(value) > 3 and value in turn:
             return True
         if isinstance(value, dict | list):
-            left += value.values() if isinstance(value, dict) else value
+            pending += value.values() if isinstance(value, dict) else value
     return False
 
 
-def _as_chat(given: Any, role: str) -> list[Message]:  # Any: text, or messages
-    return [{"role": role, "content": given}] if isinstance(given, str) else given
+def _wrap_messages(content: Any, role: str) -> list[Message]:  # Any: text, or messages
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _filled(messages: list[Message]) -> list[Message]:
+def _fill_null_content(messages: list[Message]) -> list[Message]:
     return [{**message, "content": message.get("content") or ""} for message in messages]
 
 
-def _refuse_unpaired(record: Record) -> None:
-    """Refuse an answer that is marked as good or bad: imitation would learn both alike."""
+def _check_not_judged(record: Record) -> None:
+    """Raise an error for a completion labeled good or bad: SFT would imitate both."""
     label = record.fields.get("label")
     if record.shape not in ("completion", "messages") or str(label).lower() not in ("true", "false"):
         return
     raise DataError(
-        f"{record.origin}: an answer with label: {str(label).lower()} is a judged answer (as for KTO), and "
-        "this objective would imitate good and bad answers alike",
-        hint="keep the good answers and remove the field label, or pair answers as chosen and rejected "
-        "for objective.kind: dpo",
+        f"{record.origin}: label: {str(label).lower()} marks a good or bad completion (as for KTO), but this "
+        "objective would imitate both",
+        hint="keep only the good completions and remove the field label, or pair completions as chosen and "
+        "rejected for objective.kind: dpo",
     )
 
 
-def _empty_answer(name: str, record: Record, *, left_out: Sequence[str] = ()) -> DataError:
-    why = f": the chat template leaves out {', '.join(left_out)}" if left_out else ""
-    fix = "use a model whose chat template writes it" if left_out else "give it a text"
+def _empty_turn_error(name: str, record: Record, *, left_out: Sequence[str] = ()) -> DataError:
+    reason = f": the chat template omits {', '.join(left_out)}" if left_out else ""
+    fix = "use a model whose chat template writes it" if left_out else "add text"
     mask = ", mask it with weight: 0" if record.shape == "messages" else ""
     return DataError(
-        f"{record.origin}: {name} renders empty{why}",
-        hint=f"{fix}{mask}, or set data.allow_empty_answers: true to supervise empty answers",
+        f"{record.origin}: {name} renders as empty text{reason}",
+        hint=f"{fix}{mask}, or set data.allow_empty_answers: true to supervise empty text",
     )
 
 
-def _preferred(record: Record) -> Record:
-    """Of a preference, the prompt and the better answer; of anything else, itself."""
+def _chosen_only(record: Record) -> Record:
+    """Return a preference record with only its chosen completion, and any other record unchanged."""
     if record.shape != "preference":
         return record
     prompt, chosen = record.fields["prompt"], record.fields["chosen"]
@@ -406,15 +421,15 @@ def _preferred(record: Record) -> Record:
     return Record({**record.fields, "messages": [*prompt, *chosen]}, record.origin, "messages")
 
 
-def _answer_beside(record: Record) -> str:
-    """The answer in a field of its own, where there is one: the same that the rewards look for."""
-    given = [record.fields.get(name) for name in ("completion", "answer")]
-    return next((str(each) for each in given if each is not None), "")
+def _reference_answer(record: Record) -> str:
+    """Return the reference answer (`completion` or `answer`, which rewards read), or an empty string."""
+    values = [record.fields.get(name) for name in ("completion", "answer")]
+    return next((str(value) for value in values if value is not None), "")
 
 
 def text_of(record: Record) -> str:
-    """Everything a record says, for what reads texts and not roles."""
-    record = _preferred(record if record.shape else checked(record))
+    """Return all text of a record, for example to train a tokenizer."""
+    record = _chosen_only(record if record.shape else checked(record))
     if record.shape == "messages":
         return "\n".join(str(message.get("content") or "") for message in record.fields["messages"])
     if record.shape == "classification":
@@ -423,7 +438,7 @@ def text_of(record: Record) -> str:
 
 
 def _plain_parts(record: Record) -> tuple[str, str]:
-    """Context and what is learned of a record that is not a conversation."""
+    """Return the context and the supervised text of a record that is not a conversation."""
     if record.shape == "completion":
         return record.fields["prompt"], record.fields["completion"]
     if record.shape in ("text", "distrust"):

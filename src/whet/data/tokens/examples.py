@@ -1,4 +1,4 @@
-"""Examples: token ids with a mark on each that is learned, in memory or cut out of a token store."""
+"""Examples: token ids with a loss mask, in memory or read from a token store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,37 +12,37 @@ from whet.errors import DataError
 if TYPE_CHECKING:
     from whet.data.tokens.teacher_logprobs import Taught, Teaching
 
-MOST_CUT = 0.10  # of the records, truncated or dropped, before a warning
+MAX_SHORTENED = 0.10  # warn if a larger fraction of records is truncated or dropped
 
 TooLong = Literal["truncate", "drop", "split", "error"]
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, a mark on each that is learned, and where they came from."""
+    """Token ids with a loss mask and their origin."""
 
     tokens: Sequence[int] | np.ndarray
     supervised: Sequence[bool] | np.ndarray
     origin: str
-    values: tuple[float, ...] = ()  # numbers that came with it, such as how hard it is
-    taught: "tuple[Taught, ...]" = ()  # what each of some teachers said of its supervised targets
+    values: tuple[float, ...] = ()  # numeric columns, for example a difficulty score
+    taught: "tuple[Taught, ...]" = ()  # log-probabilities of each teacher at the supervised targets
 
     @property
     def length(self) -> int:
-        """Positions it takes in a batch: the last token is only ever a target."""
+        """The number of positions in a batch: the last token is only a target."""
         return len(self.tokens) - 1
 
     @property
     def supervised_count(self) -> int:
-        """Targets it has; the first token has nothing before it to be predicted from."""
+        """The number of supervised targets. The first token is never a target."""
         return int(np.count_nonzero(self.supervised[1:]))
 
 
-Pair = tuple[Example, Example]  # a preferred answer and a worse one
+Pair = tuple[Example, Example]  # chosen and rejected
 
 
 class StoredExamples(Sequence[Example]):
-    """The examples of a store, none longer than asked for; read from disk as they are used."""
+    """The examples of a store, limited in length, and read from disk when accessed."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class StoredExamples(Sequence[Example]):
         judged: bool = False,
     ) -> None:
         self.store = store
-        self.judged = judged  # texts that are classified: the last token of each is never read
-        self.records = records  # [examples] the record of the store each was cut from
+        self.judged = judged  # inputs to classify: the last token of each is never read
+        self.records = records  # [examples] index of the record in the store
         self.starts = starts
         self.stops = stops
-        self.counts = counts  # what was done to records that were too long
+        self.counts = counts  # number of records truncated, split and dropped
         self.supervised = supervised
-        self.teachings: Sequence[Teaching] = ()  # what teachers said of them, once it has been looked up
+        self.teachings: Sequence[Teaching] = ()  # log-probabilities per teacher, once loaded
 
     @property
     def lengths(self) -> np.ndarray:
-        """Positions that each example takes in a batch."""
+        """The number of positions of each example in a batch."""
         return self.stops - self.starts - 1
 
     def __len__(self) -> int:
@@ -79,23 +79,23 @@ class StoredExamples(Sequence[Example]):
         return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record), taught)
 
     def supervised_counts(self) -> np.ndarray:
-        """Targets that each example has; only those that were cut are read."""
-        found = np.array(self.store.learned[self.records], dtype=np.int64)
-        begin, end = (self.store.bounds[self.records + after] for after in (0, 1))
+        """Return the number of supervised targets per example. Only truncated examples are read."""
+        counts = np.array(self.store.supervised_counts[self.records], dtype=np.int64)
+        begin, end = (self.store.bounds[self.records + offset] for offset in (0, 1))
         for index in np.flatnonzero((self.starts != begin) | (self.stops != end)).tolist():
             window = np.array([[self.starts[index], self.stops[index]]])
-            found[index] = self.store.count_learned(int(self.records[index]), window)[0]
-        return found
+            counts[index] = self.store.count_supervised(int(self.records[index]), window)[0]
+        return counts
 
-    def only(self, places: np.ndarray) -> "StoredExamples":
-        """Some of them."""
-        records = self.records[places]
-        supervised = int(self.store.learned[records].sum())
+    def only(self, indices: np.ndarray) -> "StoredExamples":
+        """Return the examples at these indices."""
+        records = self.records[indices]
+        supervised = int(self.store.supervised_counts[records].sum())
         return StoredExamples(
             self.store,
             records,
-            self.starts[places],
-            self.stops[places],
+            self.starts[indices],
+            self.stops[indices],
             counts={},
             supervised=supervised,
             judged=self.judged,
@@ -103,30 +103,32 @@ class StoredExamples(Sequence[Example]):
 
     @property
     def sides(self) -> "StoredExamples":
-        """The examples one by one, as of pairs, too."""
+        """The individual examples; the same property of pairs returns both sides."""
         return self
 
     def summary(self) -> str:
-        """Counts and lengths, for a person."""
+        """Return counts and lengths as one line."""
         return f"{len(self):,} examples, {self.describe_sizes('record')}"
 
     def describe_sizes(self, unit: str) -> str:
-        """Tokens and lengths, and what became of units (records, pairs) that were too long."""
+        """Return token counts, lengths and the number of shortened units (records or pairs) as text."""
         sizes = np.sort(self.stops - self.starts - self.judged)
         quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
         changed = "".join(
-            f", {count:,} {unit}{'s' * (count != 1)} {what}" for what, count in self.counts.items() if count
+            f", {count:,} {unit}{'s' * (count != 1)} {action}"
+            for action, count in self.counts.items()
+            if count
         )
         supervised = "" if self.judged else f" ({self.supervised:,} supervised)"
         return f"{sizes.sum():,} tokens{supervised}, length min/median/p95/max {quantiles}{changed}"
 
 
 def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
-    """Positions that each example takes in a batch."""
-    known = getattr(examples, "lengths", None)  # sequences that need not read their examples to tell
-    if known is not None:
-        found: np.ndarray = known
-        return found
+    """Return the number of positions of each example or pair in a batch."""
+    stored = getattr(examples, "lengths", None)  # stored examples know their lengths without reading
+    if stored is not None:
+        lengths: np.ndarray = stored
+        return lengths
     return np.array(
         [sum(e.length for e in (item if isinstance(item, tuple) else (item,))) for item in examples],
         dtype=np.int64,
@@ -134,45 +136,53 @@ def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
 
 
 def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool = False) -> StoredExamples:
-    """The records of a store as examples of at most `max_length` tokens.
+    """Return the records of a store as examples of at most `max_length` tokens.
 
-    A longer record is refused, dropped, cut at its end, or split into windows. A window starts with the last
-    token of the one before, so that each token is predicted once. What has nothing left to learn is dropped.
+    Args:
+        store: The tokenized records.
+        max_length: The maximum number of tokens of an example.
+        too_long: Whether a longer record raises an error, is dropped, truncated or split into windows. Each
+            window starts with the last token of the previous one, so every token is predicted once. Records
+            and windows without supervised targets are dropped.
+        judged: Whether the examples are inputs to classify.
+
+    Raises:
+        DataError: A record is too long with `too_long="error"`, or no example is left.
     """
     starts, stops = store.bounds[:-1], store.bounds[1:]
-    max_length += judged  # the last token of a text that is judged is one too many
-    long = np.flatnonzero(stops - starts > max_length)
-    if too_long == "error" and len(long):
-        first = int(long[0])
+    max_length += judged  # inputs to classify have one extra token
+    too_long_records = np.flatnonzero(stops - starts > max_length)
+    if too_long == "error" and len(too_long_records):
+        first = int(too_long_records[0])
         raise DataError(
-            f"{store.origin(first)}: {stops[first] - starts[first] - judged} tokens, and data.max_length is "
-            f"{max_length - judged}",
+            f"{store.origin(first)}: the record has {stops[first] - starts[first] - judged} tokens, but "
+            f"data.max_length is {max_length - judged}",
             hint=too_long_hint(can_split=not judged),
         )
     counts = dict.fromkeys(("truncated", "split", "dropped"), 0)
     fits = np.flatnonzero(stops - starts <= max_length)
     pieces = [(fits, starts[fits], stops[fits])]
-    supervised = int(store.learned[fits].sum())
-    for record in long.tolist() if too_long in ("truncate", "split") else []:
+    supervised = int(store.supervised_counts[fits].sum())
+    for record in too_long_records.tolist() if too_long in ("truncate", "split") else []:
         windows = _windows(int(starts[record]), int(stops[record]), max_length)
         if too_long == "truncate":
             windows = windows[:1]
-        learned = store.count_learned(record, windows)
-        supervised += int(learned.sum())
-        windows = windows[learned > 0]
+        targets = store.count_supervised(record, windows)
+        supervised += int(targets.sum())
+        windows = windows[targets > 0]
         counts["truncated" if too_long == "truncate" else "split"] += len(windows) > 0
         counts["dropped"] += len(windows) == 0
         pieces.append((np.full(len(windows), record), windows[:, 0], windows[:, 1]))
     if too_long == "drop":
-        counts["dropped"] = len(long)
+        counts["dropped"] = len(too_long_records)
     records, begin, end = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
     if not len(records):
         raise DataError(
-            f"no example is left: all {counts['dropped']} were dropped (the last one: "
+            f"no example is left: all {counts['dropped']} records were dropped (the last one is "
             f"{store.origin(len(store) - 1)})",
-            hint=f"data.max_length is {max_length - judged}: raise it",
+            hint=f"raise data.max_length, which is {max_length - judged}",
         )
-    order = np.argsort(records, kind="stable")  # in the order of the records
+    order = np.argsort(records, kind="stable")  # restores record order
     return StoredExamples(
         store,
         records[order],
@@ -185,30 +195,30 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
 
 
 def _windows(start: int, stop: int, max_length: int) -> np.ndarray:
-    """[windows, 2]: pieces of at most `max_length` tokens that share one token with the next."""
+    """Return windows [windows, 2] of at most `max_length` tokens; adjacent windows share one token."""
     begin = np.arange(start, stop - 1, max_length - 1)
     return np.stack((begin, np.minimum(begin + max_length, stop)), axis=1)
 
 
 class StoredPairs(Sequence[Pair]):
-    """Examples 2i and 2i + 1 of a store as pairs."""
+    """Examples 2i and 2i + 1 of a store as pairs of chosen and rejected."""
 
     def __init__(self, sides: StoredExamples, *, pack: bool) -> None:
         self.sides = sides
         self.pack = pack
-        self.references: np.ndarray | None = None  # [pairs, 2]: what a reference model made of both
+        self.references: np.ndarray | None = None  # [pairs, 2]: log-probabilities of the reference model
 
     @property
     def store(self) -> TokenStore:
-        """Where they are read from."""
+        """The token store of the examples."""
         return self.sides.store
 
     @property
     def lengths(self) -> np.ndarray:
-        """Positions that each pair takes in a batch; padded, both rows are as wide as the longer one."""
+        """The positions of each pair in a batch; without packing, both rows have the longer width."""
         sides = self.sides.lengths.reshape(-1, 2)
-        found: np.ndarray = sides.sum(1) if self.pack else 2 * sides.max(1)
-        return found
+        lengths: np.ndarray = sides.sum(1) if self.pack else 2 * sides.max(1)
+        return lengths
 
     def __len__(self) -> int:
         return len(self.sides) // 2
@@ -217,62 +227,65 @@ class StoredPairs(Sequence[Pair]):
         chosen, rejected = self.sides[2 * index], self.sides[2 * index + 1]
         if self.references is None:
             return chosen, rejected
-        said = self.references[index]
-        return replace(chosen, values=(float(said[0]),)), replace(rejected, values=(float(said[1]),))
+        logprobs = self.references[index]
+        return replace(chosen, values=(float(logprobs[0]),)), replace(rejected, values=(float(logprobs[1]),))
 
     def summary(self) -> str:
-        """Counts and lengths, for a person."""
+        """Return counts and lengths as one line."""
         return f"{len(self):,} pairs of chosen and rejected, {self.sides.describe_sizes('pair')}"
 
 
-def cut_warning(counts: Mapping[str, int], units: int, *, can_split: bool) -> tuple[str, str] | None:
-    """What is wrong, and what to do, where more than a few of the records or pairs are cut off or dropped."""
-    cut_off = counts.get("truncated", 0) + counts.get("dropped", 0)
-    if cut_off <= MOST_CUT * units:
+def shortening_warning(counts: Mapping[str, int], units: int, *, can_split: bool) -> tuple[str, str] | None:
+    """Return a warning and its fix if too many records or pairs are truncated or dropped, else None."""
+    shortened = counts.get("truncated", 0) + counts.get("dropped", 0)
+    if shortened <= MAX_SHORTENED * units:
         return None
     return (
-        f"{cut_off / units:.0%} of the records are cut off or dropped (more than {MOST_CUT:.0%})",
+        f"{shortened / units:.0%} of the records are truncated or dropped (more than {MAX_SHORTENED:.0%})",
         "raise data.max_length" + (", or set data.too_long to split" if can_split else ""),
     )
 
 
 def too_long_hint(*, can_split: bool) -> str:
-    """What to do where a record is longer than it may be."""
-    ways = "truncate, drop or split" if can_split else "truncate or drop"
-    return f"raise data.max_length, or set data.too_long to {ways}"
+    """Return how to fix a record that is too long."""
+    options = "truncate, drop or split" if can_split else "truncate or drop"
+    return f"raise data.max_length, or set data.too_long to {options}"
 
 
 def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
-    """The pairs of a store, no side longer than `max_length`; a pair that loses an answer is dropped."""
+    """Return the pairs of a store, limited in length. A pair without a supervised completion is dropped."""
     if too_long == "split":
         raise DataError("pairs cannot be split into windows", hint="set data.too_long to truncate or drop")
     starts, stops = store.bounds[:-1].reshape(-1, 2), store.bounds[1:].reshape(-1, 2)
-    over = np.asarray(stops - starts > max_length)
-    long: np.ndarray = np.logical_or(over[:, 0], over[:, 1])
-    if too_long == "error" and long.any():
-        first = int(np.flatnonzero(long)[0])
+    is_too_long = np.asarray(stops - starts > max_length)
+    has_long_side: np.ndarray = np.logical_or(is_too_long[:, 0], is_too_long[:, 1])
+    if too_long == "error" and has_long_side.any():
+        first = int(np.flatnonzero(has_long_side)[0])
         raise DataError(
-            f"{store.origin(2 * first)}: {(stops - starts)[first].max()} tokens, and data.max_length is "
-            f"{max_length}",
+            f"{store.origin(2 * first)}: one side of the pair has {(stops - starts)[first].max()} tokens, "
+            f"but data.max_length is {max_length}",
             hint=too_long_hint(can_split=False),
         )
     ends = np.minimum(stops, starts + max_length)
-    learned = np.array(store.learned, dtype=np.int64).reshape(-1, 2)
-    for pair, side in np.argwhere(over).tolist():
+    targets = np.array(store.supervised_counts, dtype=np.int64).reshape(-1, 2)
+    for pair, side in np.argwhere(is_too_long).tolist():
         window = np.array([[starts[pair, side], ends[pair, side]]])
-        learned[pair, side] = store.count_learned(2 * pair + side, window)[0]
-    kept = np.flatnonzero(~long if too_long == "drop" else (learned > 0).all(1))
-    if not len(kept):
+        targets[pair, side] = store.count_supervised(2 * pair + side, window)[0]
+    selected = np.flatnonzero(~has_long_side if too_long == "drop" else (targets > 0).all(1))
+    if not len(selected):
         raise DataError(
-            f"no pair is left: all {len(long)} were dropped",
-            hint=f"data.max_length is {max_length}: raise it",
+            f"no pair is left: all {len(has_long_side)} pairs were dropped",
+            hint=f"raise data.max_length, which is {max_length}",
         )
     sides = StoredExamples(
         store,
-        np.stack((2 * kept, 2 * kept + 1), axis=1).ravel(),
-        starts[kept].ravel(),
-        ends[kept].ravel(),
-        counts={"truncated": int(long[kept].sum()), "dropped": len(long) - len(kept)},
-        supervised=int(learned[kept].sum()),
+        np.stack((2 * selected, 2 * selected + 1), axis=1).ravel(),
+        starts[selected].ravel(),
+        ends[selected].ravel(),
+        counts={
+            "truncated": int(has_long_side[selected].sum()),
+            "dropped": len(has_long_side) - len(selected),
+        },
+        supervised=int(targets[selected].sum()),
     )
     return StoredPairs(sides, pack=pack)

@@ -1,4 +1,4 @@
-"""Fields of records and messages of which no token is made, counted while records are rendered."""
+"""Count the fields of records and messages that reach no token, while records are rendered."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -10,43 +10,45 @@ from whet.data.sources.source import Record
 from whet.data.tokens.chat_template import Renderer
 from whet.errors import DataError
 
-Unread = Mapping[str, Mapping[str, int]]  # of "record" and "message": how many records have which field
+Unread = Mapping[str, Mapping[str, int]]  # for "record" and "message": field -> number of records
 
-_TESTED = 32  # records after which a field that always, or never, reached a token is taken to go on so
-_SHOWN = 20  # fields
-_OF_MESSAGES = frozenset(("role", "content", "train"))  # what every template, or the loss mask, reads
+_TESTED_RECORDS = 32  # records to test before the result for a field is assumed for all others
+_MAX_REPORTED = 20  # fields
+_STANDARD_MESSAGE_FIELDS = frozenset(
+    ("role", "content", "train")
+)  # read by every template or by the loss mask
 
 
 @dataclass
-class _Verdicts:
-    """Whether a field reached a token, for the records that were tested."""
+class _TestResults:
+    """How often a field reached a token, among the records tested."""
 
     reached: int = 0
     left_out: int = 0
 
     @property
     def settled(self) -> bool | None:
-        """The verdict, where enough records agree on it."""
-        if self.reached + self.left_out < _TESTED or (self.reached and self.left_out):
+        """Whether the field reaches a token, once enough records agree, else None."""
+        if self.reached + self.left_out < _TESTED_RECORDS or (self.reached and self.left_out):
             return None
         return bool(self.reached)
 
 
 @dataclass
 class FieldAudit:
-    """Counts the records with a field that reaches no token.
+    """Count the records with a field that reaches no token.
 
-    What a shape does not read is known beforehand. Whether a template writes `tools` or a field of messages
-    is found by rendering records without it: the first ones that have it, or all where the verdicts differ.
+    The fields that a record format ignores are known. Whether a template writes `tools` or a message field is
+    tested by rendering records without it: the first ones that have the field, or all if the results differ.
     """
 
     renderer: Renderer
     _record: Counter[str] = field(default_factory=Counter)
     _message: Counter[str] = field(default_factory=Counter)
-    _verdicts: dict[str, _Verdicts] = field(default_factory=dict)
+    _test_results: dict[str, _TestResults] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """Look at one more record, whose shape is known."""
+        """Inspect one more record, whose format is known."""
         fields = record.fields
         self._record.update(name for name in record.unread if not _is_empty(fields[name]))
         if not _is_empty(fields.get("tools")) and "tools" not in record.unread:
@@ -56,61 +58,64 @@ class FieldAudit:
             for key in MESSAGE_LISTS
             for message in _messages(fields.get(key))
             for name, value in message.items()
-            if name not in _OF_MESSAGES and not _is_empty(value)
+            if name not in _STANDARD_MESSAGE_FIELDS and not _is_empty(value)
         )
         self._message.update(name for name in names if not self._reaches(name, record))
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How many records have each field that reached no token."""
+        """Return the number of records per field that reached no token."""
         return {"record": dict(self._record), "message": dict(self._message)}
 
     def _reaches(self, name: str, record: Record) -> bool:
-        verdicts = self._verdicts.setdefault(name, _Verdicts())
-        if verdicts.settled is not None:
-            return verdicts.settled
+        results = self._test_results.setdefault(name, _TestResults())
+        if results.settled is not None:
+            return results.settled
         try:
-            texts = self.renderer.chats(record)
-        except DataError:  # a bad record, which is reported as such
+            texts = self.renderer.render_chats(record)
+        except DataError:  # reported elsewhere as a bad record
             return True
-        if not texts:  # no template is used
+        if not texts:  # no chat template is used
             return False
         try:
             reached = (
-                self.renderer.chats(replace(record, fields=without_fields(record.fields, {name}))) != texts
+                self.renderer.render_chats(replace(record, fields=without_fields(record.fields, {name})))
+                != texts
             )
-        except DataError:  # the template asks for it
+        except DataError:  # the template requires the field
             reached = True
-        verdicts.reached += reached
-        verdicts.left_out += not reached
+        results.reached += reached
+        results.left_out += not reached
         return reached
 
 
 def unread_fields(unread: Unread, *, used: Collection[str] | None) -> Iterator[tuple[str, str]]:
-    """For each field that reaches no token and nothing else uses, what is wrong and what to do.
+    """Yield a message and a fix for each field that reaches no token and is not used otherwise.
 
-    `used`: fields of records that are read beside the tokens; None: all of them are.
+    Args:
+        unread: The fields that reach no token, from `FieldAudit.counts`.
+        used: Record fields that are read for other purposes; None means that all of them are.
     """
-    of_record = {} if used is None else unread.get("record", {})
+    record_fields = {} if used is None else unread.get("record", {})
     tools = unread.get("record", {}) if used is None else {}
     entries = [
-        *((name, "field", count) for name, count in of_record.items() if name not in (used or ())),
+        *((name, "field", count) for name, count in record_fields.items() if name not in (used or ())),
         *((name, "field", count) for name, count in tools.items() if name == "tools"),
         *((name, "message field", count) for name, count in unread.get("message", {}).items()),
     ]
-    for name, kind, count in entries[:_SHOWN]:
+    for name, kind, count in entries[:_MAX_REPORTED]:
         fix = (
-            "the chat template does not write it: use a model whose template does"
+            "the chat template does not write it; use a model whose template does"
             if kind == "message field" or name == "tools"
-            else "nothing reads a field of this name"
+            else "no component reads this field"
         )
         yield (
             f"{kind} {name[:40]} of {count:,} record{'s' * (count != 1)} reaches no token",
-            f"{fix}; set data.ignore to [{name[:40]}] if it is not needed",
+            f"{fix}; set data.ignore to [{name[:40]}] if you do not need it",
         )
-    if len(entries) > _SHOWN:
+    if len(entries) > _MAX_REPORTED:
         yield (
-            f"{len(entries) - _SHOWN:,} more fields reach no token",
-            "list fields that are not needed in data.ignore",
+            f"{len(entries) - _MAX_REPORTED:,} more fields reach no token",
+            "list the fields that you do not need in data.ignore",
         )
 
 

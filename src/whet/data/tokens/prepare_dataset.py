@@ -1,4 +1,4 @@
-"""Sources into token stores: tokenised once, found again the next time."""
+"""Tokenize sources into token stores, or reuse the stores of earlier runs."""
 
 import copy
 import hashlib
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.data.class_labels import Labels
-from whet.data.sources.record_formats import number, seen
-from whet.data.sources.source import REASONS_KEPT, Format, Record, Skipped, Source
+from whet.data.sources.record_formats import describe_fields, require_number
+from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source
 from whet.data.tokens.chat_template import Renderer, Rendering, Supervise
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
@@ -24,41 +24,53 @@ from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 6  # of what rendering and encoding make of a record: a change makes all stores new
-_LABELS_VERSION = 1  # of what `Labels` makes of a record: 1 knows soft labels, which were bad records before
+VERSION = 6  # of rendering and encoding; a new version invalidates all stores
+_LABELS_VERSION = 1  # of `Labels`; 1 supports soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
-_CHUNK_CHARACTERS = 300_000  # rendered at once: bounds memory, and is plenty for every thread
+_CHUNK_CHARACTERS = 300_000  # per chunk: bounds memory, and is enough to occupy all threads
 
 
 def encode_records(
     records: Iterable[Record], tokenizer: Any, *, supervise: Supervise = "assistant"
 ) -> list[Example]:
-    """Records as examples in memory, for a loop of one's own. Any: a transformers tokenizer."""
+    """Tokenize records into examples in memory, for custom training loops.
+
+    Args:
+        records: The records, for example from `open_source`.
+        tokenizer: A fast transformers tokenizer.
+        supervise: Which tokens are supervised: assistant turns, the last one, or everything.
+
+    Returns:
+        One example per record, with token ids and a loss mask.
+
+    Raises:
+        DataError: A record cannot be rendered, or has no supervised token.
+    """
     renderer, encoder = Renderer(tokenizer, supervise=supervise), Encoder(tokenizer)
     return [encoder.example(renderer.render(record)) for record in records]
 
 
 @dataclass
 class _Tally:
-    """What is noted while a source is tokenised."""
+    """Counts collected while a source is tokenized."""
 
     audit: FieldAudit
     skipped: Skipped = field(default_factory=Skipped)
     only_last: int = 0
 
     def notes(self, source: Source) -> dict[str, Any]:  # Any: JSON values
-        both = [each for each in (source.skipped, self.skipped) if each.count]
+        skipped = [part for part in (source.skipped, self.skipped) if part.count]
         return {
-            "skipped": sum(each.count for each in both),
-            "reasons": [reason for each in both for reason in each.reasons][:REASONS_KEPT],
-            "hint": both[0].hint if both else None,
+            "skipped": sum(part.count for part in skipped),
+            "reasons": [reason for part in skipped for reason in part.reasons][:MAX_REASONS],
+            "hint": skipped[0].hint if skipped else None,
             "only_last": self.only_last,
             "unread": self.audit.counts(),
         }
 
 
 class Preparation:
-    """How the records of a run become tokens: one tokenizer, one rule of what is learned."""
+    """Tokenize the records of a run with one tokenizer and one rule for the loss mask."""
 
     def __init__(
         self,
@@ -77,27 +89,27 @@ class Preparation:
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
-        self.pairs = pairs  # two examples a record, a preferred answer and a worse one
-        self.columns: tuple[str, ...] = ()  # fields whose numbers are kept beside the tokens
-        self.form = form  # the shape that the sources were told to take records as
-        self.labels = labels  # the classes that texts belong to, whose numbers come before the columns
+        self.pairs = pairs  # two examples per record: chosen and rejected
+        self.columns: tuple[str, ...] = ()  # numeric fields stored with the tokens
+        self.form = form  # the record format that the sources require
+        self.labels = labels  # the classes of a classifier; label values are stored before the columns
 
-    def keeping(self, columns: Sequence[str]) -> "Preparation":
-        """The same, with these numbers of each record kept beside its tokens."""
-        found = copy.copy(self)
-        found.columns = tuple(columns)
-        return found
+    def with_columns(self, columns: Sequence[str]) -> "Preparation":
+        """Return a copy that stores these numeric fields of each record with its tokens."""
+        copied = copy.copy(self)
+        copied.columns = tuple(columns)
+        return copied
 
     def store(self, source: Source) -> TokenStore:
-        """The source's token store: the one that is there, or a new one.
+        """Return the token store of a source: an existing one, or a new one.
 
-        One that bad records were left out of serves only those who would leave them out, too.
+        A store without its bad records is only reused if bad records are to be skipped.
         """
         directory = self.cache / self._key(source)
-        found = open_store(directory)
-        if found is not None and (self.skip_bad or not found.notes["skipped"]):
-            log.info("%s: tokens from the store", source.name)
-            return found
+        existing = open_store(directory)
+        if existing is not None and (self.skip_bad or not existing.notes["skipped"]):
+            log.info("%s: using cached tokens", source.name)
+            return existing
         tally = _Tally(FieldAudit(self.renderer))
         return write_store(
             directory,
@@ -106,25 +118,25 @@ class Preparation:
         )
 
     def questions(self, source: Source) -> list[Question]:
-        """What the records with an answer ask."""
-        found = []
+        """Return the prompts of all records that have an answer."""
+        questions = []
         for record in source:
             try:
-                asked = self.renderer.question(record)
-                if asked is not None:
-                    found.append(replace(self.encoder.question(asked), record=record.fields))
-            except DataError:  # counted when the source was tokenised
+                prompt = self.renderer.render_question(record)
+                if prompt is not None:
+                    questions.append(replace(self.encoder.encode_question(prompt), record=record.fields))
+            except DataError:  # counted when the source was tokenized
                 if not self.skip_bad:
                     raise
-        return found
+        return questions
 
     def _key(self, source: Source) -> str:
-        """A hash of everything the tokens depend on."""
+        """Return a hash of everything the tokens depend on."""
         tokenizer = self.renderer.tokenizer
         parts = {
             "version": VERSION,
             "source": source.digest(),
-            "name": source.name,  # origins carry it
+            "name": source.name,  # part of the origins
             "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
             "template": tokenizer.chat_template,
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -142,46 +154,46 @@ class Preparation:
 
     def _examples(self, source: Source, tally: _Tally) -> Iterator[Example]:
         empty = True
-        for chunk, encoded in self._encoded(source, tally):
-            following = iter(encoded)
+        for chunk, encoded in self._encode_chunks(source, tally):
+            remaining = iter(encoded)
             for group in chunk:
-                found = [next(following) for _ in group]
-                bad = [example for example in found if isinstance(example, DataError)]
-                if bad:
-                    self._bad(bad[0], tally)
+                examples = [next(remaining) for _ in group]
+                errors = [example for example in examples if isinstance(example, DataError)]
+                if errors:
+                    self._handle_bad_record(errors[0], tally)
                     continue
                 tally.only_last += group[0].only_last
                 empty = False
-                yield from (example for example in found if isinstance(example, Example))
+                yield from (example for example in examples if isinstance(example, Example))
         if empty:
             if tally.skipped.count:
                 raise tally.skipped.as_error(source.name)
-            raise DataError(f"{source.name} holds no record to learn from")
+            raise DataError(f"{source.name} contains no record to train on")
 
-    def _encoded(
+    def _encode_chunks(
         self, source: Source, tally: _Tally
     ) -> Iterator[tuple[list[tuple[Rendering, ...]], list[Example | DataError]]]:
-        """Chunks with their examples; one is tokenised while the next is read and rendered."""
-        waiting: tuple[list[tuple[Rendering, ...]], list[Rendering], Future[list[Any]]] | None = None
+        """Yield chunks with their examples. One chunk is tokenized while the next one is rendered."""
+        pending: tuple[list[tuple[Rendering, ...]], list[Rendering], Future[list[Any]]] | None = None
         with ThreadPoolExecutor(max_workers=1) as worker:
-            for chunk in itertools.chain(self._chunks(source, tally), [None]):
-                ahead = None
+            for chunk in itertools.chain(self._render_chunks(source, tally), [None]):
+                submitted = None
                 if chunk is not None:
                     texts = [rendering for group in chunk for rendering in group]
-                    ahead = (chunk, texts, worker.submit(self.encoder.encodings, texts))
-                if waiting is not None:
-                    before, renderings, encodings = waiting
-                    yield before, self.encoder.examples(renderings, encodings.result())
-                waiting = ahead
+                    submitted = (chunk, texts, worker.submit(self.encoder.tokenize_batch, texts))
+                if pending is not None:
+                    previous, renderings, encodings = pending
+                    yield previous, self.encoder.to_examples(renderings, encodings.result())
+                pending = submitted
 
-    def _chunks(self, source: Source, tally: _Tally) -> Iterator[list[tuple[Rendering, ...]]]:
-        """The texts of some records at a time."""
+    def _render_chunks(self, source: Source, tally: _Tally) -> Iterator[list[tuple[Rendering, ...]]]:
+        """Yield the rendered texts of several records at a time."""
         chunk: list[tuple[Rendering, ...]] = []
         characters = 0
         for record in source:
             if record.shape:
                 tally.audit.add(record)
-            group = self._renderings(record, tally)
+            group = self._render_record(record, tally)
             if not group:
                 continue
             chunk.append(group)
@@ -192,41 +204,47 @@ class Preparation:
         if chunk:
             yield chunk
 
-    def _renderings(self, record: Record, tally: _Tally) -> tuple[Rendering, ...]:
+    def _render_record(self, record: Record, tally: _Tally) -> tuple[Rendering, ...]:
         try:
-            values = self._values(record)
-            group = self._group(record)
+            values = self._column_values(record)
+            group = self._render_group(record)
         except DataError as error:
-            self._bad(error, tally)
+            self._handle_bad_record(error, tally)
             return ()
         return tuple(replace(rendering, values=values) for rendering in group)
 
-    def _group(self, record: Record) -> tuple[Rendering, ...]:
+    def _render_group(self, record: Record) -> tuple[Rendering, ...]:
         if self.pairs:
-            return self.renderer.pair(record)
-        return (self.renderer.render(record) if self.labels is None else self.renderer.judged(record),)
+            return self.renderer.render_pair(record)
+        return (
+            self.renderer.render(record)
+            if self.labels is None
+            else self.renderer.render_classification(record),
+        )
 
-    def _values(self, record: Record) -> tuple[float, ...]:
-        numbers = tuple(_number(record, name) for name in self.columns)
-        return self._classes(record) + numbers
+    def _column_values(self, record: Record) -> tuple[float, ...]:
+        columns = tuple(_require_column(record, name) for name in self.columns)
+        return self._label_values(record) + columns
 
-    def _classes(self, record: Record) -> tuple[float, ...]:
+    def _label_values(self, record: Record) -> tuple[float, ...]:
         if self.labels is None or record.shape not in (None, "classification"):
-            return ()  # `judged` refuses other shapes
+            return ()  # `render_classification` rejects other formats
         try:
             return self.labels.values(record.fields)
         except DataError as error:
             raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
 
-    def _bad(self, error: DataError, tally: _Tally) -> None:
+    def _handle_bad_record(self, error: DataError, tally: _Tally) -> None:
         if not self.skip_bad:
             raise error
         tally.skipped.add(error)
 
 
-def _number(record: Record, name: str) -> float:
+def _require_column(record: Record, name: str) -> float:
     try:
-        return number(record.fields.get(name), name)
+        return require_number(record.fields.get(name), name)
     except DataError as error:
-        why = "" if name in record.fields else f": there is no such field, only {seen(record.fields)}"
-        raise DataError(f"{record.origin}: {error.message}{why}") from None
+        reason = (
+            "" if name in record.fields else f"; the record has the fields {describe_fields(record.fields)}"
+        )
+        raise DataError(f"{record.origin}: {error.message}{reason}") from None

@@ -1,4 +1,4 @@
-"""Prompts to complete: what stands before the answer in any record, with the record itself for who judges."""
+"""Prompts for generation: the text before the completion of a record, with the record for the rewards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from whet.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question, its answer empty where the record has none, and the fields of the record."""
+    """A prompt and the fields of its record. The answer is empty if the record has none."""
 
     question: Question
     fields: dict[str, Any]  # Any: JSON values
 
     @property
     def tokens(self) -> list[int]:
-        """What the model reads."""
+        """The token ids of the prompt."""
         return self.question.tokens
 
 
 class Prompts(list[Prompt]):
-    """The prompts of a source, and how many of its records were left out."""
+    """The prompts of a source, and the number of records that were skipped."""
 
     skipped: Skipped
-    unread: Unread  # fields that reach no token: those of the record are there for the rewards
+    unread: Unread  # fields that reach no token; rewards may still read the fields of records
 
     def summary(self) -> str:
-        """Counts and lengths, for a person."""
+        """Return counts and lengths as one line."""
         sizes = sorted(len(prompt.tokens) for prompt in self)
         quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
         return f"{len(self):,} prompts, length min/median/p95/max {quantiles}"
@@ -41,20 +41,22 @@ class Prompts(list[Prompt]):
 def read_prompts(
     source: Source, tokenizer: Any, *, skip_bad: bool = False, today: date | None = None
 ) -> Prompts:
-    """All prompts of a source. Any: a transformers tokenizer."""
+    """Return all prompts of a source. Any: a transformers tokenizer."""
     skipped = Skipped()
     renderer = Renderer(tokenizer, today=today)
     audit = FieldAudit(renderer)
-    found = Prompts(_prompts(source, audit, skipped if skip_bad else None))
-    found.unread = audit.counts()
+    prompts = Prompts(_prompts(source, audit, skipped if skip_bad else None))
+    prompts.unread = audit.counts()
     if source.skipped.count:
         skipped.hint = source.skipped.hint
     skipped.count += source.skipped.count
     skipped.reasons[:0] = source.skipped.reasons
-    found.skipped = skipped
-    if not found:
-        raise skipped.as_error(source.name) if skipped.count else DataError(f"{source.name} holds no prompt")
-    return found
+    prompts.skipped = skipped
+    if not prompts:
+        raise (
+            skipped.as_error(source.name) if skipped.count else DataError(f"{source.name} contains no prompt")
+        )
+    return prompts
 
 
 def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iterator[Prompt]:
@@ -64,9 +66,9 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
         if record.shape:
             audit.add(record)
         try:
-            question = encoder.question(renderer.prompt(record))
+            question = encoder.encode_question(renderer.render_prompt(record))
             if not question.tokens:
-                raise DataError(f"{record.origin}: the prompt is empty: there is nothing to go on from")
+                raise DataError(f"{record.origin}: the prompt is empty")
         except DataError as error:
             if skipped is None:
                 raise
@@ -78,18 +80,29 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
 def fitting(
     prompts: Sequence[Prompt], *, context: int, max_length: int, max_new_tokens: int, drop: bool
 ) -> list[Prompt]:
-    """The prompts that leave room for a completion; one that does not is an error, or left out."""
+    """Return the prompts that leave enough tokens for a completion.
+
+    Args:
+        prompts: The prompts.
+        context: The context length of the model.
+        max_length: The limit on prompt and completion, in tokens.
+        max_new_tokens: The length of a completion.
+        drop: Whether prompts that are too long are dropped instead of raising an error.
+
+    Raises:
+        DataError: A prompt is too long and `drop` is false, or all prompts are too long.
+    """
     limit = min(max_length, context) - max_new_tokens
-    long = [prompt for prompt in prompts if len(prompt.tokens) > limit]
-    if not long:
+    too_long = [prompt for prompt in prompts if len(prompt.tokens) > limit]
+    if not too_long:
         return list(prompts)
-    found = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
-    if drop and found:
-        return found
+    selected = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+    if drop and selected:
+        return selected
     key = "data.max_length" if max_length < context else "the model's context"
     raise DataError(
-        f"{long[0].question.origin}: a prompt of {len(long[0].tokens)} tokens leaves no room for "
-        f"objective.max_new_tokens={max_new_tokens} in {key}, {min(max_length, context)} tokens "
-        f"({len(long)} of {len(prompts)} prompts are too long)",
-        hint="lower objective.max_new_tokens, raise data.max_length, or leave them out: data.too_long: drop",
+        f"{too_long[0].question.origin}: a prompt of {len(too_long[0].tokens)} tokens and "
+        f"objective.max_new_tokens={max_new_tokens} exceed {key} of {min(max_length, context)} tokens "
+        f"({len(too_long)} of {len(prompts)} prompts are too long)",
+        hint="lower objective.max_new_tokens, raise data.max_length, or set data.too_long: drop",
     )

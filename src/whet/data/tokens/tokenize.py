@@ -1,4 +1,4 @@
-"""From text to token ids, many texts at once, on the threads of the Rust tokenizer."""
+"""Tokenize texts in batches, on the threads of the Rust tokenizer."""
 
 import contextlib
 import json
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from whet.data.tokens.chat_template import AskedRendering, Rendering
+from whet.data.tokens.chat_template import RenderedPrompt, Rendering
 from whet.data.tokens.examples import Example
-from whet.data.tokens.long_texts import LONG, Tokens, encode_long
+from whet.data.tokens.long_texts import MAX_WINDOW_CHARS, Tokens, encode_long
 from whet.data.tokens.loss_mask import tokens_inside
 from whet.error_boundary import panics_hidden, wrong_input
 from whet.errors import DataError
@@ -19,10 +19,10 @@ from whet.errors import DataError
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as token ids, the answer expected and the record of both, for answers by generation."""
+    """A prompt as token ids, the expected answer, and their record, for evaluation by generation."""
 
     tokens: list[int]
-    text: str  # what a person would say was asked
+    text: str  # the question as plain text
     answer: str
     origin: str
     group: str | None = None
@@ -30,138 +30,147 @@ class Question:
 
 
 class Encoder:
-    """Makes ids in one place, so that no BOS is doubled and every mark is exact."""
+    """Convert renderings to token ids and loss masks.
+
+    All ids of training data are created by this class, so that BOS is never doubled and the mask is exact.
+    """
 
     def __init__(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise DataError(
-                "this tokenizer has no fast version, which tells where each token stands in the text"
+                "this tokenizer has no fast version, which is needed for the character offsets of tokens"
             )
-        backend.no_truncation()  # a tokenizer.json may ask for both: whet cuts and pads itself
+        backend.no_truncation()  # tokenizer.json may enable both, but whet truncates and pads by itself
         backend.no_padding()
-        self._backend = _untrimmed(backend)
+        self._backend = _without_trimmed_offsets(backend)
         self._eos: int | None = tokenizer.eos_token_id
-        self._around = _around(tokenizer)
+        self._special_counts = _count_special_tokens(tokenizer)
 
     def encode(self, renderings: Sequence[Rendering]) -> list[Example | DataError]:
-        """Each text as an example, or what is wrong with it."""
-        return self.examples(renderings, self.encodings(renderings))
+        """Return each text as an example, or the error that makes it unusable."""
+        return self.to_examples(renderings, self.tokenize_batch(renderings))
 
-    def examples(
+    def to_examples(
         self, renderings: Sequence[Rendering], encodings: Sequence[Any]
     ) -> list[Example | DataError]:
-        """The same, from what `encodings` returned."""
+        """Return the examples for the encodings that `tokenize_batch` returned."""
         return [
-            encoding if isinstance(encoding, DataError) else self._example(rendering, encoding)
+            encoding if isinstance(encoding, DataError) else self._to_example(rendering, encoding)
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
     def example(self, rendering: Rendering) -> Example:
-        """One text as an example that has something to learn."""
-        [found] = self.encode([rendering])
-        if isinstance(found, DataError):
-            raise found
-        return found
+        """Return one text as an example with at least one supervised token."""
+        [example] = self.encode([rendering])
+        if isinstance(example, DataError):
+            raise example
+        return example
 
-    def question(self, asked: AskedRendering) -> Question:
-        """A prompt as ids, ready to be continued."""
-        [encoding] = self.encodings([asked.prompt])
+    def encode_question(self, prompt: RenderedPrompt) -> Question:
+        """Return a prompt as ids, ready for generation."""
+        [encoding] = self.tokenize_batch([prompt.prompt])
         if isinstance(encoding, DataError):
             raise encoding
-        tokens, _ = self._tokens(asked.prompt, encoding)
-        return Question(tokens.tolist(), asked.asked, asked.answer, asked.prompt.origin, asked.group)
+        tokens, _ = self._ids_and_mask(prompt.prompt, encoding)
+        return Question(tokens.tolist(), prompt.question, prompt.answer, prompt.prompt.origin, prompt.group)
 
-    def encodings(self, renderings: Sequence[Rendering]) -> list[Any]:
-        """What the tokenizer makes of each text, or an error: most of the work, done without Python's lock.
+    def tokenize_batch(self, renderings: Sequence[Rendering]) -> list[Any]:
+        """Tokenize texts. Return an encoding or an error for each.
 
-        Any: tokenizers' Encoding, or a DataError.
+        Most of the work is done here, without holding the GIL. Any: tokenizers' Encoding, or a DataError.
         """
-        found: list[Any] = [None] * len(renderings)
-        for plain in (False, True):
-            places = [place for place, rendering in enumerate(renderings) if rendering.plain is plain]
-            chosen = [renderings[place] for place in places]
-            for place, encoding in zip(places, self._batch(chosen, special=plain), strict=True):
-                found[place] = encoding
-        return found
+        encodings: list[Any] = [None] * len(renderings)
+        for is_plain in (False, True):
+            indices = [index for index, rendering in enumerate(renderings) if rendering.plain is is_plain]
+            batch = [renderings[index] for index in indices]
+            for index, encoding in zip(indices, self._encode_batch(batch, special=is_plain), strict=True):
+                encodings[index] = encoding
+        return encodings
 
-    def _long(self, rendering: Rendering, *, special: bool) -> Tokens | DataError:
+    def _encode_long(self, rendering: Rendering, *, special: bool) -> Tokens | DataError:
         def encode(text: str) -> Any:  # Any: tokenizers' Encoding
             return self._backend.encode(text, add_special_tokens=special)
 
-        around = self._around if special else (0, 0)
+        around = self._special_counts if special else (0, 0)
         try:
             with _tokenizing(f"{rendering.origin}: "):
                 return encode_long(rendering.text, encode, around=around, origin=rendering.origin)
         except DataError as error:
             return error
 
-    def _batch(self, renderings: Sequence[Rendering], *, special: bool) -> list[Any]:  # Any: as above
-        if len(renderings) == 1 and len(renderings[0].text) > LONG:
-            return [self._long(renderings[0], special=special)]
-        if any(len(rendering.text) > LONG for rendering in renderings):
-            return [encoding for r in renderings for encoding in self._batch([r], special=special)]
-        whole = all(_whole(rendering) for rendering in renderings)
-        encode = self._backend.encode_batch_fast if whole else self._backend.encode_batch  # without offsets
+    def _encode_batch(self, renderings: Sequence[Rendering], *, special: bool) -> list[Any]:
+        # Any: tokenizers' Encoding
+        if len(renderings) == 1 and len(renderings[0].text) > MAX_WINDOW_CHARS:
+            return [self._encode_long(renderings[0], special=special)]
+        if any(len(rendering.text) > MAX_WINDOW_CHARS for rendering in renderings):
+            return [encoding for r in renderings for encoding in self._encode_batch([r], special=special)]
+        fully_supervised = all(_is_fully_supervised(rendering) for rendering in renderings)
+        # the fast version computes no offsets
+        encode = self._backend.encode_batch_fast if fully_supervised else self._backend.encode_batch
         origin = renderings[0].origin if len(renderings) == 1 else ""
         try:
             with _tokenizing(origin and f"{origin}: "):
                 encodings: list[Any] = encode([r.text for r in renderings], add_special_tokens=special)
-        except DataError as error:  # half of a surrogate pair, say, or an expression that backtracks
+        except DataError as error:  # for example a lone surrogate, or a regex that backtracks too much
             if len(renderings) == 1:
                 return [error]
-            return [encoding for r in renderings for encoding in self._batch([r], special=special)]
+            return [encoding for r in renderings for encoding in self._encode_batch([r], special=special)]
         return encodings
 
-    def _example(self, rendering: Rendering, encoding: Any) -> Example | DataError:  # Any: as above
+    def _to_example(self, rendering: Rendering, encoding: Any) -> Example | DataError:
+        # Any: tokenizers' Encoding
         if rendering.judged:
-            return _judged_example(rendering, encoding.ids)
-        tokens, marks = self._tokens(rendering, encoding)
-        if not marks[1:].any():
+            return _classification_example(rendering, encoding.ids)
+        tokens, mask = self._ids_and_mask(rendering, encoding)
+        if not mask[1:].any():
             return DataError(
                 f"{rendering.origin}: no token of this example is supervised",
-                hint="it needs an assistant message without weight: 0, a completion or a text",
+                hint="it needs an assistant message without weight: 0, a completion or text",
             )
-        return Example(tokens, marks, rendering.origin, rendering.values)
+        return Example(tokens, mask, rendering.origin, rendering.values)
 
-    def _tokens(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:  # Any: as above
-        """Ids and marks; a token is learned when any of its characters lies in a learned span."""
+    def _ids_and_mask(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and loss mask. Any: tokenizers' Encoding.
+
+        A token is supervised if any of its characters is in a supervised span.
+        """
         ids = encoding.ids
-        front, back = self._around if rendering.plain else (0, 0)
-        size = _open_size(ids, back, self._eos)  # whet writes an EOS where a text has ended
+        front, back = self._special_counts if rendering.plain else (0, 0)
+        size = _size_without_eos(ids, back, self._eos)  # whet adds the EOS itself
         back -= len(ids) - size
         eos = self._eos if rendering.plain and rendering.ended else None
         tokens = np.empty(size + 1, dtype=np.uint32)
         tokens[:size] = ids if size == len(ids) else ids[:size]
-        marks = np.zeros(size + 1, dtype=bool)
-        if _whole(rendering):
-            marks[front : size - back] = True
+        mask = np.zeros(size + 1, dtype=bool)
+        if _is_fully_supervised(rendering):
+            mask[front : size - back] = True
         else:
-            marks[:size] = tokens_inside(encoding.offsets[:size], rendering.spans)
-        has_eos = size > 0 and ids[size - 1] == eos and marks[size - 1]  # the text's own, and learned
+            mask[:size] = tokens_inside(encoding.offsets[:size], rendering.spans)
+        has_eos = size > 0 and ids[size - 1] == eos and mask[size - 1]  # part of the text, and supervised
         if eos is not None and not has_eos:
-            tokens[size], marks[size] = eos, True
+            tokens[size], mask[size] = eos, True
             size += 1
-        return tokens[:size], marks[:size]
+        return tokens[:size], mask[:size]
 
 
 def open_ids(tokenizer: Any, text: str) -> list[int]:  # Any: a transformers tokenizer
-    """The ids of a text that goes on: with the tokenizer's BOS, without its EOS."""
+    """Return the ids of a text to be continued: with the tokenizer's BOS, without its EOS."""
     ids = tokenize(tokenizer, text, special=True)
-    _, back = _around(tokenizer)
-    return ids[: _open_size(ids, back, tokenizer.eos_token_id)]
+    _, back = _count_special_tokens(tokenizer)
+    return ids[: _size_without_eos(ids, back, tokenizer.eos_token_id)]
 
 
 def tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:  # Any: a transformers tokenizer
-    """Return the ids of a text, with or without the special tokens around it."""
+    """Return the ids of a text, with or without the special tokens that the tokenizer adds."""
     with _tokenizing():
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 @contextlib.contextmanager
 def _tokenizing(prefix: str = "") -> Iterator[None]:
-    """Turn a failure of the tokenizers library into an error; its Rust code panics where a regex gives up."""
-    hint = "change the text; or the tokenizer is damaged: copy the files of the model again"
+    """Convert failures of the tokenizers library to errors. Its Rust code panics when a regex gives up."""
+    hint = "change the text; if the tokenizer files are damaged, download the model again"
     with (
         panics_hidden(),
         wrong_input(f"{prefix}the tokenizer cannot read this text", kind=DataError, hint=hint),
@@ -169,53 +178,56 @@ def _tokenizing(prefix: str = "") -> Iterator[None]:
         yield
 
 
-def _around(tokenizer: Any) -> tuple[int, int]:  # Any: a transformers tokenizer
-    """How many special tokens a tokenizer puts before and after a text of its own accord."""
+def _count_special_tokens(tokenizer: Any) -> tuple[int, int]:  # Any: a transformers tokenizer
+    """Return how many special tokens a tokenizer adds before and after a text."""
     with _tokenizing():
         mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
-    if not mask:  # nothing is around a text of which nothing is left
+    if not mask:  # the tokenizer removed the whole text
         return 0, 0
-    text = [place for place, special in enumerate(mask) if not special] or [0]
-    return text[0], len(mask) - 1 - text[-1]
+    text_positions = [position for position, is_special in enumerate(mask) if not is_special] or [0]
+    return text_positions[0], len(mask) - 1 - text_positions[-1]
 
 
-def _open_size(ids: Sequence[int], back: int, eos: int | None) -> int:
-    """How many ids there are before the EOS that the tokenizer wrote of its own accord, if it did."""
+def _size_without_eos(ids: Sequence[int], back: int, eos: int | None) -> int:
+    """Return the number of ids without the EOS that the tokenizer added, if it did."""
     return len(ids) - back if back and list(ids[-back:]) == [eos] * back else len(ids)
 
 
-def _untrimmed(backend: Tokenizer) -> Tokenizer:
-    """The same tokenizer, in which a token stands where all its characters are, white space included."""
-    found = backend.post_processor
-    if found is None or b'"trim_offsets":true' not in found.__getstate__():
+def _without_trimmed_offsets(backend: Tokenizer) -> Tokenizer:
+    """Return the same tokenizer with offsets that include the white space of a token."""
+    post_processor = backend.post_processor
+    if post_processor is None or b'"trim_offsets":true' not in post_processor.__getstate__():
         return backend
     settings = json.loads(backend.to_str())
-    whole = settings["post_processor"]
-    for part in whole.get("processors", [whole]):
+    processor = settings["post_processor"]
+    for part in processor.get("processors", [processor]):
         if "trim_offsets" in part:
             part["trim_offsets"] = False
     return Tokenizer.from_str(json.dumps(settings))
 
 
-def _judged_example(rendering: Rendering, ids: Sequence[int]) -> Example | DataError:
-    """All tokens of a text, and one more: an example's last token is only ever a target, and never read."""
+def _classification_example(rendering: Rendering, ids: Sequence[int]) -> Example | DataError:
+    """Return all tokens of a text and one more.
+
+    The last token of an example is only a target, which the model never reads.
+    """
     if not len(ids):
-        return DataError(f"{rendering.origin}: a text without a token cannot be classified")
+        return DataError(f"{rendering.origin}: the text has no tokens, so it cannot be classified")
     tokens = np.append(np.asarray(ids, dtype=np.uint32), np.uint32(ids[-1]))
     return Example(tokens, np.ones(len(tokens), dtype=bool), rendering.origin, rendering.values)
 
 
-def _whole(rendering: Rendering) -> bool:
+def _is_fully_supervised(rendering: Rendering) -> bool:
     return list(rendering.spans) == [(0, len(rendering.text))]
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:  # Any: a transformers tokenizer
-    """The tokens that are no text, those without a role of their own too, and their ids."""
+    """Return all special tokens and their ids, including those without a named role."""
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def token_bytes(tokenizer: Any, *, vocab_size: int) -> np.ndarray:  # Any: a transformers tokenizer
-    """[vocab_size] how many bytes of text each token stands for; special ones for none."""
+    """Return the bytes of text per token, [vocab_size]; special tokens have 0."""
     sizes = np.zeros(vocab_size, dtype=np.int64)
     special = {*tokenizer.all_special_ids, *special_tokens(tokenizer).values()}
     byte_level = "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__ or "ByteLevel" in str(
@@ -223,17 +235,17 @@ def token_bytes(tokenizer: Any, *, vocab_size: int) -> np.ndarray:  # Any: a tra
     )
     for token, index in tokenizer.get_vocab().items():
         if index < vocab_size and index not in special:
-            sizes[index] = _size(token, byte_level=byte_level)
+            sizes[index] = _byte_count(token, byte_level=byte_level)
     return sizes
 
 
 def is_byte(token: str) -> bool:
-    """Whether a token is one byte, of a tokenizer that has no token for its character."""
+    """Return whether a token is a byte fallback token such as `<0x0A>`."""
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
-def _size(token: str, *, byte_level: bool) -> int:
-    if byte_level:  # a character stands for a byte
+def _byte_count(token: str, *, byte_level: bool) -> int:
+    if byte_level:  # one character per byte
         return len(token)
     if is_byte(token):
         return 1
