@@ -15,9 +15,9 @@ def cli(monkeypatch, capsys):
     def run(*arguments, stdin=""):
         monkeypatch.setattr(sys, "argv", ["whet", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit) as exit_info:
             app.main()
         captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
+        return exit_info.value.code, captured.out, captured.err
 
     return run

@@ -1,4 +1,4 @@
-"""whet classify, eval, export and advise, on a small run that classifies."""
+"""whet classify, eval, export and advise, on a small classification run."""
 
 import json
 import re
@@ -29,34 +29,34 @@ def run(tiny_directory, tmp_path_factory):
     return whet.train(settings(tiny_directory, tmp_path_factory.mktemp("cli"))).directory
 
 
-def test_train_shows_a_table_and_draws(cli, tiny_directory, tmp_path):
+def test_train_prints_the_report_and_writes_plots(cli, tiny_directory, tmp_path):
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump(settings(tiny_directory, tmp_path, objective={"probe": True}))
     )
     code, out, err = cli("train", tmp_path / "config.yaml")
     assert code == 0, err
     directory = tmp_path / "runs" / "test"
-    for said in ("f1 macro", "linear probe", "majority", "needs quoting", f"whet classify {directory}"):
-        assert said in out
+    for expected in ("f1 macro", "linear probe", "majority", "needs quoting", f"whet classify {directory}"):
+        assert expected in out
     assert (directory / "classification.png").read_bytes().startswith(b"\x89PNG")
     assert f"{json.loads((directory / 'classification.json').read_text())['f1_macro']:.3f}" in out
 
 
-def test_texts_are_classified(cli, run):
+def test_classify_texts(cli, run):
     code, out, _ = cli("classify", run, "rm -rf /", "ls")
     assert code == 0
     first, second = out.splitlines()
     assert first.split("  (")[0] in SHELL
     assert "%" in second
     code, out, _ = cli("classify", run, "ls -l", "--json")
-    found = json.loads(out)
-    assert found["text"] == "ls -l"
+    printed = json.loads(out)
+    assert printed["text"] == "ls -l"
     expected = whet.Classifier.load(run).predict_proba(["ls -l"])[0]
-    np.testing.assert_allclose([found["probabilities"][name] for name in SHELL], expected)
-    assert found["label"] == SHELL[int(expected.argmax())]
+    np.testing.assert_allclose([printed["probabilities"][name] for name in SHELL], expected)
+    assert printed["label"] == SHELL[int(expected.argmax())]
 
 
-def test_texts_go_through_the_model_once(cli, run, monkeypatch):
+def test_classify_runs_the_model_once(cli, run, monkeypatch):
     calls = []
     logits = whet.Classifier.logits
     monkeypatch.setattr(
@@ -66,7 +66,7 @@ def test_texts_go_through_the_model_once(cli, run, monkeypatch):
     assert calls == [["ls", "rm -rf /"]]
 
 
-def test_records_are_reported_on_by_classify_and_by_eval(cli, run):
+def test_classify_and_eval_report_on_labelled_records(cli, run):
     kept = json.loads((run / "classification.json").read_text())
     for command in ("classify", "eval"):
         code, out, _ = cli(command, run, "--data", "synth:shell-safety-valid:30", "--json")
@@ -76,9 +76,9 @@ def test_records_are_reported_on_by_classify_and_by_eval(cli, run):
         assert "precision" in out
 
 
-def test_mistakes_get_one_message(cli, run, tiny_directory):
-    for arguments, said in (
-        (("classify", run), "give either texts or --data"),
+def test_invalid_input_prints_one_message(cli, run, tiny_directory):
+    for arguments, message in (
+        (("classify", run), r"give either TEXTS or --data \(exactly one of the two\)"),
         (("classify", tiny_directory, "x"), r"(?s)is not a classifier.* in Python, Classifier\.load"),
         (("classify", run, ""), "the text has no tokens, so it cannot be classified"),
         (("chat", run), "is a classifier, not a language model"),
@@ -87,12 +87,12 @@ def test_mistakes_get_one_message(cli, run, tiny_directory):
     ):
         code, _, err = cli(*arguments)
         assert code == 2
-        assert re.search(said, err), err
+        assert re.search(message, err), err
         assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("to", ["peft", "hf"])
-def test_exports_are_opened_by_the_libraries_they_are_for(cli, run, tmp_path, to):
+def test_exports_load_in_their_libraries(cli, run, tmp_path, to):
     code, out, err = cli("export", run, "--to", to, "--out", tmp_path / to, "--check")
     assert code == 0, err + out
     assert "checked: " in out
@@ -101,7 +101,7 @@ def test_exports_are_opened_by_the_libraries_they_are_for(cli, run, tmp_path, to
     np.testing.assert_allclose(again.predict_proba(["ls -l"]), expected, atol=1e-5)
 
 
-def test_an_export_that_would_lie_is_refused(cli, tiny_directory, tmp_path):
+def test_export_rejects_unsupported_classifiers(cli, tiny_directory, tmp_path):
     for name, objective, reason in (
         ("mean", {"pooling": "mean"}, "uses mean pooling"),
         ("bias", {"bias": True}, "has a bias"),
@@ -113,17 +113,17 @@ def test_an_export_that_would_lie_is_refused(cli, tiny_directory, tmp_path):
         assert "load it with whet.Classifier.load" in err
 
 
-def test_data_and_a_dry_run_show_classes_as_any_other_data(cli, tiny_directory, tmp_path):
+def test_data_and_dry_run_show_classification_data(cli, tiny_directory, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tiny_directory, tmp_path)))
     for arguments in (("data",), ("train", "--dry-run")):
         code, out, err = cli(*arguments[:1], tmp_path / "config.yaml", *arguments[1:])
         assert code == 0, out + err
         assert "warning" not in out
-        assert "is learned in 0 of" not in out
+        assert "is supervised in 0 of" not in out
 
 
 @pytest.mark.parametrize("name", ["classify-shell", "classify-shell-faults"])
-def test_the_examples_run(name, tiny_directory, tmp_path):
+def test_examples_run(name, tiny_directory, tmp_path):
     """On a tiny model and fewer records, two steps each; everything else as it stands there."""
     config = load_config(EXAMPLES / f"{name}.yaml").model_dump(mode="json", by_alias=True)
     source = config["data"]["train"].rpartition(":")[0]
@@ -143,15 +143,15 @@ def advices(tiny_directory, tmp_path, **sections):
     return {advice.key: advice for advice in advise(config)}
 
 
-def test_sensible_settings_are_left_alone(cli, tiny_directory, tmp_path):
+def test_advise_accepts_sensible_settings(cli, tiny_directory, tmp_path):
     sections = {
         "method": {"rank": 8, "alpha": 16},
         "optim": {"lr": 1e-3, "warmup": 2},
         "run": {"epochs": 3, "steps": None, "batch_size": 16},
         "data": {"max_length": 256},
     }
-    found = advices(tiny_directory, tmp_path, **sections)
-    assert {advice.severity for advice in found.values()} == {"info"}
+    advice_by_key = advices(tiny_directory, tmp_path, **sections)
+    assert {advice.severity for advice in advice_by_key.values()} == {"info"}
     assert {
         "optim.lr",
         "run.batch_size",
@@ -159,7 +159,7 @@ def test_sensible_settings_are_left_alone(cli, tiny_directory, tmp_path):
         "data.max_length",
         "optim.clip",
         "run.epochs",
-    } <= found.keys()
+    } <= advice_by_key.keys()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tiny_directory, tmp_path, **sections)))
     code, out, _ = cli("advise", tmp_path / "config.yaml", "optim.clip=null")
     assert code == 0
@@ -177,28 +177,28 @@ def test_sensible_settings_are_left_alone(cli, tiny_directory, tmp_path):
         ({"run": {"batch_size": 2}}, "run.batch_size", "warn", "16"),
         ({"run": {"batch_size": 100}}, "run.batch_size", "error", "16"),
         ({"method": {"rank": 8, "alpha": 8}}, "method.alpha", "warn", "method.alpha=16"),
-        ({"data": {"max_length": 40}}, "data.max_length", "error", "^(128|256)$"),
+        ({"data": {"max_length": 40}}, "data.max_length", "error", "^use (128|256)$"),
         (
             {"data": {"max_length": 2048, "pack": False}},
             "data.max_length",
             "warn",
-            "^(128|256): less padding",
+            "^use (128|256), for less padding",
         ),
         ({"optim": {"clip": None}}, "optim.clip", "warn", "1.0"),
         ({"optim": {"warmup": 50}}, "optim.warmup", "error", "0"),
         ({"run": {"epochs": 1, "steps": None, "batch_size": 16}}, "run.epochs", "warn", "2 epochs"),
-        ({"objective": {"classes": [*SHELL, "other"]}}, "data.train", "error", "drop the class"),
+        ({"objective": {"classes": [*SHELL, "other"]}}, "data.train", "error", "remove the class"),
     ],
 )
-def test_settings_that_look_wrong_are_named_with_a_better_one(
+def test_advise_reports_unusual_settings_with_recommendations(
     tiny_directory, tmp_path, sections, key, severity, recommendation
 ):
-    found = advices(tiny_directory, tmp_path, **sections)[key]
-    assert found.severity == severity
-    assert re.search(recommendation, found.recommendation)
+    advice = advices(tiny_directory, tmp_path, **sections)[key]
+    assert advice.severity == severity
+    assert re.search(recommendation, advice.recommendation)
 
 
-def test_advice_is_for_other_objectives_too(tiny_directory, tmp_path):
+def test_advise_supports_other_objectives(tiny_directory, tmp_path):
     config = make_config(run_config(tiny_directory, tmp_path))
     keys = {advice.key for advice in advise(config)}
     assert keys == {
@@ -211,7 +211,7 @@ def test_advice_is_for_other_objectives_too(tiny_directory, tmp_path):
     }
 
 
-def test_advice_on_a_mix_names_the_keys_of_its_parts(cli, tiny_directory, tmp_path):
+def test_advise_names_keys_of_mix_parts(cli, tiny_directory, tmp_path):
     parts = [
         {"objective": {"kind": "sft"}, "data": {"train": "synth:house:24", "max_length": 40}},
         {
@@ -223,8 +223,8 @@ def test_advice_on_a_mix_names_the_keys_of_its_parts(cli, tiny_directory, tmp_pa
     values = run_config(tiny_directory, tmp_path, objective={"kind": "mix", "parts": parts})
     del values["data"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    found = {advice.key: advice.severity for advice in advise(make_config(values))}
-    assert found == {
+    severities = {advice.key: advice.severity for advice in advise(make_config(values))}
+    assert severities == {
         "optim.lr": "warn",
         "method.alpha": "warn",
         "optim.clip": "info",
@@ -244,7 +244,7 @@ def test_advice_on_a_mix_names_the_keys_of_its_parts(cli, tiny_directory, tmp_pa
     assert not re.search("(error|warn) +objective", out)
 
 
-def test_advice_on_rewards_is_what_needs_no_examples(tiny_directory, tmp_path):
+def test_advise_on_grpo_skips_example_checks(tiny_directory, tmp_path):
     rewarded = {"kind": "grpo", "rewards": ["exact_match"]}
     run = {"steps": None, "epochs": 2}
     for sections in ({}, {"run": run}):
@@ -255,18 +255,18 @@ def test_advice_on_rewards_is_what_needs_no_examples(tiny_directory, tmp_path):
 
 
 @pytest.mark.parametrize("oversample", [False, True])
-def test_the_steps_that_are_planned_are_those_of_the_run(cli, tiny_directory, tmp_path, oversample):
+def test_planned_steps_match_the_run(cli, tiny_directory, tmp_path, oversample):
     lines = [{"input": f"text {i}", "label": "cat" if i % 4 else "dog"} for i in range(40)]
     (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = settings(tiny_directory, tmp_path)
-    found["objective"] |= {"classes": ["cat", "dog"], "oversample": oversample, "probe": False}
-    found["data"] = {"train": f"{tmp_path}/marked.jsonl", "max_length": 64}
-    found["run"] |= {"epochs": 1, "steps": None, "batch_size": 4}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(found))
+    values = settings(tiny_directory, tmp_path)
+    values["objective"] |= {"classes": ["cat", "dog"], "oversample": oversample, "probe": False}
+    values["data"] = {"train": f"{tmp_path}/marked.jsonl", "max_length": 64}
+    values["run"] |= {"epochs": 1, "steps": None, "batch_size": 4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     code, out, err = cli("train", tmp_path / "config.yaml", "--dry-run")
     assert code == 0, out + err
     assert "held out" in out
-    result = whet.train(found)
+    result = whet.train(values)
     assert re.search(rf"steps +{result.steps} of at most 4 examples: 1 epoch", out), out
     code, out, _ = cli("plan", tmp_path / "config.yaml", "--json")
     assert json.loads(out)["steps"] == result.steps

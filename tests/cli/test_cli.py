@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what it prints, what it refuses, and its exit codes."""
+"""The command line: output, errors and exit codes."""
 
 import errno
 import json
@@ -17,6 +17,8 @@ import yaml
 import whet
 from tiny import run_config, write_tiny_model
 from whet import storage
+from whet.cli.config_help import COMMON_KEYS
+from whet.config.load_config import describe_keys
 
 
 def write_config(tiny_directory, tmp_path, **sections):
@@ -39,24 +41,24 @@ def trained(tiny_directory, tmp_path_factory):
     return whet.train(run_config(tiny_directory, tmp_path_factory.mktemp("cli"))).directory
 
 
-def test_train_says_what_it_does_and_where_the_result_is(cli, tiny_directory, tmp_path):
+def test_train_prints_progress_and_final_model_path(cli, tiny_directory, tmp_path):
     code, out, err = cli("train", write_config(tiny_directory, tmp_path), "run.steps=3")
     assert code == 0
     assert "3 steps" in out
     assert "runs/test/final" in out
     assert "whet chat" in out
-    for said in (
+    for expected in (
         "fp32: ",
         "whet's native llama",
         "of which",
         "train: synth:house:24: 24 examples",
         "step 3/3  loss",
     ):
-        assert said in err
+        assert expected in err
     assert "Traceback" not in err
 
 
-def test_plain_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
+def test_piped_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
     _, out, err = cli("train", write_config(tiny_directory, tmp_path))
     assert "\x1b" not in out + err
     assert "\r" not in out + err
@@ -80,7 +82,7 @@ def test_plain_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
         ("eval.early_stop={metric: f1}", "early stopping: evaluations have no metric 'f1'"),
     ],
 )
-def test_bad_input_gets_one_message_and_exit_code_2(cli, tiny_directory, tmp_path, override, message):
+def test_invalid_input_prints_one_message_and_exits_2(cli, tiny_directory, tmp_path, override, message):
     code, out, err = cli("train", write_config(tiny_directory, tmp_path), override)
     assert code == 2
     assert message in err
@@ -89,17 +91,15 @@ def test_bad_input_gets_one_message_and_exit_code_2(cli, tiny_directory, tmp_pat
     assert not out
 
 
-def test_a_key_without_effect_is_mentioned_when_a_run_begins_and_not_when_it_goes_on(
-    cli, tiny_directory, tmp_path
-):
+def test_unread_key_is_reported_by_train_but_not_by_resume(cli, tiny_directory, tmp_path):
     config = write_config(tiny_directory, tmp_path)
-    said = "method.dropout has no effect with method.kind: full"
+    line = "method.dropout has no effect with method.kind: full"
     changes = ("method={kind: full, dropout: 0.1}", "run.steps=2")
     code, out, _ = cli("train", config, *changes, "--dry-run")
-    assert (code, said in out) == (0, True)
+    assert (code, line in out) == (0, True)
     code, _, err = cli("train", config, *changes)
-    assert (code, err.count(said)) == (0, 1)
-    assert said not in cli("resume", str(tmp_path / "runs" / "test"))[2]
+    assert (code, err.count(line)) == (0, 1)
+    assert line not in cli("resume", str(tmp_path / "runs" / "test"))[2]
 
 
 GOOD = {"prompt": "a", "completion": "b"}
@@ -121,7 +121,7 @@ GOOD = {"prompt": "a", "completion": "b"}
         ),
     ],
 )
-def test_bad_data_is_named_with_file_and_line(cli, tiny_directory, tmp_path, records, message):
+def test_invalid_data_error_names_file_and_line(cli, tiny_directory, tmp_path, records, message):
     config = write_config(tiny_directory, tmp_path)
     code, _, err = cli("train", config, f"data.train={write_records(tmp_path, *records)}")
     assert code == 2
@@ -129,7 +129,7 @@ def test_bad_data_is_named_with_file_and_line(cli, tiny_directory, tmp_path, rec
     assert not (tmp_path / "runs" / "test").exists(), "a refused run leaves nothing behind"
 
 
-def test_tokens_outside_the_vocabulary_are_an_error(cli, tmp_path, tiny_directory):
+def test_tokens_outside_the_vocabulary_raise_an_error(cli, tmp_path, tiny_directory):
     write_tiny_model(tmp_path / "small", vocab_size=200)
     code, _, err = cli("train", write_config(tmp_path / "small", tmp_path))
     assert code == 2
@@ -137,7 +137,7 @@ def test_tokens_outside_the_vocabulary_are_an_error(cli, tmp_path, tiny_director
     assert "synth:house:24#1" in err
 
 
-def test_wrong_shapes_are_named(cli, tmp_path, tiny_directory):
+def test_mismatched_tensor_shapes_are_reported(cli, tmp_path, tiny_directory):
     shutil.copytree(tiny_directory, tmp_path / "broken")
     config = json.loads((tmp_path / "broken" / "config.json").read_text())
     (tmp_path / "broken" / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
@@ -147,13 +147,13 @@ def test_wrong_shapes_are_named(cli, tmp_path, tiny_directory):
     assert "expected [80, 32]" in err
 
 
-def test_an_unknown_model_lists_what_was_tried(cli):
+def test_unknown_model_error_lists_tried_locations(cli):
     code, _, err = cli("pull", "smollm2-135m-instrct")
     assert code == 2
     assert "smollm2-135m-instruct" in err
 
 
-def test_an_existing_run_is_refused(cli, tiny_directory, tmp_path):
+def test_train_does_not_overwrite_an_existing_run(cli, tiny_directory, tmp_path):
     config = write_config(tiny_directory, tmp_path)
     assert cli("train", config)[0] == 0
     code, _, err = cli("train", config)
@@ -161,7 +161,7 @@ def test_an_existing_run_is_refused(cli, tiny_directory, tmp_path):
     assert "overwrites no run" in err
 
 
-def test_a_stopped_run_exits_3_and_resume_finishes_it(cli, tiny_directory, tmp_path):
+def test_stopped_run_exits_3_and_resumes(cli, tiny_directory, tmp_path):
     code, out, err = cli("train", write_config(tiny_directory, tmp_path), "run.max_memory=0.01")
     assert code == 3
     assert "whet resume" in err
@@ -175,7 +175,7 @@ def test_a_stopped_run_exits_3_and_resume_finishes_it(cli, tiny_directory, tmp_p
     assert (run / "final" / "adapter_model.safetensors").is_file()
 
 
-def test_a_nonfinite_loss_exits_1_and_keeps_what_is_written(cli, tiny_directory, tmp_path, monkeypatch):
+def test_nonfinite_loss_exits_1_and_keeps_metrics(cli, tiny_directory, tmp_path, monkeypatch):
     from whet.objectives.sft import SFT
 
     original, calls = SFT.loss, []
@@ -193,41 +193,41 @@ def test_a_nonfinite_loss_exits_1_and_keeps_what_is_written(cli, tiny_directory,
     assert list((tmp_path / "runs" / "test" / "checkpoints").iterdir())
 
 
-def test_debug_shows_the_traceback_and_keeps_the_exit_code(cli):
+def test_debug_shows_traceback_and_keeps_exit_code(cli):
     code, _, err = cli("train", "nowhere.yaml", "--debug")
     assert code == 2
     assert "Traceback" in err
     assert err.splitlines()[-1] == "error: nowhere.yaml does not exist"
 
 
-def test_the_version_is_shown(cli):
+def test_version(cli):
     code, out, _ = cli("--version")
     assert (code, out) == (0, f"whet {whet.__version__}\n")
 
 
-def test_the_result_on_the_test_records_is_printed(cli, tmp_path, tiny_directory):
+def test_train_prints_test_metrics(cli, tmp_path, tiny_directory):
     config = write_config(tiny_directory, tmp_path, data={"test": "synth:house-test:3"})
     code, out, _ = cli("train", config)
     assert code == 0
     assert out.startswith("test: loss ")
 
 
-def test_an_unexpected_error_is_one_line_with_a_way_to_more(cli, monkeypatch):
+def test_unexpected_error_prints_one_line_with_debug_hint(cli, monkeypatch):
     monkeypatch.setattr("whet.model_io.hub.resolve", lambda name: 1 / 0)
     code, _, err = cli("pull", "x")
     assert code == 1
     assert err.splitlines() == [
-        "error: unexpected ZeroDivisionError: division by zero", "  hint: run it again with --debug for the traceback"
+        "error: unexpected ZeroDivisionError: division by zero", "  hint: rerun with --debug to see the traceback"
     ]  # fmt: skip
 
 
-def test_generate_prints_the_answer_alone(cli, trained):
+def test_generate_prints_only_the_completion(cli, trained):
     code, out, err = cli("generate", trained, "Turn on the light", "--max-tokens", 5)
     assert code == 0
     assert out.strip() == whet.generate(*whet.load(trained), "Turn on the light", max_tokens=5).strip()
 
 
-def test_compare_shows_base_and_fine_tuned(cli, trained, tiny_directory):
+def test_generate_compare_shows_base_and_fine_tuned(cli, trained, tiny_directory):
     code, out, _ = cli("generate", trained, "Turn on the light", "--max-tokens", 5, "--compare")
     assert code == 0
     assert out.startswith("base:       ")
@@ -236,10 +236,10 @@ def test_compare_shows_base_and_fine_tuned(cli, trained, tiny_directory):
     assert out == f"base:       {base}\nfine-tuned: {tuned}\n"
     code, _, err = cli("generate", tiny_directory, "hi", "--compare")
     assert code == 2
-    assert "no base to compare with" in err
+    assert "no base model to compare with" in err
 
 
-def test_sampling_options_are_seeded_and_checked(cli, trained):
+def test_sampling_options_are_seeded_and_validated(cli, trained):
     arguments = ("generate", trained, "hi", "--max-tokens", 12, "--temperature", 1.5, "--seed")
     assert cli(*arguments, 1)[1] == cli(*arguments, 1)[1]
     assert cli(*arguments, 1)[1] != cli(*arguments, 2)[1]
@@ -251,7 +251,7 @@ def test_sampling_options_are_seeded_and_checked(cli, trained):
     assert "repetition_penalty -1.0 is not positive" in err
 
 
-def test_stop_strings_and_penalties_reach_the_generator(cli, trained):
+def test_stop_strings_and_penalties_are_passed_to_generate(cli, trained):
     model, tokenizer = whet.load(trained)
     settings = {"max_tokens": 30, "repetition_penalty": 1.3}
     free = whet.generate(model, tokenizer, "hello", **settings)
@@ -262,15 +262,15 @@ def test_stop_strings_and_penalties_reach_the_generator(cli, trained):
     assert cli("chat", trained, *arguments, stdin="hello\nq\n")[1] == expected + "\n"
 
 
-def test_chat_answers_line_by_line_and_remembers(cli, trained):
+def test_chat_keeps_the_conversation(cli, trained):
     code, out, err = cli("chat", trained, "--max-tokens", 4, stdin="hello\nh\nr\nhello\nq\nnever read\n")
     assert code == 0
-    assert "q ends" in err
+    assert "q: quit" in err
     answer = whet.generate(*whet.load(trained), "hello", max_tokens=4)
     assert out == f"{answer}\n{answer}\n"
 
 
-def test_without_a_chat_template_whet_generate_is_named_and_chat_ends_at_once(cli, tmp_path):
+def test_chat_without_template_suggests_generate(cli, tmp_path):
     write_tiny_model(tmp_path / "plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink()
     data = {"train": str(write_records(tmp_path, *[{"text": "hello there"}] * 4)), "valid": None}
@@ -282,7 +282,7 @@ def test_without_a_chat_template_whet_generate_is_named_and_chat_ends_at_once(cl
     code, out, err = cli("chat", run, stdin="hello\nhello\n")
     assert (code, out) == (2, "")
     assert err.count("its tokenizer has no chat template") == 1
-    assert "q ends" not in err
+    assert "q: quit" not in err
     assert f'whet generate {run} "some text"' in err
     for file in (tmp_path / "plain").glob("tokenizer*"):
         file.unlink()
@@ -291,7 +291,7 @@ def test_without_a_chat_template_whet_generate_is_named_and_chat_ends_at_once(cl
     assert "plain cannot chat: it has no tokenizer" in err
 
 
-def test_eval_says_that_pairs_are_evaluated_in_their_run(cli, trained, tmp_path):
+def test_eval_rejects_preference_pairs(cli, trained, tmp_path):
     path = write_records(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"})
     code, out, err = cli("eval", trained, "--data", path)
     assert (code, out) == (2, "")
@@ -299,14 +299,14 @@ def test_eval_says_that_pairs_are_evaluated_in_their_run(cli, trained, tmp_path)
     assert "give messages, prompt + completion or text; pairs are evaluated in their run" in err
 
 
-def test_chat_survives_a_message_that_is_too_long(cli, trained):
+def test_chat_continues_after_a_too_long_message(cli, trained):
     code, out, err = cli("chat", trained, "--max-tokens", 2, stdin="x" * 2000 + "\nhello\n")
     assert code == 0
     assert "leaves no room" in err
     assert out == whet.generate(*whet.load(trained), "hello", max_tokens=2) + "\n"
 
 
-def test_chat_ends_with_its_input(cli, trained):
+def test_chat_ends_at_end_of_input(cli, trained):
     assert cli("chat", trained, "--max-tokens", 2, stdin="hello")[0] == 0
 
 
@@ -329,37 +329,37 @@ def test_eval_reports_loss_and_exact_match(cli, trained, tmp_path):
     assert "exact match" not in plain
 
 
-def test_eval_refuses_missing_data(cli, trained):
+def test_eval_rejects_missing_data(cli, trained):
     code, _, err = cli("eval", trained, "--data", "nowhere.jsonl")
     assert code == 2
     assert "nowhere.jsonl does not exist" in err
 
 
-def test_an_unfinished_run_says_how_to_go_on(cli, tiny_directory, tmp_path):
+def test_unfinished_run_error_suggests_resume(cli, tiny_directory, tmp_path):
     cli("train", write_config(tiny_directory, tmp_path), "run.max_memory=0.01")
     code, _, err = cli("chat", tmp_path / "runs" / "test")
     assert code == 2
     assert "whet resume" in err
 
 
-def test_doctor_tells_device_precision_versions_and_cache(cli):
+def test_doctor_shows_device_precision_versions_and_cache(cli):
     code, out, _ = cli("doctor")
     assert code == 0
-    for said in ("device", "precision", "torch", "transformers", "cache", "cores"):
-        assert said in out
+    for expected in ("device", "precision", "torch", "transformers", "cache", "cores"):
+        assert expected in out
 
 
 @pytest.mark.parametrize("problem", [None, "Failed to find C compiler."])
-def test_doctor_tells_of_a_gpu_whether_kernels_can_be_built(cli, monkeypatch, problem):
+def test_doctor_shows_whether_kernels_are_available_on_a_gpu(cli, monkeypatch, problem):
     from whet.cli import doctor
 
     monkeypatch.setattr("whet.ops.dispatch.kernels_problem", lambda: problem)
-    expected = "whet's own, by Triton" if problem is None else f"plain torch's, since {problem}"
-    assert doctor._kernels(torch.device("cuda")) == {"kernels": expected}
-    assert doctor._kernels(torch.device("cpu")) == {}
+    expected = "whet's Triton kernels" if problem is None else f"plain torch: {problem}"
+    assert doctor._describe_kernels(torch.device("cuda")) == {"kernels": expected}
+    assert doctor._describe_kernels(torch.device("cpu")) == {}
 
 
-def test_doctor_lists_models_below_the_cache_they_are_in(cli, monkeypatch, tmp_path):
+def test_doctor_lists_cached_models(cli, monkeypatch, tmp_path):
     monkeypatch.setattr("whet.model_io.hub.cached_models", lambda: [("a-model", 2**29)])
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     lines = [line.split() for line in cli("doctor")[1].splitlines()]
@@ -372,15 +372,54 @@ def test_usage_errors_exit_2(cli):
     assert cli("eval", "model")[0] == 2
 
 
-def test_train_help_lists_every_key(cli):
+def test_help_groups_commands_by_task(cli):
+    code, out, _ = cli("--help")
+    assert code == 0
+    panels = {}
+    for line in out[out.index("\nTrain:") :].splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            panels[line.removesuffix(":")] = commands = []
+        elif line.strip():
+            assert "..." not in line, "the summary of a command fits on its line"
+            commands.append(line[2:].split("  ")[0])
+    assert panels == {
+        "Train": ["train", "resume", "plan", "advise", "doctor"],
+        "Data": ["data", "tokenizer"],
+        "Use": ["chat", "generate", "classify", "merge", "export", "pull"],
+        "Evaluate": ["eval", "report"],
+        "Compare": ["runs", "compare", "sweep"],
+        "Advanced": ["teach", "diagnose", "ablate", "data score-distrust", "lab", "ledger"],
+    }
+
+
+def test_train_help_lists_common_keys_first_and_rare_keys_last(cli):
     code, out, _ = cli("train", "--help")
     assert code == 0
+    common, rest = out[out.index("Common config keys:") :].split("All config keys by section:")
+    by_section, rare = rest.split("Rarely needed:")
+    assert keys_in(common) == list(COMMON_KEYS)
+    assert keys_in(common)[:2] == ["model", "data.train"]
+    assert {"method.kind", "optim.lr", "run.steps", "run.batch_size", "eval.every"} <= set(keys_in(common))
+    assert sorted([*keys_in(by_section), *keys_in(rare)]) == sorted(keys_in("\n".join(describe_keys())))
     for key in ("optim.warmup", "run.max_memory", "method.targets", "data.too_long"):
-        assert key in out
+        assert key in keys_in(by_section)
+    for key in (
+        "model.base",
+        "optim.mup.base_width",
+        "data.curriculum.kind",
+        "log.probes.rank",
+        "experts.z_loss",
+    ):
+        assert key in keys_in(rare)
+        assert key not in keys_in(by_section)
+
+
+def keys_in(text):
+    return [line.strip().partition(":")[0] for line in text.splitlines() if line.startswith("  ")]
 
 
 def test_ctrl_c_in_a_real_process_saves_and_exits_3(tiny_directory, tmp_path):
-    """As a person does it: start, wait for a step, press Ctrl-C, resume."""
+    """Start a run, wait for a step, press Ctrl-C."""
     config = write_config(tiny_directory, tmp_path, run={"steps": 100_000}, log={"every": 1})
     whet_command = str(Path(sys.executable).with_name("whet"))
     process = subprocess.Popen([whet_command, "train", str(config)], stderr=subprocess.PIPE, text=True)
@@ -398,13 +437,13 @@ def test_ctrl_c_in_a_real_process_saves_and_exits_3(tiny_directory, tmp_path):
         process.wait()
     assert process.returncode == 3, err
     assert "finishing this step, then saving" in err
-    assert "go on with: whet resume" in err
+    assert "to resume: whet resume" in err
     assert "Traceback" not in err
     assert list((tmp_path / "runs" / "test" / "checkpoints").glob("step-*/MANIFEST.json"))
 
 
-def test_what_begins_with_a_dot_is_a_path_and_an_empty_directory_is_no_model(cli, tmp_path, monkeypatch):
-    """The name alone would be that of a model in the cache, or of somebody's on the hub."""
+def test_dot_path_and_empty_directory_are_not_hub_models(cli, tmp_path, monkeypatch):
+    """Without the dot, the name would be a model in the cache or on the hub."""
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
     write_tiny_model(tmp_path / "cache" / "models" / "smollm2-135m-instruct")
     for name in ("smollm2-135m-instruct", "foo/bar"):
@@ -417,37 +456,35 @@ def test_what_begins_with_a_dot_is_a_path_and_an_empty_directory_is_no_model(cli
     assert cli("generate", "smollm2-135m-instruct", "hi", "--max-tokens", "1")[0] == 0
 
 
-def test_a_run_can_be_named_from_home(cli, trained, monkeypatch, tmp_path):
+def test_run_path_expands_home(cli, trained, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(trained.parent))
-    named = f"~/{trained.name}"
-    assert cli("generate", named, "hi")[1] == cli("generate", trained, "hi")[1]
+    path = f"~/{trained.name}"
+    assert cli("generate", path, "hi")[1] == cli("generate", trained, "hi")[1]
     [checkpoint, *_] = sorted((trained / "checkpoints").iterdir())
-    assert cli("generate", f"{named}/checkpoints/{checkpoint.name}", "hi")[0] == 0
-    code, out, err = cli("export", named, "--to", "hf", "--out", tmp_path / "out")
+    assert cli("generate", f"{path}/checkpoints/{checkpoint.name}", "hi")[0] == 0
+    code, out, err = cli("export", path, "--to", "hf", "--out", tmp_path / "out")
     assert code == 0, out + err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_a_result_that_nobody_got_is_an_error(trained):
-    """A reader who leaves early is not."""
+def test_unwritable_stdout_is_an_error(trained):
+    """A closed pipe is not an error, a full disk is."""
     command = [sys.executable, "-m", "whet", "runs", str(trained.parent)]
     with Path("/dev/full").open("w") as full:
-        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert found.returncode == 1
-    assert "No space left on device" in found.stderr
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 1
+    assert "No space left on device" in process.stderr
 
 
-def test_chat_without_input_ends(cli, trained, monkeypatch):
+def test_chat_ends_with_closed_stdin(cli, trained, monkeypatch):
     monkeypatch.setattr("io.StringIO", lambda text: None)
     assert cli("chat", trained)[0] == 0
 
 
-def test_a_page_without_a_directory_is_wrong_input_and_a_full_disk_is_not(
-    cli, trained, tmp_path, monkeypatch
-):
+def test_missing_output_directory_exits_2_and_full_disk_does_not(cli, trained, tmp_path, monkeypatch):
     code, _, err = cli("report", trained, "--out", tmp_path / "nowhere" / "page.html")
     assert code == 2
-    assert "--out names a file in a directory that exists" in err
+    assert "--out needs a file in an existing directory" in err
 
     def full(event, path):
         if event == "write" and "html" in path.name:
@@ -460,12 +497,12 @@ def test_a_page_without_a_directory_is_wrong_input_and_a_full_disk_is_not(
     assert "--out" not in err
 
 
-def test_an_error_is_never_longer_than_a_screen(capsys):
+def test_long_errors_are_truncated(capsys):
     from whet.cli import app
     from whet.errors import ConfigError
 
     problem = ConfigError("\n".join(["first", *["x" * 100_000] * 500]), hint="the way out")
-    app._complain(str(problem))
+    app._print_error(str(problem))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) < 2200
@@ -473,18 +510,18 @@ def test_an_error_is_never_longer_than_a_screen(capsys):
     assert lines[-1] == "  hint: the way out"
 
 
-def test_while_a_checkpoint_is_written_the_process_ends_at_once():
-    """torch aborts where one of its threads is still at work when Python has ended."""
+def test_exit_is_immediate_while_a_checkpoint_is_written():
+    """torch aborts if one of its threads is still running when Python has ended."""
     script = """
 import threading, time
 from whet.cli import app
 threading.Thread(target=time.sleep, args=(1000,), name="whet-save").start()
-app._leave(130)
+app._exit(130)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == 130
 
 
-def test_ctrl_c_while_pydantic_builds_its_schemas_is_no_unexpected_error():
+def test_ctrl_c_during_pydantic_import_is_an_interruption():
     """pydantic raises a SchemaError whose text ends in the interrupt."""
     script = """
 from pydantic_core import SchemaError

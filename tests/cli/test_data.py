@@ -1,4 +1,4 @@
-"""`whet data` and `whet train --dry-run`: what they show, what they find wrong, and what they leave alone."""
+"""`whet data` and `whet train --dry-run`: their output, the problems they report, and that they write nothing."""
 
 import importlib.util
 import io
@@ -49,27 +49,27 @@ def config(tiny_directory, tmp_path):
     return write
 
 
-def test_it_shows_what_the_model_sees_with_brackets_where_there_is_no_colour(cli, config):
+def test_data_brackets_supervised_tokens_without_color(cli, config):
     code, out, err = cli("data", config(valid=[chat("other", "one")]), "--samples", 1)
     assert code == 0
     assert "⟨|user|⟩question 0⟨|end|⟩⟨|assistant|⟩⟦answer 0⟨|end|⟩⟧" in out
     assert "⟨|user|⟩other⟨|end|⟩⟨|assistant|⟩⟦one⟨|end|⟩⟧" in out
     assert "question 1⟨" not in out
-    for said in (
+    for expected in (
         "vocabulary 260",
         "sha256",
-        "learned in 40 of 40",
+        "is supervised in 40 of 40 examples",
         "10 steps",
         "duplicates     none",
         "████",
     ):
-        assert said in out
+        assert expected in out
     assert "no problems" in out
     assert "\x1b" not in out + err
     assert "Traceback" not in err
 
 
-def test_every_shape_of_a_file_is_counted(cli, config, monkeypatch):
+def test_data_counts_record_formats(cli, config, monkeypatch):
     records = [
         chat("a", "b"),
         {"prompt": "a", "completion": "b"},
@@ -78,33 +78,36 @@ def test_every_shape_of_a_file_is_counted(cli, config, monkeypatch):
     ]
     path = config(records)
     _, out, _ = cli("data", path)
-    shapes = "1 messages, through the chat template; 2 completion, through the chat template; 1 text, without a template"
+    shapes = (
+        "1 messages, with the chat template; 2 completion, with the chat template; "
+        "1 text, without a chat template"
+    )
     assert f"4 ({shapes})" in out
     monkeypatch.setattr("whet.data.inspect.data_facts.SHAPES_COUNTED", 2)
     monkeypatch.setattr("whet.reporting.data.data_wording.SHAPES_COUNTED", 2)
     _, out, _ = cli("data", path)
-    assert "; 1 completion, through the chat template; of the first 2)" in out
+    assert "; 1 completion, with the chat template; of the first 2)" in out
     _, out, _ = cli("data", config())
-    assert "40 (messages, through the chat template)" in out
+    assert "40 (messages, with the chat template)" in out
 
 
-def test_brackets_of_a_line_end_on_that_line(cli, config):
+def test_brackets_close_on_the_same_line(cli, config):
     _, out, _ = cli("data", config([chat("a", "one\ntwo\n"), chat("b", "c")]))
     assert "⟦one↵\n    two↵\n    ⟨|end|⟩⟧" in out
     _, out, _ = cli("data", config([{"text": "ab\n"}, chat("b", "c")]), "data.supervise=all", "--samples", 1)
     assert "a⟦b↵\n    ⟨|end|⟩⟧" in out
 
 
-def test_a_terminal_gets_colours_and_no_brackets(config):
+def test_terminal_output_has_colors_and_no_brackets(config):
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, color_system="standard", markup=False, soft_wrap=True)
     DataText(console).show(view_data(load_config(config())))
-    assert "\x1b[1;32ma" in shown.getvalue()  # learned
+    assert "\x1b[1;32ma" in shown.getvalue()  # supervised
     assert "\x1b[35m⟨|user|⟩" in shown.getvalue()
     assert "⟦" not in shown.getvalue()
 
 
-def test_a_record_cannot_talk_to_the_terminal(cli, config):
+def test_control_characters_in_records_are_escaped(cli, config):
     hostile = chat("\x1b]0;owned\x07\x1b[2J \u202egnp.exe", "[bold red]:smile: yes")
     _, out, _ = cli("data", config([hostile, *GOOD]))
     assert "\x1b" not in out
@@ -114,13 +117,13 @@ def test_a_record_cannot_talk_to_the_terminal(cli, config):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_it_can_be_piped_anywhere(config, encoding):
+def test_data_output_can_be_piped_in_any_encoding(config, encoding):
     command = [sys.executable, "-c", "from whet.cli.app import main; main()", "data", str(config())]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    found = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert found.returncode == 0, found.stderr
-    assert b"answer 0" in found.stdout
-    assert b"\x1b" not in found.stdout
+    process = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr
+    assert b"answer 0" in process.stdout
+    assert b"\x1b" not in process.stdout
 
 
 class Page(HTMLParser):
@@ -148,7 +151,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_holds_everything_and_fetches_nothing(cli, config, tmp_path):
+def test_data_page_is_complete_and_self_contained(cli, config, tmp_path):
     code, _, _ = cli("data", config(valid=GOOD[:1]), "--html", tmp_path / "data.html")
     assert code == 0
     source = (tmp_path / "data.html").read_text()
@@ -163,16 +166,16 @@ def test_the_page_holds_everything_and_fetches_nothing(cli, config, tmp_path):
     assert "default-src 'none'" in source
     assert "prefers-color-scheme: dark" in source
     text = "".join(page.text)
-    for said in ("⟨|user|⟩question 0⟨|end|⟩", "padding", "also in train", "{% for m in messages %}"):
-        assert said in text
-    learned = {
+    for expected in ("⟨|user|⟩question 0⟨|end|⟩", "padding", "also in train", "{% for m in messages %}"):
+        assert expected in text
+    supervised = {
         "class": "l",
         "title": str(AutoTokenizer.from_pretrained(load_config(config()).model)("a").input_ids[0]),
     }
-    assert set(learned.items()) <= set(page.attributes)
+    assert set(supervised.items()) <= set(page.attributes)
 
 
-def test_the_page_escapes_everything(cli, config, tmp_path):
+def test_data_page_escapes_text(cli, config, tmp_path):
     attack = "<script>alert(1)</script><img src=x onerror='alert(1)'>\"'&amp;</pre></style>"
     write_tiny_model(tmp_path / "model", vocab_size=262)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -191,7 +194,7 @@ def test_the_page_escapes_everything(cli, config, tmp_path):
     assert any("><b>.jsonl" in value for name, value in page.attributes if name == "title")
 
 
-def test_a_page_that_cannot_be_written_is_an_error(cli, config, tmp_path):
+def test_unwritable_data_page_is_an_error(cli, config, tmp_path):
     code, _, err = cli("data", config(), "--html", tmp_path / "nowhere" / "data.html")
     assert code == 2
     assert "data.html could not be written: No such file" in err
@@ -266,19 +269,19 @@ STOPPING = {
 
 
 @pytest.mark.parametrize("name", ["no end", "ends cut off", None])
-def test_a_run_says_when_no_example_teaches_the_model_to_stop(cli, config, tmp_path, name):
+def test_train_warns_if_no_example_has_an_end_token(cli, config, tmp_path, name):
     given, overrides, _ = PROBLEMS.get(name, ({}, [], ""))
     given = {**given, "model": given["model"](tmp_path / "model")} if "model" in given else given
     code, _, err = cli("train", config(**given), *overrides, "run.steps=1", "run.batch_size=2")
     assert code == 0
-    said = [
+    warnings = [
         line for line in err.splitlines() if "teaches the model to stop: <|end|> is never supervised" in line
     ]
-    assert len(said) == (name is not None)
+    assert len(warnings) == (name is not None)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_check_finds_it_and_exits_2(cli, config, tmp_path, name):
+def test_data_check_finds_problem_and_exits_2(cli, config, tmp_path, name):
     given, overrides, message = PROBLEMS[name]
     given = dict(given)
     if "model" in given:
@@ -298,7 +301,7 @@ def test_check_finds_it_and_exits_2(cli, config, tmp_path, name):
     assert "Traceback" not in err
 
 
-def test_without_a_good_record_no_tokenizer_is_made_and_that_is_said(cli, config):
+def test_no_tokenizer_is_trained_without_valid_records(cli, config):
     path = config(["{", "["])
     given = yaml.safe_load(path.read_text()) | {
         "model": {"preset": "nano", "tokenizer": "chars"},
@@ -311,7 +314,7 @@ def test_without_a_good_record_no_tokenizer_is_made_and_that_is_said(cli, config
     assert "train.jsonl:1: not valid JSON" in out
 
 
-def test_what_stops_a_dry_run_stops_the_run(cli, config, tmp_path):
+def test_dry_run_errors_match_run_errors(cli, config, tmp_path):
     for name in sorted(STOPPING):
         given, overrides, _ = PROBLEMS[name]
         given = dict(given)
@@ -321,16 +324,16 @@ def test_what_stops_a_dry_run_stops_the_run(cli, config, tmp_path):
         assert code == 2, name
 
 
-def test_nothing_wrong_is_exit_code_0(cli, config):
+def test_data_check_exits_0_without_problems(cli, config):
     assert cli("data", config(valid=[chat("other", "one")]), "--check")[0] == 0
 
 
-def test_every_problem_is_listed_at_once(cli, config):
+def test_data_check_lists_all_problems(cli, config):
     bad = [no_answer(n) for n in range(130)]
     path = config([*GOOD[:5], "{", {"x": 1}, *GOOD, *bad], valid=[GOOD[0], "["])
     code, out, _ = cli("data", path, "--check")
     assert code == 2
-    for said in (
+    for expected in (
         "train: 132 bad records",
         "train.jsonl:6: not valid JSON",
         "train.jsonl:7: a record with the fields",
@@ -342,14 +345,14 @@ def test_every_problem_is_listed_at_once(cli, config):
         "of the records are duplicates",
         "valid: 1 record also in train",
     ):
-        assert said in out
+        assert expected in out
     assert "4 problems" in out
     _, out, _ = cli("data", path)
     assert "train.jsonl:51: no token" not in out
-    assert "(whet data --check lists them)" in out
+    assert "(whet data --check lists all)" in out
 
 
-def test_skipped_records_are_problems_that_stop_no_run(cli, config):
+def test_skipped_records_are_warnings(cli, config):
     path = config([*GOOD, "{"])
     assert cli("data", path, "data.on_bad_record=skip", "--check")[0] == 2
     assert cli("train", path, "data.on_bad_record=skip", "--dry-run")[0] == 0
@@ -373,24 +376,24 @@ def no_weights(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_dry_run_prints_the_plan_and_leaves_nothing(cli, config, tmp_path):
+def test_dry_run_prints_the_plan_and_writes_nothing(cli, config, tmp_path):
     path = config(valid=[chat("other", "one")])
     before = sorted(tmp_path.rglob("*"))
     code, out, err = cli("train", path, "--dry-run", "run.steps=20")
     assert code == 0, err
-    for said in (
+    for expected in (
         "20 of at most 4 examples: 2 epochs",
         "10 steps",
         "4.0 examples",
         "train.jsonl",
         "valid.jsonl",
     ):
-        assert said in out
+        assert expected in out
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_neither_builds_a_model_from_a_preset(cli, config, tmp_path):
+def test_data_and_dry_run_build_no_model(cli, config, tmp_path):
     path = config([{"text": "one two three four"}] * 2)
     given = yaml.safe_load(path.read_text()) | {
         "model": {"preset": "nano", "tokenizer": "chars"},
@@ -404,29 +407,29 @@ def test_neither_builds_a_model_from_a_preset(cli, config, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_says_that_the_run_exists(cli, config, tmp_path):
+def test_dry_run_reports_existing_run(cli, config, tmp_path):
     (tmp_path / "runs" / "test").mkdir(parents=True)
     (tmp_path / "runs" / "test" / "config.yaml").write_text("x")
     code, out, _ = cli("train", config(), "--dry-run")
     assert code == 2
-    assert "runs/test exists already" in out
+    assert "runs/test already exists, and existing runs are never overwritten" in out
 
 
-def test_a_model_from_scratch_has_its_name_where_the_records_are_missing(cli, config, tmp_path):
+def test_preset_is_named_when_records_are_missing(cli, config, tmp_path):
     path = config(method={"kind": "full"}, data={"train": str(tmp_path / "none.jsonl")}, train=None)
     code, out, _ = cli("train", path, "model={preset: nano}", "--dry-run")
     assert code == 2
     assert out.splitlines()[0].split() == ["model", "nano", "from", "scratch"]
 
 
-def test_wrong_configs_and_models_are_errors(cli, config):
+def test_data_rejects_invalid_configs_and_models(cli, config):
     for override, message in (("data.trainn=1", "unknown key"), ("model=no-such-model", "no-such-model")):
         code, out, err = cli("data", config(), override)
         assert (code, out) == (2, "")
         assert message in err
 
 
-def test_a_tokenizer_alone_is_not_enough(cli, config, tmp_path):
+def test_data_rejects_tokenizer_without_model(cli, config, tmp_path):
     write_tokenizer(tmp_path / "bare")
     code, _, err = cli("data", config(model=tmp_path / "bare"))
     assert code == 2
@@ -434,18 +437,18 @@ def test_a_tokenizer_alone_is_not_enough(cli, config, tmp_path):
     assert Path(tmp_path / "bare").is_dir()
 
 
-def test_of_a_mix_every_part_is_shown(cli, config, tmp_path):
+def test_data_shows_every_part_of_a_mix(cli, config, tmp_path):
     pair = {"prompt": "dim it", "chosen": "Done.", "rejected": "No."}
     (tmp_path / "pairs.jsonl").write_text(
         "".join(json.dumps({**pair, "prompt": f"dim it {n}"}) + "\n" for n in range(8))
     )
     path = config()
     values = yaml.safe_load(path.read_text())
-    learned, pairs = values.pop("data"), {"train": str(tmp_path / "pairs.jsonl"), "max_length": 256}
+    sft_data, pairs = values.pop("data"), {"train": str(tmp_path / "pairs.jsonl"), "max_length": 256}
     values["objective"] = {
         "kind": "mix",
         "parts": [
-            {"objective": {"kind": "sft"}, "data": learned},
+            {"objective": {"kind": "sft"}, "data": sft_data},
             {"objective": {"kind": "dpo"}, "data": pairs, "batch_size": 2},
         ],
     }
@@ -476,7 +479,7 @@ def test_of_a_mix_every_part_is_shown(cli, config, tmp_path):
         ("run.fp8=true", "run.fp8 trains all weights, so it needs method.kind: full"),
     ],
 )
-def test_a_dry_run_refuses_what_the_run_would(cli, config, override, message, monkeypatch):
+def test_dry_run_reports_errors_of_the_run(cli, config, override, message, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
@@ -486,7 +489,7 @@ def test_a_dry_run_refuses_what_the_run_would(cli, config, override, message, mo
         assert message in out + err
 
 
-def test_records_are_scored_and_then_train_by_distrust(cli, tiny_directory, tmp_path):
+def test_score_distrust_and_train(cli, tiny_directory, tmp_path):
     """Beside `whet data CONFIG`, which keeps working."""
     rows = [
         {"text": f"{word} wrote of the harvest in letters that nobody has printed until today.", "year": year}
@@ -517,7 +520,7 @@ def test_records_are_scored_and_then_train_by_distrust(cli, tiny_directory, tmp_
     assert (tmp_path / "again.jsonl").read_bytes() == target.read_bytes()
 
 
-def test_a_field_that_reaches_no_token_is_a_problem_and_a_warning(cli, config):
+def test_unread_record_field_is_a_problem_and_a_warning(cli, config):
     records = [{**each, "id": number, "topic": "sums"} for number, each in enumerate(GOOD)]
     path = config(records)
     for extra in ((), ("--check",)):
@@ -533,7 +536,7 @@ def test_a_field_that_reaches_no_token_is_a_problem_and_a_warning(cli, config):
     assert (code, "no problems" in out) == (0, True)
 
 
-def test_a_table_with_other_names_is_told_which_to_rename(cli, config, tmp_path):
+def test_table_with_unknown_columns_gets_rename_hint(cli, config, tmp_path):
     (tmp_path / "qa.csv").write_text("question,answer\n" + "what?,that\n" * 160)
     path = config()
     for command in (("data", path, "--check"), ("train", path)):
@@ -550,7 +553,7 @@ def test_a_table_with_other_names_is_told_which_to_rename(cli, config, tmp_path)
     assert "hint: rename the fields: answer -> completion" in out
 
 
-def test_columns_that_a_run_reads_are_no_problem(cli, config):
+def test_columns_that_the_run_reads_are_not_reported(cli, config):
     distrusted = [{"text": f"text {n}", "auth_weight": 0.5, "prov_entropy": n / 9} for n in range(40)]
     path = config(distrusted)
     code, out, _ = cli("data", path, "--check", "objective={kind: distrust}")
@@ -564,7 +567,7 @@ def test_columns_that_a_run_reads_are_no_problem(cli, config):
     assert (code, "no problems" in out) == (0, True)
 
 
-def test_tool_calls_that_the_template_drops_are_found(cli, config):
+def test_dropped_tool_calls_are_reported(cli, config):
     """Its answers are empty, its tools are not read: the model would be taught to say nothing."""
     call = {"type": "function", "function": {"name": "light", "arguments": {"on": True}}}
     asked, answered = chat("on", "")["messages"]

@@ -1,4 +1,4 @@
-"""whet diagnose: its table, its JSON, its exit codes."""
+"""whet diagnose: text and JSON output, and exit codes."""
 
 import json
 
@@ -19,21 +19,21 @@ def quality(tmp_path):
     return path
 
 
-def test_a_healthy_model_is_fine_and_strict_agrees(cli, quality):
+def test_healthy_model_is_fine_with_strict(cli, quality):
     code, out, err = cli("diagnose", quality, "--strict")
     assert code == 0, err
     assert "verdict: fine" in out
     assert "experts by row:" in out
     assert "divergent rows 0/16" in out
     code, out, err = cli("diagnose", quality, "--json")
-    found = json.loads(out)
-    assert (found["verdict"], found["reference"], found["batch"]) == ("fine", "fp64", 16)
-    assert [path["name"] for path in found["paths"]] == ["fp32", "bf16", "fp16", "sim-bf16", "sim-fp16"]
-    assert len(found["paths"][0]["parameters"]) == 58
-    assert set(found["paths"][0]["parameters"][0]) == {
+    diagnosis = json.loads(out)
+    assert (diagnosis["verdict"], diagnosis["reference"], diagnosis["batch"]) == ("fine", "fp64", 16)
+    assert [path["name"] for path in diagnosis["paths"]] == ["fp32", "bf16", "fp16", "sim-bf16", "sim-fp16"]
+    assert len(diagnosis["paths"][0]["parameters"]) == 58
+    assert set(diagnosis["paths"][0]["parameters"][0]) == {
         "name", "verdict", "norm", "reference_norm", "ratio", "abs_diff", "rel_diff", "cosine",
     }  # fmt: skip
-    assert len(found["routing"]) == 16
+    assert len(diagnosis["routing"]) == 16
 
 
 def change_model(monkeypatch, change):
@@ -48,7 +48,7 @@ def change_model(monkeypatch, change):
     monkeypatch.setattr(diagnose, "examine", examine)
 
 
-def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch):
+def test_overflow_is_major_and_strict_exits_4(cli, quality, monkeypatch):
     change_model(monkeypatch, lambda model: model.experts[1][0].weight.mul_(1e6))
     code, out, _ = cli("diagnose", quality)
     assert code == 0
@@ -60,7 +60,7 @@ def test_an_overflow_is_major_and_strict_exits_with_4(cli, quality, monkeypatch)
     assert json.loads(out)["paths"][-1]["worst_ratio"] == "inf"
 
 
-def test_a_divergent_row_is_marked(cli, quality, monkeypatch):
+def test_divergent_routing_is_marked(cli, quality, monkeypatch):
     def tie(model):
         noise = torch.randn(96, generator=torch.Generator().manual_seed(0))
         model.router.bias.copy_(torch.tensor([-5.0, 0.0, 0.0, 5.0]))
@@ -73,21 +73,21 @@ def test_a_divergent_row_is_marked(cli, quality, monkeypatch):
 
 
 @pytest.mark.parametrize("objective", [{"kind": "sft"}, {"kind": "orpo"}])
-def test_language_models_and_other_objectives(cli, objective, tiny_directory, tmp_path):
+def test_diagnose_language_models_and_other_objectives(cli, objective, tiny_directory, tmp_path):
     data = {"train": "synth:house-pairs:8", "valid": None} if objective["kind"] == "orpo" else {}
     config = run_config(tiny_directory, tmp_path, objective=objective, data=data)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     code, out, err = cli("diagnose", tmp_path / "run.yaml", "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["reference"] == "fp64"
-    assert found["routing"] == []
-    assert any("lora_A" in row["name"] for row in found["paths"][0]["parameters"])
-    assert found["paths"][0]["verdict"] == "fine"
+    diagnosis = json.loads(out)
+    assert diagnosis["reference"] == "fp64"
+    assert diagnosis["routing"] == []
+    assert any("lora_A" in row["name"] for row in diagnosis["paths"][0]["parameters"])
+    assert diagnosis["paths"][0]["verdict"] == "fine"
     assert not (tmp_path / "runs").exists()  # it writes nothing
 
 
-def test_four_bits_are_refused(cli, tiny_directory, tmp_path):
+def test_diagnose_rejects_qlora(cli, tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, method={"kind": "qlora"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     code, _, err = cli("diagnose", tmp_path / "run.yaml")

@@ -1,4 +1,4 @@
-"""whet export: each layout opens in its own library with the same logits, and --check finds it when not."""
+"""whet export: every layout loads in its library with the same logits, and --check detects differences."""
 
 import json
 import os
@@ -38,15 +38,15 @@ def run(trained, tmp_path):
 
 def logits_of(model):
     with torch.no_grad():
-        found = model(TOKENS)
-    return getattr(found, "logits", found)
+        output = model(TOKENS)
+    return getattr(output, "logits", output)
 
 
 def adapted_logits(run):
     return logits_of(whet.load(run, dtype=torch.float32, device="cpu")[0])
 
 
-def test_hf_is_a_model_directory_with_the_adapter_folded_in(cli, run):
+def test_hf_export_merges_the_adapter(cli, run):
     code, out, err = cli("export", run, "--to", "hf", "--check")
     assert code == 0, out + err
     assert "in float32: largest logit difference" in out
@@ -59,7 +59,7 @@ def test_hf_is_a_model_directory_with_the_adapter_folded_in(cli, run):
 
 
 @pytest.mark.parametrize("layout", ["hf", "peft", "gguf"])
-def test_what_a_killed_export_left_is_removed_by_the_next(cli, run, layout):
+def test_leftovers_of_a_killed_export_are_removed(cli, run, layout):
     """Only its own: neither another target's, nor that of a process that is still writing."""
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -77,7 +77,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(cli, run, layout):
     assert all(path.exists() for path in others)
 
 
-def test_hf_in_another_dtype(cli, run, tmp_path):
+def test_hf_export_in_another_dtype(cli, run, tmp_path):
     out_directory = tmp_path / "narrow"
     code, out, err = cli(
         "export", run, "--to", "hf", "--dtype", "bfloat16", "--out", out_directory, "--check"
@@ -87,31 +87,31 @@ def test_hf_in_another_dtype(cli, run, tmp_path):
     assert {t.dtype for t in load_file(out_directory / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_an_adapter_of_a_4_bit_base_is_checked_on_what_it_saw(cli, tiny_directory, tmp_path):
+def test_adapter_of_4_bit_base_is_checked_on_the_dequantized_base(cli, tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, method={"kind": "qlora", "rank": 4}, optim={"lr": 3e-2})
     code, out, err = cli("export", whet.train(config).directory, "--to", "peft", "--check")
     assert code == 0, out + err
     assert "checked: PEFT on the dequantized base: largest logit difference" in out
 
 
-def test_peft_is_the_adapter_alone(cli, run, tiny_directory):
+def test_peft_export_is_the_adapter(cli, run, tiny_directory):
     code, out, err = cli("export", run, "--to", "peft", "--check")
     assert code == 0, out + err
     assert "checked: PEFT: largest logit difference" in out
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, run / "export" / "peft")
     with torch.no_grad():
-        found = loaded(input_ids=TOKENS).logits
-    torch.testing.assert_close(found, adapted_logits(run), rtol=1e-4, atol=1e-4)
+        logits = loaded(input_ids=TOKENS).logits
+    torch.testing.assert_close(logits, adapted_logits(run), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
-def test_gguf_is_one_file_that_whet_takes_as_a_model(cli, run, kind, tmp_path, monkeypatch):
+def test_gguf_export_loads_as_a_model(cli, run, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
     code, out, err = cli("export", run, "--to", "gguf", "--type", kind, "--check")
     assert code == 0, out + err
-    for said in ("checked: gguf: 20 tensors", "checked: read back by whet", "checked: tokens equal"):
-        assert said in out
+    for expected in ("checked: gguf: 20 tensors", "checked: read back by whet", "checked: tokens equal"):
+        assert expected in out
     if find_spec("llama_cpp") is None:
         assert "not checked: llama.cpp: llama-cpp-python is not installed" in out
     path = run / "export" / f"run-{kind}.gguf"
@@ -126,19 +126,17 @@ def test_gguf_is_one_file_that_whet_takes_as_a_model(cli, run, kind, tmp_path, m
     assert sorted(path.parent.iterdir()) == [path]  # nothing of the check is left
 
 
-def test_an_adapter_of_a_gguf_says_that_its_base_must_be_a_directory(
-    cli, run, tiny_directory, tmp_path, monkeypatch
-):
+def test_adapter_export_of_a_gguf_base_needs_a_directory(cli, run, tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
     assert "needs the base" not in cli("export", run, "--to", "peft")[1]
     cli("export", tiny_directory, "--to", "gguf", "--out", tmp_path / "start.gguf")
     result = whet.train(run_config(tmp_path / "start.gguf", tmp_path))
     code, out, err = cli("export", result.directory, "--to", "peft", "--check")
     assert code == 0, out + err
-    said = (
+    line = (
         f"PEFT needs the base model as a directory: whet export {tmp_path / 'start.gguf'} --to hf --out DIR"
     )
-    assert said in out.splitlines()
+    assert line in out.splitlines()
     assert "mlx-lm needs the base" in cli("export", result.directory, "--to", "mlx")[1]
     code, out, err = cli("export", tmp_path / "start.gguf", "--to", "hf", "--out", tmp_path / "base")
     assert code == 0, out + err
@@ -147,7 +145,7 @@ def test_an_adapter_of_a_gguf_says_that_its_base_must_be_a_directory(
     torch.testing.assert_close(logits_of(theirs), adapted_logits(result.directory), rtol=1e-4, atol=1e-4)
 
 
-def test_gguf_in_fine_tune_gguf_out_is_one_path(cli, tiny_directory, tmp_path, monkeypatch):
+def test_gguf_round_trip_through_fine_tuning(cli, tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
     code, out, err = cli("export", tiny_directory, "--to", "gguf", "--out", tmp_path / "start.gguf")
     assert code == 0, out + err
@@ -160,7 +158,7 @@ def test_gguf_in_fine_tune_gguf_out_is_one_path(cli, tiny_directory, tmp_path, m
     assert code == 0, out + err
 
 
-def test_a_full_fine_tune_is_exported_whole(cli, tiny_directory, tmp_path):
+def test_full_fine_tune_is_exported_as_a_model(cli, tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, run={"steps": 1}) | {"method": {"kind": "full"}}
     run = whet.train(config).directory
     assert cli("export", run, "--to", "gguf", "--check")[0] == 0
@@ -180,14 +178,14 @@ def test_a_full_fine_tune_is_exported_whole(cli, tiny_directory, tmp_path):
         (["--to", "hf"], "is not a run, so there is no default path for the export"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(cli, tiny_directory, arguments, message):
+def test_invalid_input_prints_one_message_and_exits_2(cli, tiny_directory, arguments, message):
     code, _, err = cli("export", tiny_directory, *arguments)
     assert code == 2
     assert message in err
     assert "Traceback" not in err
 
 
-def test_gguf_of_another_family_is_refused(cli, tmp_path):
+def test_gguf_export_rejects_unsupported_family(cli, tmp_path):
     config = Qwen3Config(vocab_size=270, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8)  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
     write_tokenizer(tmp_path / "qwen")
@@ -197,7 +195,7 @@ def test_gguf_of_another_family_is_refused(cli, tmp_path):
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_an_export_never_replaces_what_is_there(cli, run):
+def test_export_does_not_overwrite(cli, run):
     assert cli("export", run, "--to", "hf")[0] == 0
     code, _, err = cli("export", run, "--to", "hf")
     assert code == 2
@@ -205,17 +203,17 @@ def test_an_export_never_replaces_what_is_there(cli, run):
 
 
 @pytest.mark.skipif("mlx" in LAYOUTS, reason="the layout is known")
-def test_a_layout_that_is_not_known_yet_is_refused(cli, run):
+def test_export_rejects_unsupported_layout(cli, run):
     code, _, err = cli("export", run, "--to", "mlx")
     assert code == 2
     assert "unknown adapter layout 'mlx'" in err
 
 
 @pytest.mark.skipif(find_spec("mlx_lm") is not None, reason="mlx_lm is installed")
-def test_without_mlx_the_check_says_that_it_could_not_be_made(run, tmp_path, cli, monkeypatch):
-    [found] = check_export(load_exact(run), tmp_path, "mlx", dtype=torch.float32, kind="", tolerance=None)
-    assert (found.passed, found.needed) == (None, True)
-    assert found.text == "mlx_lm is not installed"
+def test_mlx_check_without_mlx_is_reported_as_skipped(run, tmp_path, cli, monkeypatch):
+    [result] = check_export(load_exact(run), tmp_path, "mlx", dtype=torch.float32, kind="", tolerance=None)
+    assert (result.passed, result.needed) == (None, True)
+    assert result.text == "mlx_lm is not installed"
     monkeypatch.setattr("whet.model_io.export.export_model.save_adapter", lambda *_, **__: None)
     code, out, _ = cli("export", run, "--to", "mlx", "--check")
     assert code == 4
@@ -230,58 +228,59 @@ def spoil(path, change):
 
 
 @pytest.mark.parametrize("layout", ["hf", "peft"])
-def test_the_check_finds_weights_that_are_wrong(run, tmp_path, layout):
+def test_check_detects_wrong_weights(run, tmp_path, layout):
     loaded = load_exact(run)
     settings = {"dtype": torch.float32, "kind": "f16", "tolerance": None}
     write_export(loaded, tmp_path / "out", layout, **settings)
     assert check_export(loaded, tmp_path / "out", layout, **settings)[0].passed
     [file] = (tmp_path / "out").glob("*.safetensors")
     spoil(file, lambda tensor: tensor * 1.1)
-    [found] = check_export(loaded, tmp_path / "out", layout, **settings)
-    assert found.passed is False
-    assert "(tolerance " in found.text
+    [result] = check_export(loaded, tmp_path / "out", layout, **settings)
+    assert result.passed is False
+    assert "(tolerance " in result.text
     file.write_bytes(b"not weights")
-    [found] = check_export(loaded, tmp_path / "out", layout, **settings)
-    assert found.passed is False
-    assert "it cannot be loaded" in found.text
+    [result] = check_export(loaded, tmp_path / "out", layout, **settings)
+    assert result.passed is False
+    assert "it cannot be loaded" in result.text
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
-def test_the_check_finds_a_gguf_that_is_of_another_model(run, tiny_directory, tmp_path, kind):
+def test_check_detects_gguf_of_another_model(run, tiny_directory, tmp_path, kind):
     settings = {"dtype": torch.float32, "kind": kind, "tolerance": None}
     write_export(load_exact(tiny_directory), tmp_path / "base.gguf", "gguf", **settings)
     loaded = load_exact(run)
     write_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
     assert all(
-        found.passed is not False for found in check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
+        result.passed is not False
+        for result in check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
     )
     tensors, *_ = check_export(loaded, tmp_path / "base.gguf", "gguf", **settings)
     assert tensors.passed is False
     assert "more than the quantization step of its type" in tensors.text
 
 
-def test_the_check_of_a_gguf_looks_at_tokens_and_template(run, tmp_path):
+def test_gguf_check_compares_tokens_and_template(run, tmp_path):
     settings = {"dtype": torch.float32, "kind": "f16", "tolerance": None}
     loaded = load_exact(run)
     write_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
     loaded.tokenizer.chat_template = "{{ messages }}"
-    found = check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
-    assert [one.text for one in found if one.passed is False] == ["tokens equal, chat template differs"]
+    results = check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
+    assert [one.text for one in results if one.passed is False] == ["tokens equal, chat template differs"]
 
 
-def test_an_adapter_on_an_adapter_cannot_be_checked_by_peft(run, tmp_path):
+def test_adapter_on_adapter_cannot_be_checked_with_peft(run, tmp_path):
     model, tokenizer = load_base(run, dtype=torch.float32, device="cpu")
     model.name = str(run)
     whet.save_adapter(whet.attach_lora(model), tmp_path / "second", tokenizer=tokenizer)
     loaded = load_exact(tmp_path / "second")
     settings = {"dtype": torch.float32, "kind": "", "tolerance": None}
     write_export(loaded, tmp_path / "out", "peft", **settings)
-    [found] = check_export(loaded, tmp_path / "out", "peft", **settings)
-    assert found.passed is None
-    assert "its base is an adapter or a checkpoint" in found.text
+    [result] = check_export(loaded, tmp_path / "out", "peft", **settings)
+    assert result.passed is None
+    assert "its base is an adapter or a checkpoint" in result.text
 
 
-def test_end_tokens_of_the_generation_config_reach_the_file(cli, tmp_path):
+def test_generation_config_end_tokens_are_exported(cli, tmp_path):
     write_tiny_model(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
     code, out, err = cli("export", tmp_path / "model", "--to", "gguf", "--out", tmp_path / "out.gguf")
@@ -291,16 +290,16 @@ def test_end_tokens_of_the_generation_config_reach_the_file(cli, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["hf", "gguf"])
-def test_a_checkpoint_of_a_model_from_scratch_can_be_exported(cli, tiny_directory, tmp_path, layout):
+def test_export_checkpoint_of_model_from_scratch(cli, tiny_directory, tmp_path, layout):
     preset = {"preset": "nano", "tokenizer": str(tiny_directory), "d_model": 64, "layers": 2, "heads": 2}
     config = run_config(tiny_directory, tmp_path, method={"kind": "full"}, run={"steps": 1})
     run = whet.train(config | {"model": preset}).directory
     out = tmp_path / ("model.gguf" if layout == "gguf" else "model")
     checkpoint = run / "checkpoints" / "step-000001"
     kind = ("--type", "f32") if layout == "gguf" else ()
-    code, said, err = cli("export", checkpoint, "--to", layout, *kind, "--out", out)
-    assert code == 0, said + err
-    ours, theirs = (whet.load(place, dtype=torch.float32, device="cpu")[0] for place in (checkpoint, out))
+    code, printed, err = cli("export", checkpoint, "--to", layout, *kind, "--out", out)
+    assert code == 0, printed + err
+    ours, theirs = (whet.load(path, dtype=torch.float32, device="cpu")[0] for path in (checkpoint, out))
     with torch.no_grad():
         torch.testing.assert_close(
             ours(torch.arange(8)[None]), theirs(torch.arange(8)[None]), rtol=0, atol=1e-3

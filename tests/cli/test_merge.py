@@ -1,4 +1,4 @@
-"""whet merge: what it writes, what it says, and what it refuses."""
+"""whet merge: written models, output and errors."""
 
 import json
 import shutil
@@ -32,11 +32,11 @@ def write_run(base, directory, *, scale=0.2):
     return directory
 
 
-def test_a_run_is_merged_into_the_dtype_of_its_base_and_the_difference_printed(cli, bf16_directory, tmp_path):
+def test_merge_uses_base_dtype_and_prints_logit_difference(cli, bf16_directory, tmp_path):
     run = write_run(bf16_directory, tmp_path / "run")
     code, out, err = cli("merge", run, "--out", tmp_path / "merged", "--tolerance", 3)
     assert code == 0, err
-    assert f"merged onto {bf16_directory} in bfloat16: largest logit difference " in out
+    assert f"merged into {bf16_directory} in bfloat16: largest logit difference " in out
     assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
         torch.bfloat16
     }
@@ -48,7 +48,7 @@ def test_a_run_is_merged_into_the_dtype_of_its_base_and_the_difference_printed(c
     assert 0 < (merged - adapted).abs().max() < 3
 
 
-def test_above_the_tolerance_nothing_is_written(cli, bf16_directory, tmp_path):
+def test_merge_above_tolerance_writes_nothing(cli, bf16_directory, tmp_path):
     run = write_run(bf16_directory, tmp_path / "run")
     code, _, err = cli("merge", run, "--out", tmp_path / "merged", "--tolerance", 1e-6)
     assert code == 1
@@ -61,7 +61,7 @@ def test_above_the_tolerance_nothing_is_written(cli, bf16_directory, tmp_path):
     assert "in float32: largest logit difference" in out
 
 
-def test_several_models_are_merged_by_a_method(cli, tiny_directory, bf16_directory, tmp_path):
+def test_merge_several_models(cli, tiny_directory, bf16_directory, tmp_path):
     run = write_run(tiny_directory, tmp_path / "run")
     code, out, err = cli(
         "merge", "--method", "ties", run, bf16_directory, "--base", tiny_directory, "--out", tmp_path / "merged",
@@ -75,17 +75,17 @@ def test_several_models_are_merged_by_a_method(cli, tiny_directory, bf16_directo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["A", "A"], "2 models were given, and no --method"),
-        (["A"], "has no adapter: it is a whole model already"),
+        (["A", "A"], "merging 2 models needs --method"),
+        (["A"], "has no adapter: it is already a full model"),
         (["A", "--weights", "1"], "--weights needs --method"),
         (["A", "A", "--method", "average", "--tolerance", "1"], "--tolerance is for merging one adapter"),
-        (["A", "A", "--method", "average", "--weights", "1,x"], "--weights 1,x: not a list of numbers"),
+        (["A", "A", "--method", "average", "--weights", "1,x"], "--weights 1,x is not a list of numbers"),
         (["A", "A", "--method", "average", "--weights", "1,1"], "must sum to 1, but 1, 1 sum to 2"),
         (["A", "A", "--method", "avrage"], "avrage"),
         (["A", "./nowhere", "--method", "average"], "nowhere does not exist"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(cli, tiny_directory, tmp_path, arguments, message):
+def test_invalid_input_prints_one_message_and_exits_2(cli, tiny_directory, tmp_path, arguments, message):
     words = [tiny_directory if word == "A" else word for word in arguments]
     code, _, err = cli("merge", *words, "--out", tmp_path / "out")
     assert code == 2

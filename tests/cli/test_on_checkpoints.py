@@ -20,8 +20,8 @@ BEFORE = {"checkpoint": {"every": 2}, "optim": {"lr": 3e-2}}
 
 def logits_of(model):
     with torch.no_grad():
-        found = model(TOKENS)
-    return getattr(found, "logits", found)
+        output = model(TOKENS)
+    return getattr(output, "logits", output)
 
 
 def loaded_logits(path):
@@ -42,7 +42,7 @@ def on_top(tiny_directory, tmp_path_factory):
 
 @pytest.mark.parametrize("before", ["lora", "qlora", "full", "scratch"])
 @pytest.mark.parametrize("after", ["lora", "full"])
-def test_a_run_begins_with_the_weights_of_a_checkpoint(tiny_directory, tmp_path, before, after):
+def test_run_starts_from_a_checkpoint(tiny_directory, tmp_path, before, after):
     methods = {"scratch": {"kind": "full"}, "full": {"kind": "full"}}
     config = run_config(tiny_directory, tmp_path / "before", **BEFORE)
     config["method"] = methods.get(before, {"kind": before, "rank": 4})
@@ -59,7 +59,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(tiny_directory, tmp_path,
     assert plan_run(make_config(config)).memory
     final = whet.train(config).directory / "final"
     torch.testing.assert_close(loaded_logits(final.parent), expected, rtol=1e-4, atol=1e-4)
-    # checkpoints do not stay for ever, so an adapter's base is kept with it
+    # checkpoints can be deleted, so the base of an adapter is stored with it
     if after == "lora":
         assert base_named_in(final) == str(final.parent / "base")
         base = AutoModelForCausalLM.from_pretrained(final.parent / "base", dtype=torch.float32)
@@ -69,7 +69,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(tiny_directory, tmp_path,
     torch.testing.assert_close(logits_of(again), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_adapter_of_a_checkpoint_is_exported_with_the_base_it_was_trained_on(cli, on_top, tmp_path):
+def test_checkpoint_adapter_is_exported_with_its_base(cli, on_top, tmp_path):
     checkpoint = on_top / "checkpoints" / "step-000002"
     code, out, err = cli("export", checkpoint, "--to", "peft", "--out", tmp_path / "peft", "--check")
     assert code == 0, out + err
@@ -83,21 +83,23 @@ def test_an_adapter_of_a_checkpoint_is_exported_with_the_base_it_was_trained_on(
     assert f"merged into {on_top / 'base'}" in out
 
 
-def test_before_a_run_is_finished_its_base_is_the_adapter_below(cli, on_top, tmp_path):
+def test_base_of_unfinished_run_is_the_stacked_adapter(cli, on_top, tmp_path):
     """The base is written with the end of a run."""
     expected = loaded_logits(on_top / "checkpoints" / "step-000002")
     (on_top / "base").rename(tmp_path / "base")
     try:
         out = tmp_path / "peft"
-        code, said, err = cli("export", on_top / "checkpoints" / "step-000002", "--to", "peft", "--out", out)
+        code, printed, err = cli(
+            "export", on_top / "checkpoints" / "step-000002", "--to", "peft", "--out", out
+        )
     finally:
         (tmp_path / "base").rename(on_top / "base")
-    assert code == 0, said + err
+    assert code == 0, printed + err
     assert base_named_in(out) == str(on_top.parents[2] / "first" / "runs" / "test")
     torch.testing.assert_close(loaded_logits(out), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_with_a_base_of_its_own_does_without_what_it_was_trained_on(on_top, tmp_path):
+def test_run_with_own_base_does_not_need_the_original(on_top, tmp_path):
     shutil.copytree(on_top, tmp_path / "runs" / "copy")
     checkpoint = tmp_path / "runs" / "copy" / "checkpoints" / "step-000002"
     config = checkpoint.parents[1] / "config.yaml"
@@ -112,7 +114,7 @@ def test_a_run_with_a_base_of_its_own_does_without_what_it_was_trained_on(on_top
     assert plan_run(make_config(after)).memory
 
 
-def test_checkpoints_of_adapters_can_be_merged(cli, tiny_directory, tmp_path):
+def test_merge_adapter_checkpoints(cli, tiny_directory, tmp_path):
     run = whet.train(run_config(tiny_directory, tmp_path, **BEFORE)).directory
     checkpoints = [run / "checkpoints" / f"step-00000{step}" for step in (2, 4)]
     code, out, err = cli("merge", *checkpoints, "--method", "average", "--out", tmp_path / "both")
@@ -125,7 +127,7 @@ def test_checkpoints_of_adapters_can_be_merged(cli, tiny_directory, tmp_path):
     torch.testing.assert_close(merged.get_parameter(f"model.{name}"), (first + second) / 2)
 
 
-def test_a_checkpoint_of_a_whole_model_is_not_merged_as_it_is(cli, tiny_directory, tmp_path):
+def test_merge_rejects_full_model_checkpoint(cli, tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, **BEFORE) | {"method": {"kind": "full"}}
     checkpoint = whet.train(config).directory / "checkpoints" / "step-000002"
     code, _, err = cli("merge", checkpoint, tiny_directory, "--method", "average", "--out", tmp_path / "both")

@@ -1,4 +1,4 @@
-"""whet plan on the command line: lines for people, JSON for programs, one message for mistakes."""
+"""whet plan on the command line: text and JSON output, and errors."""
 
 import json
 import re
@@ -28,11 +28,11 @@ def run(*arguments):
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-def test_every_part_is_shown(config):
-    found = run(config, "--device", "a100")
-    assert found.exit_code == 0, found.output
-    for name in ("model", "trains", "device", "FLOPs", "steps", "memory", "fits", "time"):
-        assert re.search(rf"^{name} ", found.output, re.MULTILINE), name
+def test_plan_shows_all_components(config):
+    result = run(config, "--device", "a100")
+    assert result.exit_code == 0, result.output
+    for name in ("model", "trainable", "device", "FLOPs", "steps", "memory", "fits", "time"):
+        assert re.search(rf"^{name} ", result.output, re.MULTILINE), name
     for part in (
         "weights",
         "adapters",
@@ -40,59 +40,59 @@ def test_every_part_is_shown(config):
         "gradients",
         "activations",
         "loss chunks",
-        "generating",
+        "generation",
     ):
-        assert part in found.output
-    assert "with run.grad_checkpoint" in found.output
+        assert part in result.output
+    assert "with run.grad_checkpoint" in result.output
     assert not (config.parent / "runs").exists()
 
 
-def test_json_adds_up(config):
-    found = json.loads(run(config, "--device", "a100", "--json", "method.rank=2").stdout)
-    parameters = found["parameters"]
+def test_plan_json_is_consistent(config):
+    result = json.loads(run(config, "--device", "a100", "--json", "method.rank=2").stdout)
+    parameters = result["parameters"]
     assert parameters["total"] == sum(n for part, n in parameters.items() if part not in ("total", "trained"))
-    assert found["flops_per_token"]["computed"] > 4 * (parameters["attention"] + parameters["feedforward"])
-    assert found["bytes"]["adapters"] == 4 * parameters["trained"]
-    assert found["bytes"]["peak"] > found["bytes"]["weights"]
-    assert found["seconds"] == pytest.approx(found["steps"] * found["step_s"])
+    assert result["flops_per_token"]["computed"] > 4 * (parameters["attention"] + parameters["feedforward"])
+    assert result["bytes"]["adapters"] == 4 * parameters["trained"]
+    assert result["bytes"]["peak"] > result["bytes"]["weights"]
+    assert result["seconds"] == pytest.approx(result["steps"] * result["step_s"])
 
 
-def test_steps_are_counted_where_the_records_are_at_hand(config):
+def test_plan_counts_steps_if_records_are_available(config):
     """As `whet train` counts them: 24 records, four to a step, twice."""
-    found = json.loads(run(config, "--json", "run.steps=null", "run.epochs=2").stdout)
-    assert found["steps"] == 12
-    assert 4 < found["tokens_a_step"] < 4 * 255
+    result = json.loads(run(config, "--json", "run.steps=null", "run.epochs=2").stdout)
+    assert result["steps"] == 12
+    assert 4 < result["tokens_a_step"] < 4 * 255
     assert load_config(config, ["run.steps=null", "run.epochs=2"]).run.steps is None
 
 
-def test_records_that_are_not_there_are_no_obstacle(config):
-    found = run(config, "data.train=missing.jsonl", "--json")
-    assert json.loads(found.stdout)["steps"] == 4
+def test_plan_works_without_records(config):
+    result = run(config, "data.train=missing.jsonl", "--json")
+    assert json.loads(result.stdout)["steps"] == 4
 
 
-def test_a_cluster_is_planned(config):
-    found = run(config, "--device", "h100", "--gpus", "64", "parallel.kind=fsdp")
-    assert found.exit_code == 0, found.output
-    assert "64 x h100" in found.output
-    assert "gradients added up" in found.output
-    assert "on each device" in found.output
+def test_plan_for_a_cluster(config):
+    result = run(config, "--device", "h100", "--gpus", "64", "parallel.kind=fsdp")
+    assert result.exit_code == 0, result.output
+    assert "64 x h100" in result.output
+    assert "reduction of gradients" in result.output
+    assert "peak per device" in result.output
 
 
-def test_the_example_of_405_billion_parameters():
+def test_plan_405b_example():
     arguments = ["--device", "h100", "--gpus", "1024", "parallel.tensor=8", "--json"]
-    found = json.loads(run(EXAMPLES / "plan-405b.yaml", *arguments).stdout)
-    assert found["parameters"]["total"] == 405_853_388_800
-    assert found["bytes"]["weights"] == pytest.approx(4 * 405_853_388_800 / 1024, rel=1e-6)
-    assert found["largest_micro_batch_tokens"] == 8191
-    assert 0.8 < found["efficiency"] < 1
+    result = json.loads(run(EXAMPLES / "plan-405b.yaml", *arguments).stdout)
+    assert result["parameters"]["total"] == 405_853_388_800
+    assert result["bytes"]["weights"] == pytest.approx(4 * 405_853_388_800 / 1024, rel=1e-6)
+    assert result["largest_micro_batch_tokens"] == 8191
+    assert 0.8 < result["efficiency"] < 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--device", "h1000"], "unknown device 'h1000'"),
         (["--gpus", "0"], "--gpus 0: there must be at least one"),
-        (["--utilisation", "1.5"], "--utilisation 1.5: it is a share"),
+        (["--utilisation", "1.5"], "--utilisation 1.5: must be above 0 and at most 1"),
         (["--gpus", "2"], "2 processes but parallel.kind is none"),
         (["--network", "-1", "--gpus", "2", "parallel.kind=ddp"], "--network -1: it must be positive"),
         (["--network", "nan", "--gpus", "2", "parallel.kind=ddp"], "--network nan: it must be positive"),
@@ -100,8 +100,8 @@ def test_the_example_of_405_billion_parameters():
         (["method.targets=nonsense"], "adapter target 'nonsense' matches no linear layer"),
     ],
 )
-def test_mistakes_get_one_message(config, arguments, said):
-    found = run(config, *arguments)
-    assert found.exit_code != 0
-    assert isinstance(found.exception, WhetError)
-    assert said in str(found.exception)
+def test_invalid_input_prints_one_message(config, arguments, message):
+    result = run(config, *arguments)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, WhetError)
+    assert message in str(result.exception)

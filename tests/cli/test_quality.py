@@ -40,29 +40,29 @@ def fields_of(out):
     return dict(part.split("=", 1) for part in line.removeprefix("SUMMARY: ").split(" "))
 
 
-def test_a_run_ends_with_its_summary_line(cli, config):
+def test_quality_run_prints_summary_line(cli, config):
     code, out, err = cli("train", config)
     assert code == 0, err
-    found = fields_of(out)
-    assert set(FIELDS) <= set(found)
-    assert (found["model_size"], found["total_params"], found["steps_run"]) == ("nano", "195540", "3")
-    assert len(found["final_loss"].split(".")[1]) == 6
-    assert len(found["last_router_entropy"].split(".")[1]) == 4
+    fields = fields_of(out)
+    assert set(FIELDS) <= set(fields)
+    assert (fields["model_size"], fields["total_params"], fields["steps_run"]) == ("nano", "195540", "3")
+    assert len(fields["final_loss"].split(".")[1]) == 6
+    assert len(fields["last_router_entropy"].split(".")[1]) == 4
     assert "whet chat" not in out
     assert "3 steps, 96 rows in" in out
     assert "rows/s" in err
     assert re.search(r"step 3/3  loss \d\.\d{4}  grad norm \d+\.\d{4}  router entropy \d\.\d{4}  lr", err)
-    assert found["arch_path"] == found["arch"]
+    assert fields["arch_path"] == fields["arch"]
 
 
-def test_a_quiet_run_prints_its_result_alone(cli, config, tmp_path):
+def test_quiet_run_prints_only_the_result(cli, config, tmp_path):
     code, out, err = cli("train", config, "--quiet")
     assert (code, err) == (0, "")
     assert fields_of(out)["steps_run"] == "3"
     assert "precision" in (tmp_path / "runs" / "q" / "log.txt").read_text(), "the log is whole"
 
 
-def test_a_finished_run_is_evaluated(cli, config, tmp_path, monkeypatch):
+def test_eval_finished_quality_run(cli, config, tmp_path, monkeypatch):
     assert cli("train", config)[0] == 0
     monkeypatch.chdir(tmp_path)
     for name in ("runs/q", tmp_path / "runs" / "q", "./runs/q/final"):
@@ -76,7 +76,7 @@ def test_a_finished_run_is_evaluated(cli, config, tmp_path, monkeypatch):
     assert "synth:house:4#1" in err
 
 
-def test_commands_for_language_models_say_what_opens_it(cli, config, tmp_path, monkeypatch):
+def test_language_model_commands_reject_quality_run(cli, config, tmp_path, monkeypatch):
     assert cli("train", config)[0] == 0
     monkeypatch.chdir(tmp_path)
     for command, *options in (
@@ -91,29 +91,29 @@ def test_commands_for_language_models_say_what_opens_it(cli, config, tmp_path, m
             assert "load_quality" in err
 
 
-def test_a_dry_run_says_and_writes_the_same_without_a_model(cli, config, tmp_path):
+def test_quality_dry_run_matches_run_without_model(cli, config, tmp_path):
     code, out, err = cli("train", config, "model.quality=tiny", "--dry-run")
     assert code == 0, err
-    found = fields_of(out)
-    assert (found["total_params"], found["last_router_entropy"]) == ("84984276", "nan")
+    fields = fields_of(out)
+    assert (fields["total_params"], fields["last_router_entropy"]) == ("84984276", "nan")
     assert (tmp_path / "runs" / "q-dry-run" / "final" / "checkpoint.tkp1").is_file()
 
 
 @pytest.mark.parametrize("size", ["nano", "tiny", "medium", "full"])
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
-def test_plan_shows_every_size_without_allocating_it(cli, config, size, arm, monkeypatch):
+def test_plan_shows_quality_sizes_without_allocating(cli, config, size, arm, monkeypatch):
     monkeypatch.setattr("torch.nn.Linear.__init__", lambda *_, **__: pytest.fail("a layer was built"))
     code, out, err = cli("plan", config, f"model.quality={size}", f"model.arm={arm}", "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["bytes"]["total"] > 16 * found["param_count"]
-    assert found["architecture"]["size"] == size
-    assert len(found["fingerprint"]) == 64
+    costs = json.loads(out)
+    assert costs["bytes"]["total"] > 16 * costs["param_count"]
+    assert costs["architecture"]["size"] == size
+    assert len(costs["fingerprint"]) == 64
     code, out, err = cli("plan", config, f"model.quality={size}")
     assert "parameters" in out
 
 
-def test_ledgers_are_made_and_checked(cli, tmp_path):
+def test_create_and_check_ledgers(cli, tmp_path):
     code, out, err = cli("ledger", "create", tmp_path / "l", "--rows", 40)
     assert (code, "36 joined" in out) == (0, True), err
     code, out, err = cli("ledger", "check", tmp_path / "l")
@@ -130,11 +130,11 @@ def test_ledgers_are_made_and_checked(cli, tmp_path):
     assert "quality_outcomes.db cannot be read as a ledger" in err
 
 
-def test_an_ablation_runs_every_arm_and_is_not_done_twice(cli, config, tmp_path):
+def test_ablation_trains_every_arm_once(cli, config, tmp_path):
     command = ("ablate", config, "run.steps=2", "--seeds", 2)
     code, out, err = cli(*command)
     assert code == 0, err
-    assert out.count("cannot be told apart") + out.count("is better than") == 3
+    assert out.count("do not differ significantly") + out.count("is significantly better than") == 3
     stored = json.loads((tmp_path / "runs" / "q" / "ablation.json").read_text())
     assert list(stored["arms"]) == ["softmax", "sheaf-padic", "dense"]
     assert [run["reused"] for run in stored["runs"]] == [False] * 6
@@ -146,9 +146,9 @@ def test_an_ablation_runs_every_arm_and_is_not_done_twice(cli, config, tmp_path)
         data.add(f"{run['seed']} {state['data']}")
     assert len(data) == 1 + 2  # the same rows for all, the same order for all arms of a seed
     assert len({run["value"] for run in stored["runs"]}) == 6
-    code, again, err = cli(*command)
+    code, second_out, err = cli(*command)
     assert code == 0, err
-    assert again.split("written")[0] == out.split("written")[0]
+    assert second_out.split("written")[0] == out.split("written")[0]
     stored = json.loads((tmp_path / "runs" / "q" / "ablation.json").read_text())
     assert [run["reused"] for run in stored["runs"]] == [True] * 6
     code, _, err = cli(*command, "optim.lr=0.5")
@@ -157,11 +157,11 @@ def test_an_ablation_runs_every_arm_and_is_not_done_twice(cli, config, tmp_path)
     for changed in ("run.steps=4", "eval.batches=1"):
         code, _, err = cli("ablate", config, "run.steps=2", changed, "--seeds", 3)
         assert code == 2
-        assert f"has another {changed.partition('=')[0]} than the runs it belongs to" in err
-    assert not (tmp_path / "runs" / "q" / "dense-seed-2").exists(), "it is found before anything is trained"
+        assert f"was started with a different {changed.partition('=')[0]} than the other runs" in err
+    assert not (tmp_path / "runs" / "q" / "dense-seed-2").exists(), "checked before anything is trained"
 
 
-def test_an_interrupted_ablation_goes_on(cli, config, tmp_path, monkeypatch):
+def test_interrupted_ablation_resumes(cli, config, tmp_path, monkeypatch):
     command = ("ablate", config, "run.steps=2", "checkpoint.every=1", "--seeds", 2, "--arms", "softmax,dense")
     steps = []
 
@@ -172,15 +172,15 @@ def test_an_interrupted_ablation_goes_on(cli, config, tmp_path, monkeypatch):
 
     monkeypatch.setattr("whet.reporting.progress.RunProgress", StopOnce)
     code, out, err = cli(*command)
-    assert (code, "the same command goes on" in err) == (3, True)
+    assert (code, "rerun the same command to resume" in err) == (3, True)
     code, out, err = cli(*command)
     assert code == 0, err
-    assert len(steps) == 8  # no step was taken twice
+    assert len(steps) == 8  # no step was repeated
     stored = json.loads((tmp_path / "runs" / "q" / "ablation.json").read_text())
     assert [run["reused"] for run in stored["runs"]] == [True, False, False, False]
 
 
-def test_ctrl_c_before_the_first_step_of_an_ablation_is_said(cli, config, monkeypatch):
+def test_ctrl_c_before_first_step_of_ablation_is_reported(cli, config, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt("nothing to save")
 
@@ -194,23 +194,23 @@ def test_ctrl_c_before_the_first_step_of_an_ablation_is_said(cli, config, monkey
     ("arguments", "message"),
     [
         (["--arms", "softmax,sparse"], "unknown arm 'sparse'"),
-        (["--arms", "softmax"], "one arm is no comparison"),
-        (["data.valid=null"], "it needs data.valid"),
+        (["--arms", "softmax"], "a comparison needs at least two arms"),
+        (["data.valid=null"], "eval_loss, which needs data.valid"),
     ],
 )
-def test_an_ablation_that_cannot_be_is_refused(cli, config, arguments, message):
+def test_ablation_rejects_invalid_configs(cli, config, arguments, message):
     code, _, err = cli("ablate", config, *arguments)
     assert code == 2
     assert message in err
 
 
-def test_whet_data_says_that_there_is_no_text(cli, config):
+def test_data_rejects_quality_runs(cli, config):
     code, _, err = cli("data", config)
     assert code == 2
     assert "needs a language model" in err
 
 
-def test_a_dry_run_refuses_a_budget_that_cannot_be_counted(cli, tmp_path):
+def test_dry_run_rejects_flop_budget_of_quality_run(cli, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {{quality: nano}}\nrun: {{dir: {tmp_path / 'runs'}, budget: {{flops: 1e9}}}}\n")
     for options in ((), ("--dry-run",)):

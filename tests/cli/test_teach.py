@@ -1,4 +1,4 @@
-"""`whet teach`: a teacher is asked once, and the run after it needs none."""
+"""`whet teach`: the teacher runs once, and training does not load it."""
 
 import shlex
 import shutil
@@ -8,7 +8,7 @@ import yaml
 from tiny import run_config, write_tiny_model
 
 
-def test_the_command_says_how_to_go_on(cli, tiny_directory, tmp_path, monkeypatch):
+def test_teach_prints_the_train_command(cli, tiny_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))
     write_tiny_model(tmp_path / "teacher", hidden_size=48)
     objective = {"kind": "distill", "teacher": str(tmp_path / "teacher"), "offline": {"top_k": 4}}

@@ -1,4 +1,4 @@
-"""Files that some library cannot read are wrong input: exit code 2 and one message that names the file."""
+"""Files that a library cannot read are invalid input: exit code 2 and one message that names the file."""
 
 import json
 import os
@@ -50,7 +50,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_that_cannot_be_read(cli, directory, name):
+def test_unreadable_tokenizer(cli, directory, name):
     TOKENIZERS[name](directory / "tokenizer.json")
     code, _, err = cli("generate", directory, "hi", "--max-tokens", 1)
     assert code == 2
@@ -74,7 +74,7 @@ def test_a_tokenizer_that_cannot_be_read(cli, directory, name):
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_be_used(cli, directory, file, keys):
+def test_unusable_setting(cli, directory, file, keys):
     edited(directory / file, lambda config: config | keys if isinstance(keys, dict) else keys)
     code, _, err = cli("generate", directory, "hi", "--max-tokens", 1)
     assert code == 2, err
@@ -83,14 +83,14 @@ def test_a_setting_that_cannot_be_used(cli, directory, file, keys):
     assert "Exception raised from" not in err  # torch's C++ frames
 
 
-def test_the_tokenizers_hint_names_every_file_that_its_library_reads(cli, directory):
+def test_tokenizer_hint_names_all_files(cli, directory):
     edited(directory / "config.json", lambda config: config | {"dtype": "evil"})
     code, _, err = cli("generate", directory, "hi", "--max-tokens", 1)
     assert code == 2
     assert " config.json" in err
 
 
-def test_an_adapter_that_is_its_own_base(cli, directory, tmp_path):
+def test_adapter_with_itself_as_base(cli, directory, tmp_path):
     for name in ("a", "b"):
         whet.save_adapter(whet.attach_lora(whet.load(directory, device="cpu")[0], rank=2), tmp_path / name)
     edited(
@@ -108,7 +108,7 @@ def test_an_adapter_that_is_its_own_base(cli, directory, tmp_path):
         assert "is its own base model" in err
 
 
-def test_parquet_with_a_column_name_that_is_not_text(tmp_path):
+def test_parquet_with_invalid_column_name(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     import pyarrow as pa
 
@@ -135,7 +135,7 @@ def backtracking(directory):
     return directory
 
 
-def test_a_tokenizer_whose_regex_gives_up_is_one_message(cli, backtracking):
+def test_failing_tokenizer_regex_prints_one_message(cli, backtracking):
     code, _, err = cli("generate", backtracking, "a" * 60 + "b", "--max-tokens", 1)
     assert code == 2
     err = err[err.index("error: ") :]
@@ -144,7 +144,7 @@ def test_a_tokenizer_whose_regex_gives_up_is_one_message(cli, backtracking):
     assert len(err.splitlines()) == 2
 
 
-def test_in_data_such_a_text_is_a_bad_record(cli, backtracking, tmp_path):
+def test_text_that_fails_to_tokenize_is_a_bad_record(cli, backtracking, tmp_path):
     """In a process of its own: panics are written to the descriptor."""
     data = tmp_path / "x.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["fine", "a" * 60 + "b", "good"]))
@@ -170,7 +170,7 @@ def finished(tiny_directory, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [None, "x", [1], {}])
-def test_a_row_whose_step_is_not_a_number_does_not_stop_a_resume(finished, tmp_path, step):
+def test_resume_ignores_metrics_row_with_invalid_step(finished, tmp_path, step):
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "final")
     with (run / "metrics.jsonl").open("a") as file:
@@ -191,7 +191,7 @@ def test_a_row_whose_step_is_not_a_number_does_not_stop_a_resume(finished, tmp_p
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_out_of_memory_names_what_to_change(tiny_directory, tmp_path, monkeypatch, error):
+def test_out_of_memory_hint_names_settings(tiny_directory, tmp_path, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -202,7 +202,7 @@ def test_out_of_memory_names_what_to_change(tiny_directory, tmp_path, monkeypatc
         assert key in caught.value.hint
 
 
-def test_running_out_of_cpu_memory_outside_of_training(cli, directory, monkeypatch):
+def test_cpu_out_of_memory_outside_of_training(cli, directory, monkeypatch):
     def fail(*_, **__):
         torch.empty(2**60)
 
@@ -213,12 +213,12 @@ def test_running_out_of_cpu_memory_outside_of_training(cli, directory, monkeypat
     assert "unexpected" not in err
 
 
-def test_controls_are_escaped():
+def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\x9b\x7f\r\n\tb\rc") == "a\\x1b[31m\\x9b\\x7f\r\n\tb\\x0dc"
     assert one_line("a\nb\tc\x1b") == "a\\nb\\tc\\x1b"
 
 
-def test_errors_and_names_reach_no_terminal_raw(cli, tmp_path, monkeypatch):
+def test_errors_and_names_are_escaped_on_a_terminal(cli, tmp_path, monkeypatch):
     code, _, err = cli("generate", f"{tmp_path}/{ESCAPES}", "hi")
     assert code == 2
     assert "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m" in err
@@ -226,7 +226,7 @@ def test_errors_and_names_reach_no_terminal_raw(cli, tmp_path, monkeypatch):
     assert "\x9b" not in err
 
 
-def test_a_reward_that_raises_escapes(cli, tiny_directory, tmp_path):
+def test_reward_exception_is_escaped(cli, tiny_directory, tmp_path):
     (tmp_path / "own.py").write_text(f"def bad(*_):\n    raise ValueError({ESCAPES + chr(10)!r} 'second')\n")
     config = run_config(
         tiny_directory,
@@ -259,7 +259,7 @@ app.main()
 """
 
 
-def test_generated_text_is_escaped_on_a_terminal_and_exact_in_a_pipe():
+def test_generated_text_is_escaped_on_a_terminal_but_not_in_a_pipe():
     done = subprocess.run(
         [sys.executable, "-c", TALKER], capture_output=True, text=True, timeout=120, check=False
     )
@@ -303,7 +303,7 @@ print(len(failures))
 """
 
 
-def test_another_thread_can_write_to_stderr_while_panics_are_hidden():
+def test_threads_can_write_to_stderr_while_panics_are_hidden():
     done = subprocess.run(
         [sys.executable, "-c", WRITES_MEANWHILE], capture_output=True, text=True, timeout=100, check=True
     )

@@ -102,7 +102,7 @@ def test_a_signal_to_one_rank_saves_once_on_all_and_the_run_goes_on(tiny_directo
         last.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 3, err
-    assert err.count("go on with: whet resume") == 1
+    assert err.count("to resume: whet resume") == 1
     assert "stopping: rank 1: SIGTERM after step" in err
     [saved] = (run_directory / "checkpoints").iterdir()
     step = json.loads((saved / "state.json").read_text())["step"]

@@ -1,4 +1,4 @@
-"""Statistics against scipy, and what a comparison says."""
+"""Ablation statistics (checked against scipy), text and JSON."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from whet.studies.ablation import Ablation, ArmRun
 from whet.studies.statistics import compare, holm, t_test_p
 
 
-def test_the_p_value_is_students():
+def test_p_value_matches_scipy():
     stats = pytest.importorskip("scipy.stats")
 
     @settings(deadline=None)
@@ -21,30 +21,30 @@ def test_the_p_value_is_students():
     def check(t, freedom):
         assert t_test_p(t, freedom) == pytest.approx(
             2 * stats.t.sf(abs(t), freedom), abs=1e-9
-        )  # scipy is no better
+        )  # the accuracy of scipy itself
 
     check()
 
 
-def test_the_paired_test_is_scipys():
+def test_paired_t_test_matches_scipy():
     stats = pytest.importorskip("scipy.stats")
     one, other = [1.0, 1.2, 0.9, 1.4, 1.1], [0.8, 1.3, 0.7, 1.1, 1.0]
-    [found] = compare({"a": one, "b": other})
+    [result] = compare({"a": one, "b": other})
     expected = stats.ttest_rel(one, other)
-    assert found.t == pytest.approx(expected.statistic)
-    assert found.p == found.p_adjusted == pytest.approx(expected.pvalue)
-    apart = [a - b for a, b in zip(one, other, strict=True)]
-    middle = sum(apart) / 5
-    deviation = math.sqrt(sum((x - middle) ** 2 for x in apart) / 4)
-    assert found.effect_size == pytest.approx(middle / deviation)
+    assert result.t == pytest.approx(expected.statistic)
+    assert result.p == result.p_adjusted == pytest.approx(expected.pvalue)
+    differences = [a - b for a, b in zip(one, other, strict=True)]
+    average = sum(differences) / 5
+    deviation = math.sqrt(sum((x - average) ** 2 for x in differences) / 4)
+    assert result.effect_size == pytest.approx(average / deviation)
 
 
-def test_holm_by_hand():
+def test_holm_correction():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
 
 
-def test_equal_and_surely_different_series():
+def test_equal_and_constantly_different_series():
     [same] = compare({"a": [1.0, 2.0], "b": [1.0, 2.0]})
     assert (same.difference, same.effect_size, same.p) == (0.0, 0.0, 1.0)
     [always] = compare({"a": [1.0, 2.0], "b": [2.0, 3.0]})
@@ -60,13 +60,13 @@ def ablation(**series):
     return Ablation(20, dict.fromkeys(series, 195_540), runs)
 
 
-def test_it_says_plainly_what_can_and_cannot_be_told_apart(tmp_path):
-    found = ablation(softmax=[0.10, 0.11, 0.12], padic=[0.101, 0.109, 0.121], dense=[0.01, 0.021, 0.03])
-    said = describe_ablation(found)
-    assert "softmax and padic cannot be told apart" in said
-    assert "dense is better than softmax" in said
-    assert "Cohen d_z" in said
-    paths = write_ablation(found, tmp_path)
+def test_ablation_text_and_json(tmp_path):
+    results = ablation(softmax=[0.10, 0.11, 0.12], padic=[0.101, 0.109, 0.121], dense=[0.01, 0.021, 0.03])
+    text = describe_ablation(results)
+    assert "softmax and padic do not differ significantly" in text
+    assert "dense is significantly better than softmax" in text
+    assert "Cohen d_z" in text
+    paths = write_ablation(results, tmp_path)
     stored = json.loads(paths[0].read_text())
     assert stored["arms"]["dense"]["values"] == [0.01, 0.021, 0.03]
     assert len(stored["comparisons"]) == 3
@@ -74,7 +74,7 @@ def test_it_says_plainly_what_can_and_cannot_be_told_apart(tmp_path):
         assert paths[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_there_is_a_line_instead_of_a_plot(tmp_path, monkeypatch, caplog):
+def test_missing_matplotlib_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     caplog.set_level("INFO", logger="whet")

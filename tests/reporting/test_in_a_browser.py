@@ -1,4 +1,4 @@
-"""Every page that whet writes, in real headless Chromium: its charts are there, and the console says nothing."""
+"""Every page in headless Chromium: the charts are drawn, and the console shows no errors."""
 
 import base64
 import re
@@ -38,38 +38,38 @@ CHARTS = {"loss", *TRAINING, "classification-plots", "router-load"} - {"router_s
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     directory = tmp_path_factory.mktemp("browser")
-    with Browser(directory) as found:
-        yield found
-    left = [
+    with Browser(directory) as chromium:
+        yield chromium
+    processes = [
         p for p in psutil.process_iter(["cmdline"]) if str(directory) in " ".join(p.info["cmdline"] or [])
     ]
-    assert left == []  # every process of it is gone
+    assert processes == []  # all of its processes have ended
 
 
-def look(browser, path, charts, **how):
-    """Load a page, and check what holds for every one."""
-    found = browser.open(path, **how)
+def open_page(browser, path, charts, **how):
+    """Load a page and check the properties that all pages share."""
+    page_facts = browser.open(path, **how)
     assert browser.said == []
     assert [url for url in browser.fetched if not url.startswith("data:")] == [path.resolve().as_uri()]
-    assert found["overflow"] == 0, "it scrolls sideways"
-    assert set(found["charts"]) == charts
-    for name, chart in found["charts"].items():
+    assert page_facts["overflow"] == 0, "the page scrolls horizontally"
+    assert set(page_facts["charts"]) == charts
+    for name, chart in page_facts["charts"].items():
         assert chart["pictures"] == 1, name
         assert chart["width"] > 200, name
         assert chart["height"] > 50, name
         assert chart["lines"] > 3, name
         assert chart["letters"] > 7, f"{name}: too small to read"
-        assert chart["ink"] == found["ink"], f"{name} is not in the page's ink"
-    return found
+        assert chart["ink"] == page_facts["ink"], f"{name} is not in the page's text color"
+    return page_facts
 
 
-def brightness(colour):
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+def brightness(color):
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Of a run with everything that a report can show."""
+    """The report of a run with every section."""
     run = write_run(
         tmp_path_factory.mktemp("reported") / "demo",
         [*training_rows(**TRAINING), summary(test={"loss": 0.5, "s": 1.0})],
@@ -84,11 +84,11 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    place = tmp_path_factory.mktemp("compared")
+    directory = tmp_path_factory.mktemp("compared")
     for lr in (1.0, 2.0, 4.0):
         for seed in (0, 1):
-            write_seed(place, f"{lr}-{seed}", 1 / lr + seed, lr=lr, seed=seed)
-    return write_comparison(compare_runs([place]), place / "compare.html")
+            write_seed(directory, f"{lr}-{seed}", 1 / lr + seed, lr=lr, seed=seed)
+    return write_comparison(compare_runs([directory]), directory / "compare.html")
 
 
 HOW = pytest.mark.parametrize(
@@ -99,59 +99,59 @@ HOW = pytest.mark.parametrize(
 
 
 @HOW
-def test_the_report_of_a_run(browser, report, how):
-    found = look(browser, report, CHARTS, **how)
-    assert found["title"] == "demo: report"
-    assert found["sections"] == [
+def test_report_page_in_browser(browser, report, how):
+    page_facts = open_page(browser, report, CHARTS, **how)
+    assert page_facts["title"] == "demo: report"
+    assert page_facts["sections"] == [
         *("curves", "metrics", "probes", "routers", "classification"),
         *("samples", "commands", "environment", "config"),
     ]
-    assert (brightness(found["paper"]) < 60) is ("dark" in how)
-    assert abs(brightness(found["paper"]) - brightness(found["ink"])) > 150
+    assert (brightness(page_facts["paper"]) < 60) is ("dark" in how)
+    assert abs(brightness(page_facts["paper"]) - brightness(page_facts["ink"])) > 150
 
 
 @HOW
-def test_a_comparison_of_runs(browser, comparison, how):
+def test_comparison_page_in_browser(browser, comparison, how):
     charts = {"intervals", "swept-optim-46-lr", "eval_loss", "loss", "lr", "tokens_per_s"}
-    found = look(browser, comparison, charts, **how)
-    assert "best: lr=4" in found["text"]
+    page_facts = open_page(browser, comparison, charts, **how)
+    assert "best: lr=4" in page_facts["text"]
 
 
-def test_pages_can_be_printed(browser, report, comparison):
+def test_pages_print(browser, report, comparison):
     for page in (report, comparison):
         browser.open(page, dark=True)
-        browser.call("Emulation.setEmulatedMedia", media="print")  # dark is for screens: paper is white
-        colours = browser.evaluate(MEASURE)
-        assert brightness(colours["paper"]) > 250
-        assert brightness(colours["ink"]) < 60
+        browser.call("Emulation.setEmulatedMedia", media="print")  # printing ignores the dark theme
+        colors = browser.evaluate(MEASURE)
+        assert brightness(colors["paper"]) > 250
+        assert brightness(colors["ink"]) < 60
         pdf = base64.b64decode(browser.printed())
         assert pdf.startswith(b"%PDF")
         assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 2
 
 
-def test_a_fault_would_be_seen(browser, tmp_path):
+def test_browser_detects_broken_pages(browser, tmp_path):
     page = tmp_path / "broken.html"
     page.write_text(
         "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
         "<figure id='chart-x'></figure><img src='missing.png'><script>alert(1)</script>"
     )
-    found = browser.open(page)
-    assert len(browser.said) == 2  # the picture and the script, both refused
-    assert found["charts"]["x"]["pictures"] == 0
+    page_facts = browser.open(page)
+    assert len(browser.said) == 2  # the picture and the script are both blocked
+    assert page_facts["charts"]["x"]["pictures"] == 0
 
 
-def test_pages_of_a_real_run_and_of_its_data(browser, tiny_directory, tmp_path):
+def test_report_and_data_pages_of_a_real_run(browser, tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, run={"steps": 3}, eval={"every": 2})
     run = whet.train(config).directory
     charts = {"loss", "lr", "grad_norm", "tokens_per_s", "peak_gib", "eval_bits_per_byte"}
-    if '"mfu":' in (run / "metrics.jsonl").read_text():  # where this machine's peak is known
+    if '"mfu":' in (run / "metrics.jsonl").read_text():  # if this machine's peak is known
         charts.add("mfu")
-    found = look(browser, write_report(run), charts)
-    assert "whet chat" in found["text"]
+    page_facts = open_page(browser, write_report(run), charts)
+    assert "whet chat" in page_facts["text"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = typer.main.get_command(app)
     arguments = ["data", str(tmp_path / "config.yaml"), "--html", str(tmp_path / "data.html")]
     command.main(arguments, standalone_mode=False)
     for width in (1200, 400):
-        found = look(browser, tmp_path / "data.html", set(), width=width)
-        assert "What the model sees" in found["text"]
+        page_facts = open_page(browser, tmp_path / "data.html", set(), width=width)
+        assert "Training data" in page_facts["text"]

@@ -1,4 +1,4 @@
-"""Pictures of maps and layers are drawn from what is there, and say what is not."""
+"""Plots of attention maps and layers, and their errors."""
 
 import pytest
 import torch
@@ -11,22 +11,22 @@ pytest.importorskip("matplotlib")
 PNG = b"\x89PNG"
 
 
-def test_the_heads_of_a_layer(tiny, tmp_path):
+def test_draw_attention(tiny, tmp_path):
     maps = attention_maps(tiny[0], torch.tensor([[5, 6, 7]]))
     assert draw_attention(maps, tmp_path / "a.png", layer=1).read_bytes()[:4] == PNG
     text = draw_attention(maps, tmp_path / "a.svg", layer=1, labels=["<a>", "$b$", "c"]).read_text()
     assert all(f"layer 1, head {head}" in text for head in range(4))
     assert "&lt;a&gt;" in text
-    with pytest.raises(ConfigError, match="no map of layer 7") as caught:
+    with pytest.raises(ConfigError, match="layer 7 has no attention map") as caught:
         draw_attention(maps, tmp_path / "b.png", layer=7)
     assert "0, 1" in caught.value.hint
     with pytest.raises(ConfigError, match="ends in .png"):
         draw_attention(maps, tmp_path / "a.nothing", layer=1)
 
 
-def test_one_number_a_layer(tmp_path):
+def test_draw_layers(tmp_path):
     text = draw_layers({"layers.0": 1.0, "layers.1": 2.5}, tmp_path / "a.svg", title="sizes").read_text()
     assert "sizes" in text
     assert "layers.1" in text
-    with pytest.raises(ConfigError, match="no layer to draw"):
+    with pytest.raises(ConfigError, match="no layers to draw"):
         draw_layers({}, tmp_path / "b.svg", title="none")

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines in a pipe."""
+"""Progress of a run: a progress bar on a terminal, plain lines in a pipe."""
 
 import io
 import re
@@ -12,12 +12,12 @@ from whet.reporting.progress import RunProgress
 from whet.training.callbacks import Callback, Injector
 
 
-class KnownPeak(Injector):
+class FakeMfu(Injector):
     def on_step_end(self, step, metrics):
         metrics["mfu"] = 0.416
 
 
-def follow(tiny_directory, tmp_path, callbacks=(), *, terminal, **sections):
+def train_with_progress(tiny_directory, tmp_path, callbacks=(), *, terminal, **sections):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, markup=False, emoji=False)
     progress = RunProgress(console)
     try:
@@ -31,20 +31,20 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_a_terminal_gets_a_bar_and_a_line_for_each_evaluation(tiny_directory, tmp_path):
-    shown = follow(tiny_directory, tmp_path, [KnownPeak()], terminal=True)
+def test_terminal_shows_progress_bar_and_evaluation_lines(tiny_directory, tmp_path):
+    shown = train_with_progress(tiny_directory, tmp_path, [FakeMfu()], terminal=True)
     text = plain(shown)
     assert "training" in text
     assert "4/4" in text
     assert re.search(r"loss \d\.\d{4}", text)
     assert re.search(r"\d+ tok/s  42% MFU", text)
-    assert text.count("eval loss") == 2, "said once each, above the bar"
+    assert text.count("eval loss") == 2, "one line per evaluation, above the bar"
     assert "step 4/4  loss" not in text
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h"), "the cursor is back"
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h"), "the cursor is visible again"
 
 
-def test_a_pipe_gets_lines(tiny_directory, tmp_path):
-    shown = follow(tiny_directory, tmp_path, [KnownPeak()], terminal=False)
+def test_pipe_shows_progress_lines(tiny_directory, tmp_path):
+    shown = train_with_progress(tiny_directory, tmp_path, [FakeMfu()], terminal=False)
     assert "\x1b" not in shown
     assert "\r" not in shown
     lines = [line for line in shown.splitlines() if line.startswith("step ") and "/4" in line]
@@ -52,7 +52,32 @@ def test_a_pipe_gets_lines(tiny_directory, tmp_path):
     assert all(re.search(r"tok/s  42% MFU", line) for line in lines)
 
 
-def test_the_cursor_comes_back_after_an_error(tiny_directory, tmp_path):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_grpo_progress_shows_the_mean_reward(tiny_directory, tmp_path, terminal):
+    class FixedReward(Injector):
+        def on_step_end(self, step, metrics):
+            metrics["reward_mean"] = 0.625
+
+    grpo = {
+        "kind": "grpo",
+        "rewards": [{"function": "length", "arguments": {"longest": 4}}],
+        **{"group_size": 2, "max_new_tokens": 4, "samples": 0},
+    }
+    shown = plain(
+        train_with_progress(
+            tiny_directory,
+            tmp_path,
+            [FixedReward()],
+            terminal=terminal,
+            objective=grpo,
+            data={"train": "synth:house:24", "max_length": 256},
+            run={"name": "grpo", "dir": f"{tmp_path}/runs", "steps": 2, "batch_size": 2},
+        )
+    )
+    assert re.search(r"loss -?\d\.\d{4}  reward 0\.6250", shown)
+
+
+def test_cursor_is_restored_after_an_error(tiny_directory, tmp_path):
     class Fail(Callback):
         def on_step_end(self, step, metrics):
             raise ZeroDivisionError

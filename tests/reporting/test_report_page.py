@@ -1,4 +1,4 @@
-"""The page of a run: what is on it for each kind of run, that it stands alone, and that nothing breaks it."""
+"""The report page: its contents for every kind of run, self-containedness, and robustness to damaged files."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import yaml
 from whet.errors import CheckpointError, ConfigError
 from whet.evaluation.classifier_metrics import marked_report, single_report, softmax
 from whet.reporting.run.report_page import report_page, write_report
-from whet.reporting.run.router_maps import MOST_LAYERS, _binned
+from whet.reporting.run.router_maps import MAX_LAYERS, _bin_steps
 from whet.reporting.run.run_list import list_runs, runs_text
 from whet.runs.metric_series import smoothed, thinned
 from whet.runs.run_files import read_run
@@ -30,12 +30,12 @@ CONFIG = {
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and collects what the tests ask for."""
+    """Checks that tags are nested correctly, and collects ids, links and text."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
         self.open, self.tags, self.ids, self.links, self.inside = [], [], [], [], {}
-        self.said = ""
+        self.text = ""
         self.feed(text)
         self.close()
         assert not self.open
@@ -62,7 +62,7 @@ class Page(HTMLParser):
         assert self.open.pop()[0] == tag
 
     def handle_data(self, data):
-        self.said += data
+        self.text += data
 
 
 def training_rows(steps=60, **more):
@@ -93,7 +93,7 @@ def summary(steps=60, because="finished", **more):
 
 
 def write_run(directory, rows=None, *, final=True, config=CONFIG, **files):
-    """The files of a run, by hand."""
+    """Write the files of a run without training."""
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     rows = [*training_rows(), summary()] if rows is None else rows
@@ -103,19 +103,19 @@ def write_run(directory, rows=None, *, final=True, config=CONFIG, **files):
         (directory / "final").mkdir()
     for key, value in files.items():
         path = directory / (f"{key}.jsonl" if key == "samples" else f"{key}.json")
-        many = isinstance(value, list)
-        path.write_text("\n".join(map(json.dumps, value)) if many else json.dumps(value))
+        is_list = isinstance(value, list)
+        path.write_text("\n".join(map(json.dumps, value)) if is_list else json.dumps(value))
     return directory
 
 
 @pytest.fixture
 def new_run(tmp_path):
-    """Writes the files of a run by hand."""
+    """Return a function that writes the files of a run."""
     return lambda rows=None, *, name="demo", **more: write_run(tmp_path / "runs" / name, rows, **more)
 
 
 def page_of(directory):
-    """The page, after what holds for every one: well-formed, and alone."""
+    """Return the page of a run, after checking that it is well-formed and self-contained."""
     text = report_page(read_run(directory))
     page = Page(text)
     assert "script" not in page.tags
@@ -124,24 +124,24 @@ def page_of(directory):
         assert link.startswith("data:image/png;base64,") or re.search(r"#([\w-]+)", link)[1] in page.ids
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
-    assert ("currentColor" in text) is ("<svg" in text)  # axes in the ink of the page, dark or light
+    assert ("currentColor" in text) is ("<svg" in text)  # axes in the text color of the page, dark or light
     assert not re.search(r"#0[0-9a-f]{5}|fill: (black|white|#ffffff)(?!.*</text>)", text)
     assert not re.search(r"https?://", text)
     return page
 
 
 def charts(page):
-    found = {name for name in page.ids if name.startswith("chart-")}
-    assert all(page.inside[name].count("svg") == 1 for name in found)
-    return {name.removeprefix("chart-") for name in found}
+    ids = {name for name in page.ids if name.startswith("chart-")}
+    assert all(page.inside[name].count("svg") == 1 for name in ids)
+    return {name.removeprefix("chart-") for name in ids}
 
 
 def sections(page):
     return [name for name in page.ids if page.inside.get(name, ())[:1] == ["h2"]]
 
 
-def test_a_run_has_its_facts_curves_config_and_commands(new_run):
-    origins = {
+def test_report_has_facts_curves_config_and_commands(new_run):
+    provenance = {
         "versions": {"torch": "2.99"},
         "machine": {"device": "cuda: Some GPU"},
         "git_commit": None,
@@ -154,11 +154,13 @@ def test_a_run_has_its_facts_curves_config_and_commands(new_run):
         "tokens_per_s": lambda step: 2000.0 + step,
         "peak_gib": lambda step: 1.25,
     }
-    directory = new_run([*training_rows(**more), summary(test={"loss": 0.5, "s": 1.0})], provenance=origins)
+    directory = new_run(
+        [*training_rows(**more), summary(test={"loss": 0.5, "s": 1.0})], provenance=provenance
+    )
     page = page_of(directory)
     assert sections(page) == ["curves", "commands", "environment", "config"]
     assert charts(page) == {"loss", "lr", "grad_norm", "tokens_per_s", "peak_gib"}
-    for said in (
+    for expected in (
         *("demo", "finished", "some-model", "lora, rank 8, alpha 16", "sft", "train.jsonl", "6,000"),
         *(
             "6 min 15 s",
@@ -172,11 +174,11 @@ def test_a_run_has_its_facts_curves_config_and_commands(new_run):
         ),
         *(f"whet chat {directory}", f"whet train {directory}/config.yaml run.name=demo-again"),
     ):
-        assert said in page.said
+        assert expected in page.text
 
 
 @pytest.mark.parametrize(
-    ("rows", "final", "said"),
+    ("rows", "final", "expected"),
     [
         ([], False, "not finished"),
         ([{"step": 1, "loss": 2.0}], False, "not finished"),
@@ -189,15 +191,15 @@ def test_a_run_has_its_facts_curves_config_and_commands(new_run):
         ([summary(), {"step": 61, "loss": 2.0}], False, "not finished"),
     ],
 )
-def test_the_status_is_what_the_last_row_says(new_run, rows, final, said):
+def test_status_comes_from_the_last_row(new_run, rows, final, expected):
     directory = new_run(rows, final=final)
     page = page_of(directory)
-    assert said in page.said
-    assert (f"whet resume {directory}" in page.said) is not final
-    assert list_runs(directory.parent)[0].status == said.partition(":")[0]
+    assert expected in page.text
+    assert (f"whet resume {directory}" in page.text) is not final
+    assert list_runs(directory.parent)[0].status == expected.partition(":")[0]
 
 
-def test_metrics_of_the_objective_are_small_multiples(new_run):
+def test_objective_metrics_have_charts(new_run):
     more = {"reward_mean": lambda step: step / 60, "reward margin/<b>": lambda step: 1.0}
     rows = list(training_rows(**more, router_layers=lambda step: [0], skipped=lambda step: True))
     rows.append({"step": 60, "reward_mean": 0.5, "exact_match": 0.25, "eval_s": 1.0})
@@ -207,17 +209,17 @@ def test_metrics_of_the_objective_are_small_multiples(new_run):
     assert not {"skipped", "router_layers", "tokens", "eval_s"} & charts(page)
 
 
-def test_training_and_evaluation_of_a_metric_share_a_plot(new_run):
+def test_training_and_evaluation_share_a_chart(new_run):
     rows = list(training_rows(kl=lambda step: step / 60, margin=lambda step: 1.0))
     rows.append({"step": 60, "eval_kl": 0.5, "eval_bits_per_byte": 2.0, "eval_s": 1.0})
     page = page_of(new_run(rows))
     assert {"kl", "margin", "eval_bits_per_byte"} <= charts(page)
     assert "eval_kl" not in charts(page)
-    assert "training 0.01667 → 1; evaluation 0.5" in page.said
+    assert "training 0.01667 → 1; evaluation 0.5" in page.text
 
 
-def test_memory_is_planned_for_the_device_of_the_run_when_the_page_is_written(new_run):
-    """Of whatever device this is; a model or a device that nobody knows is a page without a plan."""
+def test_report_plans_memory_for_the_device_of_the_run(new_run):
+    """Without a known model or device, the page has no plan."""
     config = {
         "model": {"preset": "nano", "tokenizer": "bytes"},
         "method": {"kind": "full"},
@@ -228,22 +230,22 @@ def test_memory_is_planned_for_the_device_of_the_run_when_the_page_is_written(ne
     machine = {"machine": {"device": "cuda: NVIDIA H100 80GB HBM3"}}
     known = new_run(rows, config=config, provenance=machine)
     page = Page(write_report(known).read_text())
-    assert "Memory, as planned" in page.said
-    assert "of the plan" in page.said
+    assert "Planned memory" in page.text
+    assert "of the plan" in page.text
     on_cpu = new_run(rows, name="slow", config=config, provenance={"machine": {"device": "cpu: fast"}})
     page = Page(write_report(on_cpu).read_text())
-    assert "Memory, as planned" in page.said
-    assert "of the plan" not in page.said  # a process is more than a run
+    assert "Planned memory" in page.text
+    assert "of the plan" not in page.text  # on a CPU, the process has more than the run
     for name, change in (
         ("unknown", {"provenance": {"machine": {"device": "cuda: Abacus 3"}}}),
         ("gone", {"config": {**config, "model": "/nowhere/model", "method": {}}, "provenance": machine}),
         ("older", {}),
     ):
         odd = new_run(rows, name=name, **{"config": config, **change})
-        assert "as planned" not in Page(write_report(odd).read_text()).said
+        assert "Planned memory" not in Page(write_report(odd).read_text()).text
 
 
-def test_speed_and_memory_are_shown_against_peak_and_plan(new_run):
+def test_report_shows_throughput_mfu_and_planned_memory(new_run):
     more = {
         "tokens_per_s": lambda step: 100.0 if step < 31 else 300.0,
         "mfu": lambda step: 0.4321,
@@ -253,17 +255,17 @@ def test_speed_and_memory_are_shown_against_peak_and_plan(new_run):
     plan = {"bytes": {"weights": 2**29, "optimizer": 0, "peak": 2**31, "peak_at": "loss"}}
     page = page_of(new_run([*training_rows(**more), summary()], plan=plan))
     assert charts(page) == {"loss", "tokens_per_s", "mfu", "peak_gib"}
-    for said in ("200tokens a second, median", "43.2%MFU, median", "1.5 GiBpeak memory, 75% of the plan"):
-        assert said in page.said
-    assert "planned 2" in page.said
-    assert "weights0.5 GiB" in page.said
-    assert "optimizer0" not in page.said
+    for expected in ("200median tokens/s", "43.2%median MFU", "1.5 GiBpeak memory, 75% of the plan"):
+        assert expected in page.text
+    assert "planned 2" in page.text
+    assert "weights0.5 GiB" in page.text
+    assert "optimizer0" not in page.text
     for odd in ({"bytes": {"peak": "nan"}}, {"bytes": [1]}, {"bytes": {"peak": -1, "x": "inf"}}):
-        assert "planned" not in page_of(new_run(name=f"odd {odd}".replace("/", ""), plan=odd)).said
+        assert "planned" not in page_of(new_run(name=f"odd {odd}".replace("/", ""), plan=odd)).text
 
 
 @pytest.mark.parametrize("layers", [2, 30])
-def test_probes_have_a_section_with_lines_or_a_map_by_layer(new_run, layers):
+def test_probes_are_lines_or_heat_maps_by_layer(new_run, layers):
     more = {
         "exp_grad_norm_layer": lambda step: [0.1 * step + layer for layer in range(layers)],
         "exp_grad_norm_mean": lambda step: 0.1 * step,
@@ -279,33 +281,33 @@ def test_probes_have_a_section_with_lines_or_a_map_by_layer(new_run, layers):
         *("loss", "exp_grad_norm_layer", "exp_attn_entropy_layer", "exp_grad_norm_mean", "exp_own_layer"),
     }
     assert ("image" in page.inside["chart-exp_grad_norm_layer"]) is (layers == 30)
-    assert "gradient norm, by layer" in page.said
+    assert "gradient norm, by layer" in page.text
 
 
 @pytest.mark.parametrize("layers", [1, 3, 40])
-def test_routers_have_a_panel_a_layer_up_to_a_limit(new_run, layers):
+def test_router_maps_have_one_panel_per_layer_up_to_a_limit(new_run, layers):
     share = [[0.5, 0.25, 0.25, 0.0]] * layers
     more = {"router_share": lambda step: share, "router_layers": lambda step: list(range(layers))}
     rows = [*training_rows(3, **more), {"step": 61, "loss": 1.0, "router_share": "nan"}]
     page = page_of(new_run(rows))
     assert "routers" in sections(page)
     assert "router-load" in charts(page)
-    assert page.inside["routers"].count("image") == min(layers, MOST_LAYERS) + 1  # and the scale
-    assert "layer 0" in page.said
-    assert f"layer {layers - 1}" in page.said
-    assert ("8 of 40 layers are shown" in page.said) is (layers == 40)
+    assert page.inside["routers"].count("image") == min(layers, MAX_LAYERS) + 1  # and the color bar
+    assert "layer 0" in page.text
+    assert f"layer {layers - 1}" in page.text
+    assert ("8 of 40 layers are shown" in page.text) is (layers == 40)
 
 
 @pytest.mark.parametrize("steps", [200, 300, 1000])
-def test_columns_of_a_long_run_are_means_of_as_many_steps_each(steps):
+def test_router_map_columns_average_equal_numbers_of_steps(steps):
     shares = np.arange(steps, dtype=float)[:, None, None]
-    found = _binned(shares)[:, 0, 0]
-    assert len(found) <= 240
-    together = math.ceil(steps / 240)
-    np.testing.assert_allclose(found[:-1], np.arange(len(found) - 1) * together + (together - 1) / 2)
+    bins = _bin_steps(shares)[:, 0, 0]
+    assert len(bins) <= 240
+    size = math.ceil(steps / 240)
+    np.testing.assert_allclose(bins[:-1], np.arange(len(bins) - 1) * size + (size - 1) / 2)
 
 
-def test_one_router_for_the_whole_model_is_shown_too(new_run):
+def test_single_router_is_shown(new_run):
     more = {"per_expert_share": lambda step: [0.5, "nan", 0.25, None]}
     assert "router-load" in charts(page_of(new_run(list(training_rows(**more)))))
 
@@ -314,17 +316,17 @@ def classified(names, *, marks=False):
     rng = np.random.default_rng(0)
     labels = rng.integers(len(names), size=60)
     chances = softmax(rng.normal(size=(60, len(names))) + 2 * np.eye(len(names))[labels])
-    found = (
+    report = (
         marked_report(chances, np.eye(len(names))[labels], names)
         if marks
         else single_report(chances, labels, names)
     )
-    found["baselines"]["linear probe"] = {"accuracy": 0.5, "f1_macro": 0.4321}
-    return {**found, "split": "valid"}
+    report["baselines"]["linear probe"] = {"accuracy": 0.5, "f1_macro": 0.4321}
+    return {**report, "split": "valid"}
 
 
 @pytest.mark.parametrize("marks", [False, True])
-def test_a_classifier_is_shown_beside_its_baselines(new_run, marks):
+def test_classifier_is_shown_with_baselines(new_run, marks):
     report = classified(["a", "b", "c"], marks=marks)
     directory = new_run(
         [summary()], config=CONFIG | {"objective": {"kind": "classify"}}, classification=report
@@ -332,9 +334,9 @@ def test_a_classifier_is_shown_beside_its_baselines(new_run, marks):
     page = page_of(directory)
     assert "classification" in sections(page)
     assert "classification-plots" in charts(page)
-    said = [f"{report[name]:.3f}" for name in ("accuracy", "f1_macro", "ece")]
-    for each in (*said, "majority", "linear probe", "0.432", "Reliability", f"whet classify {directory}"):
-        assert each in page.said
+    scores = [f"{report[name]:.3f}" for name in ("accuracy", "f1_macro", "ece")]
+    for each in (*scores, "majority", "linear probe", "0.432", "Reliability", f"whet classify {directory}"):
+        assert each in page.text
 
 
 def sample(step, number, completion="4"):
@@ -343,31 +345,37 @@ def sample(step, number, completion="4"):
     return {"step": step, "prompt": prompt, "completion": completion, "reward": 0.5, "rewards": rewards}
 
 
-def test_the_first_and_the_last_samples_are_shown(new_run):
+def test_first_and_last_samples_are_shown(new_run):
     samples = [sample(step, f"{step}-{number}") for step in (1, 10, 20) for number in range(9)]
     samples += [{"step": None}, {"step": 30, "prompt": 3, "rewards": "none", "completion": "y" * 5000}]
     page = page_of(new_run([], samples=samples))
     assert "samples" in sections(page)
-    assert "prompt 1-0" in page.said
-    assert "prompt 10-0" not in page.said
-    assert "3,000 more characters" in page.said
-    assert "0.5 (exact_match 1, length -0.5)" in page.said
+    assert "prompt 1-0" in page.text
+    assert "prompt 10-0" not in page.text
+    assert "3,000 more characters" in page.text
+    assert "0.5 (exact_match 1, length -0.5)" in page.text
 
 
-def test_the_same_prompts_are_shown_before_and_after(new_run):
+def test_equal_prompts_are_shown_before_and_after(new_run):
     samples = [
         {"step": step, "prompt": prompt, "completion": f"{prompt} at {step}"}
         for step in (0, 30, 60)
         for prompt in ("one", "two")
     ]
     page = page_of(new_run([], samples=samples))
-    for said in ("before (step 0)", "after (step 60)", "one at 0", "two at 60", "2 of 2 prompts, at 3 steps"):
-        assert said in page.said
-    assert "at 30" not in page.said
-    assert "reward" not in page.said
+    for expected in (
+        "before (step 0)",
+        "after (step 60)",
+        "one at 0",
+        "two at 60",
+        "2 of 2 prompts, sampled at 3 steps",
+    ):
+        assert expected in page.text
+    assert "at 30" not in page.text
+    assert "reward" not in page.text
 
 
-def test_texts_of_others_are_escaped_everywhere(new_run):
+def test_report_escapes_untrusted_text(new_run):
     config = CONFIG | {"model": SCRIPT, "run": {"name": SCRIPT, "steps": 60}}
     report = classified([SCRIPT, "$x$ & \\frac{", "中"])
     directory = new_run(
@@ -379,19 +387,19 @@ def test_texts_of_others_are_escaped_everywhere(new_run):
     )
     text = report_page(read_run(directory))
     assert "<script" not in text
-    text.encode()  # it can be written
+    text.encode()  # no lone surrogates are left
     page = Page(text)
-    assert page.said.count(SCRIPT) >= 8
-    assert "$x$ & \\frac{" in page.said
+    assert page.text.count(SCRIPT) >= 8
+    assert "$x$ & \\frac{" in page.text
 
 
-def test_equal_files_give_equal_pages(new_run):
+def test_report_is_deterministic(new_run):
     share = {"router_share": lambda step: [[0.5, 0.25], [0.25, 0.75]]}
     directory = new_run([*training_rows(**share), summary()])
     assert report_page(read_run(directory)) == report_page(read_run(directory))
 
 
-def test_numbers_that_are_not_finite_are_counted_and_not_drawn(new_run):
+def test_nonfinite_values_are_counted_but_not_drawn(new_run):
     rows = [
         {"step": 1, "loss": "nan", "lr": "inf", "grad_norm": None},
         {"step": 2, "loss": 1.5, "lr": "inf", "grad_norm": "-inf"},
@@ -403,68 +411,68 @@ def test_numbers_that_are_not_finite_are_counted_and_not_drawn(new_run):
     ]
     page = page_of(new_run([*rows, summary(tokens="nan", seconds="inf", best={"metric": 3, "value": "nan"})]))
     assert charts(page) == {"loss"}
-    assert "3 not finite, not drawn" in page.said
+    assert "3 non-finite values not drawn" in page.text
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_is_shown(new_run):
+def test_unreadable_files_are_reported_and_the_rest_is_shown(new_run):
     torn = ["", "not json", '{"step": 1, "lo', "[1]", "[" * 100_000, '{"step": 2, "loss": 1.0}', '{"step"']
     directory = new_run(torn, classification={"classes": ["a"]}, provenance=["no object"])
     (directory / "metrics.jsonl").open("ab").write(b"\xff\xfe\n")
     (directory / "config.yaml").write_text("run: {name: [\n" + SCRIPT)
     page = page_of(directory)
     assert charts(page) == {"loss"}
-    for said in (
+    for expected in (
         "metrics.jsonl: 6 of its lines cannot be read",
-        "classification.json is not a whole report: KeyError",
+        "classification.json is not a complete report: KeyError",
         "provenance.json is not a JSON object",
         "config.yaml is no valid config",
     ):
-        assert said in page.said
-    assert SCRIPT in page.said  # the config as text
+        assert expected in page.text
+    assert SCRIPT in page.text  # the config as text
 
 
 @pytest.mark.parametrize(
     "config", [{}, {"run": 3, "model": {"preset": "nano", "width": None}}, {"objective": [1]}]
 )
-def test_an_odd_config_is_no_obstacle(new_run, config):
+def test_report_tolerates_invalid_configs(new_run, config):
     page_of(new_run([], config=config, final=False))
 
 
-def test_numbers_of_a_config_are_read_as_a_run_reads_them(new_run):
+def test_config_numbers_are_parsed_as_in_a_run(new_run):
     directory = new_run()
     (directory / "config.yaml").write_text("optim: {lr: 2e-3}\n")
     assert read_run(directory).config["optim"]["lr"] == 0.002
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_report_rejects_paths_that_are_not_runs(tmp_path):
     (tmp_path / "file").write_text("x")
-    for place, said in (("none", "does not exist"), ("file", "is a file"), (".", "is not a run")):
-        with pytest.raises(CheckpointError, match=said):
-            write_report(tmp_path / place)
+    for name, message in (("none", "does not exist"), ("file", "is a file"), (".", "is not a run")):
+        with pytest.raises(CheckpointError, match=message):
+            write_report(tmp_path / name)
 
 
-def test_without_matplotlib_the_extra_is_named(new_run, monkeypatch):
+def test_missing_matplotlib_error_names_the_extra(new_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         write_report(new_run())
-    assert refused.value.hint == "pip install 'whet[report]'"
+    assert caught.value.hint == "pip install 'whet[report]'"
 
 
-def test_a_long_run_makes_a_small_page_with_every_peak(new_run):
+def test_long_run_gives_small_page_with_all_peaks(new_run):
     steps, values = list(range(20_000)), [float(step % 7) for step in range(20_000)]
     values[12_345] = 99.0
-    kept_steps, kept = thinned(steps, values)
-    assert len(kept) < 700
-    assert kept_steps == sorted(set(kept_steps))
-    assert (kept_steps[0], kept_steps[-1]) == (0, 19_999)
-    assert kept[kept_steps.index(12_345)] == 99.0
+    thin_steps, thin_values = thinned(steps, values)
+    assert len(thin_values) < 700
+    assert thin_steps == sorted(set(thin_steps))
+    assert (thin_steps[0], thin_steps[-1]) == (0, 19_999)
+    assert thin_values[thin_steps.index(12_345)] == 99.0
     page = report_page(
         read_run(new_run([{"step": s, "loss": v} for s, v in zip(steps, values, strict=True)]))
     )
     assert len(page) < 200_000
 
 
-def test_smoothing_is_the_weighted_mean_that_it_says_it_is():
+def test_smoothing_is_an_exponentially_weighted_mean():
     values = np.random.default_rng(0).normal(size=90)
     keep = 1 - 2 / (90 / 30 + 1)
     distance = np.abs(np.subtract.outer(np.arange(90), np.arange(90)))
@@ -473,7 +481,7 @@ def test_smoothing_is_the_weighted_mean_that_it_says_it_is():
     assert smoothed([1.0] * 20) is None
 
 
-def test_runs_are_listed_and_broken_ones_are_question_marks(new_run, tmp_path):
+def test_list_runs_marks_damaged_runs(new_run, tmp_path):
     new_run(name="good")
     new_run([{"step": 7, "loss": 1.25}], name="open", final=False)
     new_run(["garbage", "{"], name="broken", final=False)
@@ -497,3 +505,20 @@ def test_runs_are_listed_and_broken_ones_are_question_marks(new_run, tmp_path):
     lines = runs_text([runs["good"]], runs["good"].changed + 7200).split("\n")
     assert lines[0].split() == ["name", "status", "step", "metric", "size", "age"]
     assert lines[1].endswith("3.0 MiB  2 h")
+
+
+def test_list_runs_includes_the_runs_of_sweeps(new_run, tmp_path):
+    new_run(name="single")
+    new_run(name="sweep/lr-1e-3-seed-0")
+    new_run([{"step": 7, "loss": 1.25}], name="sweep/lr-1e-4-seed-0", final=False)
+    (tmp_path / "runs" / "sweep" / "sweep.json").write_text("{}")
+    new_run(name="sweep/.staging")
+    new_run(name="archive/old/too-deep")
+    runs = {run.name: run for run in list_runs(tmp_path / "runs")}
+    assert set(runs) == {"single", "sweep/lr-1e-3-seed-0", "sweep/lr-1e-4-seed-0"}
+    assert runs["sweep/lr-1e-3-seed-0"].status == "finished"
+    assert runs["sweep/lr-1e-4-seed-0"].metric == "loss 1.25"
+    assert {run.name for run in list_runs(tmp_path / "runs" / "sweep")} == {
+        "lr-1e-3-seed-0",
+        "lr-1e-4-seed-0",
+    }

@@ -251,7 +251,7 @@ def test_prompts_of_a_run_with_rewards_are_counted_and_checked(tiny_directory, t
     assert [name for name, _ in view.prompts] == ["train", "valid"]
     rows = dict(step_rows(view))
     assert rows["train"].startswith("synth:sums:20: 20 prompts, length min/median/p95/max ")
-    assert rows["a step"] == "4 prompts, 4 completions to each"
+    assert rows["per step"] == "4 prompts, 4 completions each"
     config["data"]["max_length"] = 204
     [problem] = find_problems(view_data(make_config(config)))
     assert problem.stops

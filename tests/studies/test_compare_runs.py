@@ -1,4 +1,4 @@
-"""Runs beside each other: how they are grouped, the numbers against scipy, and what is shown."""
+"""Comparison of runs: grouping, statistics (checked difference scipy), text, JSON and HTML output."""
 
 import json
 import math
@@ -14,18 +14,18 @@ from reporting.test_report_page import SCRIPT, Page
 from whet.errors import CheckpointError, ConfigError
 from whet.reporting.compare.compare_page import comparison_page, write_comparison
 from whet.reporting.compare.compare_text import comparison_text
-from whet.reporting.svg import COLOURS
-from whet.studies.compare_runs import as_json, compare_runs
+from whet.reporting.svg import COLORS
+from whet.studies.compare_runs import compare_runs, comparison_json
 from whet.studies.statistics import hedges_g, interval
 
 LOSSES = {1e-4: [1.0, 1.3, 0.9], 1e-3: [0.5, 0.7, 0.55], 1e-2: [2.0, 1.8, 2.5]}
 
 
-def write_seed(place, name, loss, *, lr=1e-3, seed=0, done=True, digest="abc", rows=(), **sections):
-    """The files of a run, by hand."""
-    directory = place / name
+def write_seed(parent, name, loss, *, lr=1e-3, seed=0, done=True, digest="abc", rows=(), **sections):
+    """Write the files of a run without training."""
+    directory = parent / name
     (directory / "final").mkdir(parents=True)
-    run = {"name": name, "dir": str(place), "seed": seed, "steps": 2}
+    run = {"name": name, "dir": str(parent), "seed": seed, "steps": 2}
     config = {"model": "m", "optim": {"lr": lr, "betas": [0.9, 0.95]}, "run": run, **sections}
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
     (directory / "provenance.json").write_text(json.dumps({"data_sha256": {"valid": digest}}))
@@ -44,7 +44,7 @@ def write_seed(place, name, loss, *, lr=1e-3, seed=0, done=True, digest="abc", r
 
 @pytest.fixture
 def new_run(tmp_path):
-    """Writes the files of a run by hand."""
+    """Return a function that writes the files of a run."""
     return lambda name, loss, **more: write_seed(tmp_path / "runs", name, loss, **more)
 
 
@@ -58,14 +58,14 @@ def sweep(new_run):
     ]
 
 
-def test_seeds_are_taken_together_and_only_what_differs_is_named(sweep):
-    found = compare_runs(sweep)
-    assert [group.name for group in found.groups] == ["lr=0.0001", "lr=0.001", "lr=0.01"]
-    assert [len(group.runs) for group in found.groups] == [3, 3, 3]
-    assert found.differences == {"optim.lr": [1e-4, 1e-3, 1e-2]}
-    assert found.metric == "eval_loss"
-    assert found.notes == []
-    finals = found.groups[0].finals[0]
+def test_runs_are_grouped_by_seed_and_named_by_differences(sweep):
+    comparison = compare_runs(sweep)
+    assert [group.name for group in comparison.groups] == ["lr=0.0001", "lr=0.001", "lr=0.01"]
+    assert [len(group.runs) for group in comparison.groups] == [3, 3, 3]
+    assert comparison.differences == {"optim.lr": [1e-4, 1e-3, 1e-2]}
+    assert comparison.metric == "eval_loss"
+    assert comparison.notes == []
+    finals = comparison.groups[0].finals[0]
     assert finals == pytest.approx(
         {
             "eval_loss": 1.0,
@@ -78,38 +78,38 @@ def test_seeds_are_taken_together_and_only_what_differs_is_named(sweep):
     )
 
 
-def test_means_intervals_effects_and_tests_are_scipys(sweep):
+def test_statistics_match_scipy(sweep):
     stats = pytest.importorskip("scipy.stats")
-    found = compare_runs(sweep)
+    comparison = compare_runs(sweep)
     first = LOSSES[1e-4]
     ps = []
-    for group, against, values in zip(
-        found.groups, found.against_first("eval_loss"), LOSSES.values(), strict=True
+    for group, difference, values in zip(
+        comparison.groups, comparison.differences_to_first("eval_loss"), LOSSES.values(), strict=True
     ):
         scores = group.scores("eval_loss")
         assert scores.mean == pytest.approx(np.mean(values))
         assert scores.std == pytest.approx(np.std(values, ddof=1))
         expected = stats.t.interval(0.95, 2, loc=np.mean(values), scale=stats.sem(values))
         assert scores.interval == pytest.approx(expected)
-        if against is None:
+        if difference is None:
             continue
         pooled = math.sqrt((np.var(values, ddof=1) + np.var(first, ddof=1)) / 2)
         correction = math.gamma(2) / (math.sqrt(2) * math.gamma(1.5))  # 4 degrees of freedom
-        assert against.difference == pytest.approx(np.mean(values) - np.mean(first))
-        assert against.hedges_g == pytest.approx(correction * against.difference / pooled)
+        assert difference.difference == pytest.approx(np.mean(values) - np.mean(first))
+        assert difference.hedges_g == pytest.approx(correction * difference.difference / pooled)
         paired = stats.ttest_rel(values, first)
-        assert (against.t, against.p, against.pairs) == (
+        assert (difference.t, difference.p, difference.pairs) == (
             pytest.approx(paired.statistic),
             pytest.approx(paired.pvalue),
             3,
         )
-        ps.append((against.p, against.p_adjusted))
+        ps.append((difference.p, difference.p_adjusted))
     low, high = sorted(ps)
     assert low[1] == pytest.approx(2 * low[0])
     assert high[1] == pytest.approx(max(high[0], low[1]))
 
 
-def test_the_interval_is_students():
+def test_confidence_interval_matches_scipy():
     stats = pytest.importorskip("scipy.stats")
 
     @settings(deadline=None, max_examples=40)
@@ -122,7 +122,7 @@ def test_the_interval_is_students():
     check()
 
 
-def test_effects_without_a_spread_are_not_made_up():
+def test_effect_size_without_deviation():
     assert hedges_g([1.0], [2.0]) is None
     assert hedges_g([1.0, 1.0], [2.0]) is None
     assert hedges_g([1.0, 1.0], [2.0, 2.0]) == -math.inf
@@ -130,85 +130,87 @@ def test_effects_without_a_spread_are_not_made_up():
     assert interval([1.0]) is None
 
 
-def test_seeds_are_paired_by_number_not_by_place(new_run):
+def test_seeds_are_paired_by_value(new_run):
     runs = [new_run(f"a{seed}", 1.0 + seed, lr=1e-4, seed=seed) for seed in (0, 1, 2)]
     runs += [new_run(f"b{seed}", 2.0 + seed + 0.1 * (seed == 1), lr=1e-3, seed=seed) for seed in (2, 1, 9)]
-    [_, against] = compare_runs(runs).against_first("eval_loss")
-    assert against.pairs == 2
-    assert against.t == pytest.approx(1.05 / (0.05 * math.sqrt(2) / math.sqrt(2)))  # differences 1.1 and 1.0
+    [_, difference] = compare_runs(runs).differences_to_first("eval_loss")
+    assert difference.pairs == 2
+    assert difference.t == pytest.approx(
+        1.05 / (0.05 * math.sqrt(2) / math.sqrt(2))
+    )  # differences 1.1 and 1.0
 
 
-def test_two_single_runs_have_a_difference_and_no_more(new_run):
-    found = compare_runs([new_run("one", 1.0), new_run("other", 1.5, lr=0.1)])
-    [_, against] = found.against_first("eval_loss")
-    assert (against.difference, against.hedges_g, against.p) == (0.5, None, None)
-    said = comparison_text(found)
-    assert "best: lr=0.001" in said
-    assert "Hedges" not in said
-    assert "interval" not in said
+def test_single_runs_have_a_difference_without_statistics(new_run):
+    comparison = compare_runs([new_run("one", 1.0), new_run("other", 1.5, lr=0.1)])
+    [_, difference] = comparison.differences_to_first("eval_loss")
+    assert (difference.difference, difference.hedges_g, difference.p) == (0.5, None, None)
+    text = comparison_text(comparison)
+    assert "best: lr=0.001" in text
+    assert "Hedges" not in text
+    assert "interval" not in text
 
 
-def test_a_directory_of_runs_stands_for_them_and_none_counts_twice(sweep, tmp_path):
+def test_directory_of_runs_is_expanded_without_duplicates(sweep, tmp_path):
     assert len(compare_runs([tmp_path / "runs"]).runs) == 9
     assert len(compare_runs([tmp_path / "runs", sweep[0]]).runs) == 9
 
 
-def test_many_differences_are_named_by_the_runs(new_run):
+def test_groups_with_many_differences_are_named_by_run(new_run):
     other = {"method": {"kind": "lora", "rank": 8, "alpha": 16, "variant": "lora", "dropout": 0.1}}
-    found = compare_runs([new_run("full", 1.0), new_run("small", 2.0, **other)])
-    assert [group.name for group in found.groups] == ["full", "small"]
-    assert found.differences["method.rank"] == [None, 8]
+    comparison = compare_runs([new_run("full", 1.0), new_run("small", 2.0, **other)])
+    assert [group.name for group in comparison.groups] == ["full", "small"]
+    assert comparison.differences["method.rank"] == [None, 8]
 
 
-def test_what_makes_numbers_less_comparable_is_said(new_run):
-    found = compare_runs([new_run("one", 1.0), new_run("other", 2.0, done=False, digest="def")])
-    assert found.notes == ["other is not finished", "data.valid is not the same records in all runs"]
-    assert "note: other is not finished" in comparison_text(found)
-    assert "other is not finished" in Page(comparison_page(found)).said
+def test_notes_report_unfinished_runs_and_different_data(new_run):
+    comparison = compare_runs([new_run("one", 1.0), new_run("other", 2.0, done=False, digest="def")])
+    assert comparison.notes == ["other is not finished", "data.valid differs between the runs"]
+    assert "note: other is not finished" in comparison_text(comparison)
+    assert "other is not finished" in Page(comparison_page(comparison)).text
 
 
 @pytest.mark.parametrize("last", ["nan", "inf"])
-def test_a_run_that_diverged_is_not_taken_for_what_it_was_before(new_run, last):
-    """Its last number counts, whatever came before it; its group is never the best."""
+def test_diverged_run_is_never_best(new_run, last):
+    """The last value counts, and the group of a diverged run is never the best."""
     for seed in (0, 1):
         new_run(f"slow-{seed}", 0.9, lr=1e-4, seed=seed)
     wild = {"step": 3, "eval_loss": last, "eval_s": 0.1}
     runs = [new_run("fast-0", 0.1, lr=1.0, rows=[wild]), new_run("fast-1", 0.2, lr=1.0, seed=1)]
     runs += [new_run(f"fair-{seed}", 0.8, lr=1e-2, seed=seed) for seed in (0, 1)]
-    found = compare_runs([runs[0].parent])
-    groups = {group.name: group for group in found.groups}
+    comparison = compare_runs([runs[0].parent])
+    groups = {group.name: group for group in comparison.groups}
     assert groups["lr=1"].values("eval_loss") == [0.2]
     assert (
-        f"fast-0: its last eval_loss is {last}; it is in no mean, and its group is not the best"
-        in found.notes
+        f"fast-0: the last eval_loss is {last}; it is in no mean, and its group cannot be the best"
+        in comparison.notes
     )
-    text = comparison_text(found)
+    text = comparison_text(comparison)
     assert "best: lr=0.01" in text
-    assert "fast-0: its last" in text
-    stored = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert "fast-0: the last" in text
+    stored = json.loads(json.dumps(comparison_json(comparison), allow_nan=False))
     assert any("fast-0" in note for note in stored["notes"])
 
 
-def test_a_metric_can_be_chosen_and_rises_if_it_is_no_loss(sweep):
-    found = compare_runs(sweep, metric="tokens_per_s")
-    assert found.metrics[0] == "tokens_per_s"
-    assert "higher is better" in comparison_text(found)
+def test_metric_can_be_chosen(sweep):
+    comparison = compare_runs(sweep, metric="tokens_per_s")
+    assert comparison.metrics[0] == "tokens_per_s"
+    assert "higher is better" in comparison_text(comparison)
     with pytest.raises(ConfigError, match="no run has a metric 'f1'"):
         compare_runs(sweep, metric="f1")
 
 
-def test_json_has_everything(sweep):
-    found = json.loads(json.dumps(as_json(compare_runs(sweep)), allow_nan=False))
-    assert found["groups"][1]["metrics"]["eval_loss"]["values"] == LOSSES[1e-3]
-    assert found["groups"][1]["setting"] == {"optim.lr": 1e-3}
-    assert found["groups"][1]["runs"][2]["seed"] == 2
-    assert found["groups"][2]["against_first"]["eval_loss"]["pairs"] == 3
-    assert found["groups"][0]["against_first"] == {}
+def test_comparison_json(sweep):
+    stored = json.loads(json.dumps(comparison_json(compare_runs(sweep)), allow_nan=False))
+    assert stored["groups"][1]["metrics"]["eval_loss"]["values"] == LOSSES[1e-3]
+    assert stored["groups"][1]["setting"] == {"optim.lr": 1e-3}
+    assert stored["groups"][1]["runs"][2]["seed"] == 2
+    assert stored["groups"][2]["against_first"]["eval_loss"]["pairs"] == 3
+    assert stored["groups"][0]["against_first"] == {}
 
 
-def test_the_page_has_its_charts_and_stands_alone(sweep, tmp_path):
-    found = compare_runs(sweep)
-    text = comparison_page(found)
+def test_comparison_page_has_charts_and_is_self_contained(sweep, tmp_path):
+    comparison = compare_runs(sweep)
+    text = comparison_page(comparison)
     page = Page(text)
     assert "script" not in page.tags
     assert len(set(page.ids)) == len(page.ids)
@@ -216,57 +218,57 @@ def test_the_page_has_its_charts_and_stands_alone(sweep, tmp_path):
     names = ("intervals", "swept-optim-46-lr", "eval_loss", "loss", "lr", "tokens_per_s")
     assert charts == {f"chart-{name}" for name in names}
     assert text == comparison_page(compare_runs(sweep))
-    for said in ("9 in 3 groups", "best: lr=0.001", "optim.lr", "lr-0.01-seed-2"):
-        assert said in page.said
+    for expected in ("9 in 3 groups", "best: lr=0.001", "optim.lr", "lr-0.01-seed-2"):
+        assert expected in page.text
     with pytest.raises(ConfigError, match=r"does not end in \.html"):
-        write_comparison(found, tmp_path / "page.txt")
+        write_comparison(comparison, tmp_path / "page.txt")
 
 
-def test_more_groups_than_colours_show_the_first_and_the_best(new_run):
-    count = len(COLOURS) + 3
+def test_page_draws_first_and_best_groups_if_there_are_too_many(new_run):
+    count = len(COLORS) + 3
     runs = [new_run(f"r{n}", 5.0 if n == 0 else 4.0 - n / 10, lr=n + 1.0) for n in range(count)]
     page = Page(comparison_page(compare_runs(runs)))
-    assert "3 more are not drawn" in page.said
-    curves = page.said[page.said.index("Curves") : page.said.index("3 more are not drawn")]
+    assert "3 more are not drawn" in page.text
+    curves = page.text[page.text.index("Curves") : page.text.index("3 more are not drawn")]
     assert [int(lr) for lr in re.findall(r"lr=(\d+)", curves.replace("lr=", " lr="))] == [
         1,
         *range(count, 4, -1),
     ]
 
 
-def test_others_texts_are_escaped_and_broken_runs_do_not_matter(new_run):
+def test_comparison_escapes_text_and_tolerates_damaged_runs(new_run):
     one = new_run("one", 1.0, data={"train": SCRIPT}, rows=[{"step": 2, SCRIPT: 1.0}])
     two = new_run("two", 2.0, data={"train": "x\x1b[31m"})
     three = new_run("three", math.nan)
     (three / "config.yaml").write_text("[")
     (three / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{torn')
-    found = compare_runs([one, two, three])
-    assert len(found.groups) == 3
-    text = comparison_page(found)
+    comparison = compare_runs([one, two, three])
+    assert len(comparison.groups) == 3
+    text = comparison_page(comparison)
     assert "<script" not in text
-    assert "config.yaml is no valid config" in Page(text).said
-    assert "\x1b" not in comparison_text(found)
+    assert "config.yaml is no valid config" in Page(text).text
+    assert "\x1b" not in comparison_text(comparison)
 
 
-def test_what_cannot_be_compared_is_refused(new_run, tmp_path):
+def test_invalid_comparison_is_rejected(new_run, tmp_path):
     one = new_run("one", 1.0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="one run is no comparison"):
+    with pytest.raises(ConfigError, match="a comparison needs at least two runs"):
         compare_runs([one, one])
-    for place, said in (("none", "does not exist"), ("empty", "has no runs in it")):
-        with pytest.raises(CheckpointError, match=said):
-            compare_runs([one, tmp_path / place])
+    for name, message in (("none", "does not exist"), ("empty", "contains no runs")):
+        with pytest.raises(CheckpointError, match=message):
+            compare_runs([one, tmp_path / name])
 
 
 @pytest.mark.parametrize("last", [1e200, -1e308, 1e31])
-def test_numbers_beyond_all_reason_stop_no_comparison(new_run, last):
+def test_huge_values_do_not_break_the_comparison(new_run, last):
     wild = [{"step": 3, "eval_loss": 500.0, "eval_perplexity": last, "eval_s": 0.1}]
     runs = [new_run(f"wild-{seed}", 0.1, lr=1.0, seed=seed, rows=wild) for seed in (0, 1)]
     runs += [new_run(f"fair-{seed}", 0.8, lr=1e-2, seed=seed) for seed in (0, 1)]
-    found = compare_runs(runs)
-    assert "best: lr=0.01" in comparison_text(found)
-    assert Page(comparison_page(found)).said
-    [group] = [group for group in found.groups if group.name == "lr=1"]
+    comparison = compare_runs(runs)
+    assert "best: lr=0.01" in comparison_text(comparison)
+    assert Page(comparison_page(comparison)).text
+    [group] = [group for group in comparison.groups if group.name == "lr=1"]
     assert group.values("eval_perplexity") == []
 
 
@@ -316,16 +318,14 @@ def other_mix(**changes):
         ({"experts": {"z_loss": 0.0}}, {"experts": {"z_loss": 0.1}}, "loss", "experts.z_loss differs"),
     ],
 )  # fmt: skip
-def test_a_loss_that_is_another_quantity_in_each_group_ranks_none(
-    new_run, tmp_path, first, second, metric, keys
-):
-    found, text = two_settings(new_run, tmp_path, first, second, metric)
-    said = f"{metric} is not the same quantity in these groups: {keys}"
-    assert said in found.notes
-    assert f"note: {said}" in text
-    assert "best: " not in text.replace("no best: ", "")
-    assert f"cannot be ranked by {metric}; choose another number with --metric" in text
-    assert as_json(found)["not_comparable_by"]
+def test_incomparable_metric_is_not_ranked(new_run, tmp_path, first, second, metric, keys):
+    comparison, text = two_settings(new_run, tmp_path, first, second, metric)
+    note = f"{metric} is not comparable between these groups: {keys}"
+    assert note in comparison.notes
+    assert f"note: {note}" in text
+    assert "best: " not in text
+    assert f"not ranked: the groups are not comparable by {metric}; choose another with --metric" in text
+    assert comparison_json(comparison)["not_comparable_by"]
 
 
 @pytest.mark.parametrize(
@@ -357,18 +357,18 @@ def test_a_loss_that_is_another_quantity_in_each_group_ranks_none(
         ),
     ],
 )  # fmt: skip
-def test_what_stays_the_same_quantity_is_judged_as_ever(new_run, tmp_path, first, second, metric):
-    found, text = two_settings(new_run, tmp_path, first, second, metric)
-    assert found.notes == []
-    assert found.unlike == []
+def test_comparable_metric_is_ranked(new_run, tmp_path, first, second, metric):
+    comparison, text = two_settings(new_run, tmp_path, first, second, metric)
+    assert comparison.notes == []
+    assert comparison.incomparable_keys == []
     assert "\nbest: " in text
 
 
 def two_settings(new_run, tmp_path, first, second, metric):
-    """Two settings with two seeds each, and what is said of them."""
+    """Compare two settings with two seeds each; return the comparison and its text."""
     for name, sections, value in (("one", first, 1.0), ("two", second, 2.0)):
         for seed in (0, 1):
-            found = value + seed / 100
-            new_run(f"{name}-{seed}", found, seed=seed, rows=[{"step": 2, metric: found}], **sections)
-    compared = compare_runs([tmp_path / "runs"], metric=metric)
-    return compared, comparison_text(compared)
+            score = value + seed / 100
+            new_run(f"{name}-{seed}", score, seed=seed, rows=[{"step": 2, metric: score}], **sections)
+    comparison = compare_runs([tmp_path / "runs"], metric=metric)
+    return comparison, comparison_text(comparison)

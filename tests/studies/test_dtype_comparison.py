@@ -1,4 +1,4 @@
-"""Diagnosis of number formats: against gradients computed plainly, on models that are healthy and on ones that are not."""
+"""Comparison of dtypes: reference gradients, verdicts on healthy and overflowing models, and routing."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from whet.recipes.quality.regression import Regression
 from whet.recipes.quality.row_batches import read_rows
 from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
 from whet.studies.diagnose import examine
-from whet.studies.dtype_comparison import ComparisonRow, Examination, Path, PathResult
+from whet.studies.dtype_comparison import ComparisonRow, ComputePath, DtypeComparison, PathResult
 
 
 def tabular(arm="softmax", seed=0):
@@ -36,8 +36,8 @@ def text_batch():
     return make_batch([[example] for example in random_examples(4, longest=24)])
 
 
-def results(found):
-    return {result.path.name: result for result in found.results}
+def results(diagnosis):
+    return {result.path.name: result for result in diagnosis.results}
 
 
 def plain_gradients(model, loss):
@@ -46,22 +46,22 @@ def plain_gradients(model, loss):
     return {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_reference_is_the_plain_gradient_in_fp64_of_rows():
+def test_reference_is_fp64_gradient_of_tabular_model():
     model, batch = tabular(), rows()
-    found = examine(model, Regression(), batch)
+    diagnosis = examine(model, Regression(), batch)
     wide = copy.deepcopy(model).double()
     expected = plain_gradients(
         wide,
         lambda: (wide(batch.column("features").double()) - batch.column("outcomes").double()).square().mean(),
     )
-    assert found.reference == "fp64"
-    for row in found.results[0].rows:
+    assert diagnosis.reference == "fp64"
+    for row in diagnosis.results[0].rows:
         assert row.reference == pytest.approx(expected[row.name], rel=1e-9)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_the_reference_is_the_plain_gradient_in_fp64_of_texts(tiny, adapters):
-    """Tied embeddings get both parts, from below the cut and from above; frozen weights are not there."""
+def test_reference_is_fp64_gradient_of_language_model(tiny, adapters):
+    """Tied embeddings get gradients from both sides of the boundary; frozen weights are excluded."""
     model, _ = tiny
     if adapters:
         attach_lora(model, rank=4)
@@ -70,7 +70,7 @@ def test_the_reference_is_the_plain_gradient_in_fp64_of_texts(tiny, adapters):
                 if "lora_B" in name:
                     p.normal_(std=0.1)
     batch = text_batch()
-    found = examine(model, SFT(), batch)
+    diagnosis = examine(model, SFT(), batch)
     wide = copy.deepcopy(model).double()
 
     def loss():
@@ -78,15 +78,15 @@ def test_the_reference_is_the_plain_gradient_in_fp64_of_texts(tiny, adapters):
         return torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=-100)
 
     expected = plain_gradients(wide, loss)
-    named = [row.name for row in found.results[0].rows]
+    named = [row.name for row in diagnosis.results[0].rows]
     assert named == [name for name, p in model.named_parameters() if p.requires_grad]
-    for row in found.results[0].rows:
+    for row in diagnosis.results[0].rows:
         # norms and the rotation are computed in fp32 at least, not wider
         assert row.reference == pytest.approx(expected[row.name], rel=1e-4)
 
 
 class Guess(Objective):
-    """An objective with a head of its own: the mean square of what it makes of the hidden states."""
+    """An objective with a trainable head: the mean square of its output on the hidden states."""
 
     def __init__(self):
         self.coefficients = {"loss": 1.0}
@@ -100,36 +100,36 @@ class Guess(Objective):
         return Loss({"loss": self.heads(hidden).square().sum()})
 
 
-def test_what_an_objective_trains_beside_the_model_is_compared_too(tiny):
+def test_heads_of_the_objective_are_compared(tiny):
     model, objective, batch = tiny[0], Guess(), text_batch()
-    found = examine(model, objective, batch)
+    diagnosis = examine(model, objective, batch)
     wide, head = copy.deepcopy(model).double(), copy.deepcopy(objective.heads).double()
     (head(wide.hidden(batch.tokens)).square().sum() / batch.supervised).backward()
-    rows_found = {row.name: row for row in found.results[0].rows}
-    assert rows_found["heads.weight"].reference == pytest.approx(float(head.weight.grad.norm()), rel=1e-4)
+    rows_by_name = {row.name: row for row in diagnosis.results[0].rows}
+    assert rows_by_name["heads.weight"].reference == pytest.approx(float(head.weight.grad.norm()), rel=1e-4)
     slope = float(wide.layers[0].mlp.up_proj.weight.grad.norm())
-    assert rows_found["layers.0.mlp.up_proj.weight"].reference == pytest.approx(slope, rel=1e-4)
-    assert found.verdict == "fine"
+    assert rows_by_name["layers.0.mlp.up_proj.weight"].reference == pytest.approx(slope, rel=1e-4)
+    assert diagnosis.verdict == "fine"
     assert objective.heads.weight.grad is None
 
 
-def test_every_path_starts_from_the_gradient_of_the_reference():
-    """By hand: outputs of rounded weights and rows, and the reference's slope of the loss behind them."""
+def test_every_dtype_starts_from_the_reference_gradient():
+    """Compare with an explicit backward pass from the reference's gradient of the loss."""
     model, batch = tabular("dense"), rows()
-    found = results(examine(model, Regression(), batch))["fp32"]
+    diagnosis = results(examine(model, Regression(), batch))["fp32"]
     wide = copy.deepcopy(model).double()
     outputs = wide(batch.column("features").double())
     upstream = (2 * (outputs - batch.column("outcomes")) / outputs.numel()).detach().float()
     narrow = copy.deepcopy(model)
     narrow.zero_grad()
     narrow(batch.column("features")).backward(upstream)
-    for row in found.rows:
+    for row in diagnosis.rows:
         assert row.norm == pytest.approx(float(narrow.get_parameter(row.name).grad.norm()), rel=1e-5)
 
 
-def test_the_simulated_path_rounds_weights_and_activations():
+def test_simulated_dtype_rounds_weights_and_activations():
     model, batch = tabular("dense"), rows(8)
-    found = results(examine(model, Regression(), batch))["sim-fp16"]
+    diagnosis = results(examine(model, Regression(), batch))["sim-fp16"]
 
     def half(x):
         return x.half().float()
@@ -147,37 +147,43 @@ def test_the_simulated_path_rounds_weights_and_activations():
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(batch.column("features").double())
         expected = float((stage(half(batch.column("features"))).double() - exact).abs().max())
-    assert found.largest_difference == pytest.approx(expected, rel=1e-2)
+    assert diagnosis.largest_difference == pytest.approx(expected, rel=1e-2)
     assert expected > 1e-4
 
 
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
-def test_a_healthy_model_of_rows_is_fine(arm):
-    """All of it; but a row that goes to other experts in bf16 is a gradient elsewhere, and is said to be."""
-    found = examine(tabular(arm), Regression(), rows(64))
+def test_healthy_tabular_model_is_fine(arm):
+    """All dtypes are fine, except that a row routed to other experts in bf16 makes the verdict moderate."""
+    diagnosis = examine(tabular(arm), Regression(), rows(64))
     if arm != "sheaf-padic":
-        assert found.verdict == "fine"
-    assert [result.path.name for result in found.results] == ["fp32", "bf16", "fp16", "sim-bf16", "sim-fp16"]
-    for result in found.results:
+        assert diagnosis.verdict == "fine"
+    assert [result.path.name for result in diagnosis.results] == [
+        "fp32",
+        "bf16",
+        "fp16",
+        "sim-bf16",
+        "sim-fp16",
+    ]
+    for result in diagnosis.results:
         assert result.verdict == ("moderate" if result.divergent else "fine")
         assert len(result.divergent) <= 1
         assert any(row.norm > 0 for row in result.rows)
         assert 0 < result.largest_difference < 1
 
 
-def test_a_healthy_language_model_is_fine(tiny):
-    found = examine(tiny[0], SFT(), text_batch())
-    assert found.verdict == "fine"
-    assert found.choices == []
+def test_healthy_language_model_is_fine(tiny):
+    diagnosis = examine(tiny[0], SFT(), text_batch())
+    assert diagnosis.verdict == "fine"
+    assert diagnosis.choices == []
 
 
-def test_a_language_model_with_experts_shows_its_routing_and_its_routers_own_loss_counts():
-    """The load-balancing loss reaches the routers below the cut; its gradient is in the reference."""
+def test_moe_routing_and_router_losses_are_compared():
+    """The load-balancing loss reaches the routers below the boundary; its gradient is in the reference."""
     spec = preset_spec("nano-moe", d_model=32, heads=2, width=16, layers=2, experts=4, vocab_size=300)
     model, batch = from_scratch(spec, seed=0), text_batch()
     layers = [layer.mlp for layer in model.layers]
     objective = RoutedObjective(SFT(), layers, load_balancing=0.5, z_loss=0.1)
-    found = examine(model, objective, batch)
+    diagnosis = examine(model, objective, batch)
     wide = copy.deepcopy(model).double()
     same = RoutedObjective(SFT(), [layer.mlp for layer in wide.layers], load_balancing=0.5, z_loss=0.1)
     weights = same.weights(batch)
@@ -188,29 +194,29 @@ def test_a_language_model_with_experts_shows_its_routing_and_its_routers_own_los
             for term, value in same.loss(wide, batch).sums.items()
         ),
     )
-    assert found.reference == "fp64"
-    for row in found.results[0].rows:
+    assert diagnosis.reference == "fp64"
+    for row in diagnosis.results[0].rows:
         assert row.reference == pytest.approx(expected[row.name], rel=1e-9), row.name
-    assert [len(choices) for choices in found.choices] == 2 * [batch.tokens.numel()]
-    assert all(len(row) == spec.blocks[0].feedforward.top_k for row in found.choices[0])
+    assert [len(choices) for choices in diagnosis.choices] == 2 * [batch.tokens.numel()]
+    assert all(len(row) == spec.blocks[0].feedforward.top_k for row in diagnosis.choices[0])
     assert all(layer.record is None for layer in layers)
 
 
-def test_a_model_that_overflows_fp16_is_major_and_its_parameters_are_named():
+def test_fp16_overflow_is_major_and_names_parameters():
     model = tabular()
     with torch.no_grad():
         for expert in model.experts:
-            expert[0].weight.mul_(1e6)  # the norm behind it makes it harmless in any wider format
-    found = examine(model, Regression(), rows())
-    by_name = results(found)
-    assert found.verdict == by_name["fp16"].verdict == by_name["sim-fp16"].verdict == "major"
+            expert[0].weight.mul_(1e6)  # the following norm makes it harmless in wider dtypes
+    diagnosis = examine(model, Regression(), rows())
+    by_name = results(diagnosis)
+    assert diagnosis.verdict == by_name["fp16"].verdict == by_name["sim-fp16"].verdict == "major"
     assert by_name["fp32"].verdict == by_name["sim-bf16"].verdict == "fine"
-    assert "experts.0.3.weight" in by_name["sim-fp16"].named("major")
+    assert "experts.0.3.weight" in by_name["sim-fp16"].parameters_with("major")
     assert by_name["sim-fp16"].worst.ratio == math.inf
     assert by_name["sim-fp16"].largest_difference == math.inf
 
 
-def test_a_language_model_that_overflows_fp16_is_major(tiny):
+def test_fp16_overflow_of_language_model_is_major(tiny):
     model, _ = tiny
     with torch.no_grad():
         model.layers[0].mlp.up_proj.weight.mul_(2e3)
@@ -221,7 +227,7 @@ def test_a_language_model_that_overflows_fp16_is_major(tiny):
     assert by_name["fp32"].verdict == by_name["sim-bf16"].verdict == "fine"
 
 
-def test_the_rules_of_a_row():
+def test_comparison_row_ratio_and_verdict():
     assert ComparisonRow("a", 2.0, 4.0, 1.0).ratio == 2.0
     assert ComparisonRow("a", 0.0, 0.0, 1.0).ratio == 1.0
     assert ComparisonRow("a", 0.0, 1e-9, 0.0).ratio == math.inf
@@ -230,7 +236,7 @@ def test_the_rules_of_a_row():
     assert [ComparisonRow("a", 1.0, norm, 1.0).verdict for norm in (1, 2, 2.1, 5, 5.1, math.inf)] == [
         "fine", "fine", "moderate", "moderate", "major", "major",
     ]  # fmt: skip
-    # too small is as wrong as too large, and a direction that is lost is not fine at any length
+    # too small is as bad as too large, and a wrong direction is not fine at any norm
     assert [ComparisonRow("a", 1.0, norm, 1.0).verdict for norm in (0.5, 0.3, 0.1, 0.0)] == [
         "fine", "moderate", "major", "major",
     ]  # fmt: skip
@@ -238,26 +244,26 @@ def test_the_rules_of_a_row():
     assert ComparisonRow("a", 1.0, 1.0, math.nan).verdict == "moderate"
 
 
-def test_an_infinite_ratio_is_never_forgotten():
+def test_infinite_ratio_is_always_the_worst():
     bad, good = ComparisonRow("bad", 0.0, 1.0, 0.0), ComparisonRow("good", 1.0, 1.0, 1.0)
     for order in ([bad, good], [good, bad], [good, bad, good]):
-        result = PathResult(Path("p", torch.float16), order, 0.0, [], [])
+        result = PathResult(ComputePath("p", torch.float16), order, 0.0, [], [])
         assert (result.verdict, result.worst.name, result.worst.ratio) == ("major", "bad", math.inf)
 
 
-def test_experts_that_get_no_row_have_zero_gradients_on_every_path_and_are_fine():
+def test_unused_experts_have_zero_gradients_and_are_fine():
     model = tabular()
     with torch.no_grad():
         model.router.bias.copy_(torch.tensor([9.0, 5.0, -9.0, -9.0]))
-    found = examine(model, Regression(), rows())
-    for result in found.results:
+    diagnosis = examine(model, Regression(), rows())
+    for result in diagnosis.results:
         unused = [row for row in result.rows if row.name.startswith("experts.3.")]
         assert {(row.reference, row.norm, row.ratio, row.cosine) for row in unused} == {(0, 0, 1, 1)}
-    assert found.verdict == "fine"
+    assert diagnosis.verdict == "fine"
 
 
 def divergences(arm):
-    """Rows that go elsewhere where one expert always wins and the second place is a near-tie of two others."""
+    """Count divergent rows if one expert always wins and two others are nearly tied for second place."""
     batch, counts = rows(256), {}
     for seed in range(2):
         model = tabular(arm, seed=seed)
@@ -270,7 +276,7 @@ def divergences(arm):
     return counts
 
 
-def test_planted_ties_diverge_and_do_not_with_the_sheaf_padic_router():
+def test_near_ties_diverge_except_with_the_sheaf_padic_router():
     """Measured: 70 of 512 rows in bf16 and 15 in fp16, and none."""
     plain, padic = divergences("softmax"), divergences("sheaf-padic")
     for path in ("bf16", "sim-bf16", "sim-fp16"):
@@ -279,7 +285,7 @@ def test_planted_ties_diverge_and_do_not_with_the_sheaf_padic_router():
     assert plain["fp32"] == padic["fp32"] == 0
 
 
-def test_the_model_itself_is_left_as_it_was():
+def test_model_is_unchanged():
     model = tabular()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     examine(model, Regression(), rows(8))
@@ -289,7 +295,7 @@ def test_the_model_itself_is_left_as_it_was():
     assert "decide" not in vars(model)
 
 
-def test_a_model_without_fp64_is_compared_with_fp32():
+def test_model_without_fp64_is_compared_with_fp32():
     class Narrow(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -301,22 +307,22 @@ def test_a_model_without_fp64_is_compared_with_fp32():
             return features @ self.weight
 
     batch = rows(4)
-    found = Examination(
+    diagnosis = DtypeComparison(
         Narrow(),
         batch,
         lambda model, b: model.decide(b.column("features")).sum(),
-        cut="decide",
+        boundary="decide",
         readout=lambda _, x: x,
     ).diagnose()
-    assert found.reference == "fp32"
-    assert [result.path.name for result in found.results] == ["bf16", "fp16", "sim-bf16", "sim-fp16"]
+    assert diagnosis.reference == "fp32"
+    assert [result.path.name for result in diagnosis.results] == ["bf16", "fp16", "sim-bf16", "sim-fp16"]
 
 
-def test_a_batch_without_a_gradient_is_refused(tiny):
-    class Nothing(SFT):
+def test_batch_without_gradient_is_rejected(tiny):
+    class ZeroLoss(SFT):
         def loss(self, model, batch):
-            found = super().loss(model, batch)
-            return Loss({term: 0 * value for term, value in found.sums.items()})
+            loss = super().loss(model, batch)
+            return Loss({term: 0 * value for term, value in loss.sums.items()})
 
-    with pytest.raises(DataError, match="every gradient of this batch is zero"):
-        examine(tiny[0], Nothing(), text_batch())
+    with pytest.raises(DataError, match="all gradients of this batch are zero"):
+        examine(tiny[0], ZeroLoss(), text_batch())

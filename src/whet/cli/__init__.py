@@ -1,1 +1,1 @@
-"""The whet command, one file a command."""
+"""The `whet` command line, one module per command."""

@@ -1,13 +1,17 @@
-"""whet advise: settings that look wrong for this model and data."""
+"""whet advise: report settings that are unusual for the model and data."""
 
 import typer
 
 
 def command(
-    config: str = typer.Argument(help="A YAML file, as for whet train."),
-    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
+    config: str = typer.Argument(help="A YAML config, as for whet train."),
+    overrides: list[str] = typer.Argument(None, help="Overrides: section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
 ) -> None:
-    """Compare the settings in CONFIG with the model and the data. Nothing is trained, nothing is refused."""
+    """Check a config for unusual settings.
+
+    The learning rate, batch size, length limit and schedule are compared with the model and the data.
+    Nothing is trained, and nothing is rejected.
+    """
     from whet.cli.console import set_up_logging
     from whet.config.load_config import load_config
     from whet.studies.advise import advise

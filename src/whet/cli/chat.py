@@ -1,4 +1,4 @@
-"""whet chat: talk to a model."""
+"""whet chat: an interactive conversation with a model."""
 
 import shlex
 
@@ -6,12 +6,12 @@ import typer
 
 from whet.cli.generate import MAX_TOKENS, MIN_P, REPETITION_PENALTY, SEED, STOP, TEMPERATURE, TOP_K, TOP_P
 
-HELP = "q ends, r starts over, h shows this line"
+HELP = "q: quit, r: restart the conversation, h: show this help"
 
 
 def command(
     model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
-    system: str | None = typer.Option(None, help="A system message."),
+    system: str | None = typer.Option(None, help="System message."),
     max_tokens: int = MAX_TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
@@ -21,35 +21,35 @@ def command(
     stop: list[str] = STOP,
     seed: int | None = SEED,
 ) -> None:
-    """Chat with a model; answers appear as they are made."""
+    """Chat with a model. Responses are streamed."""
     from whet.errors import DataError
     from whet.generation.generate import generate
     from whet.model_io.load import load
     from whet.reporting.console import notes
 
-    talker, tokenizer = load(model)
+    chat_model, tokenizer = load(model)
     if tokenizer is None:
         raise DataError(f"{model} cannot chat: it has no tokenizer")
     if not tokenizer.chat_template:
         raise DataError(
             f"{model} cannot chat: its tokenizer has no chat template",
-            hint=f'whet generate {shlex.quote(model)} "some text" goes on with a text',
+            hint=f'complete a text instead: whet generate {shlex.quote(model)} "some text"',
         )
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     notes().print(f"{model}: {HELP}", highlight=False)
-    while (said := _ask()) is not None:
-        if said in ("", "h"):
+    while (line := _read_line()) is not None:
+        if line in ("", "h"):
             notes().print(HELP, highlight=False)
-        elif said == "q":
+        elif line == "q":
             return
-        elif said == "r":
+        elif line == "r":
             messages = list(start)
         else:
-            messages.append({"role": "user", "content": said})
+            messages.append({"role": "user", "content": line})
             try:
-                answer = generate(
-                    talker,
+                response = generate(
+                    chat_model,
                     tokenizer,
                     messages,
                     max_tokens=max_tokens,
@@ -62,16 +62,16 @@ def command(
                     seed=seed,
                     on_text=lambda piece: print(piece, end="", flush=True),
                 )
-            except DataError as error:  # too long, say: the conversation goes on without it
+            except DataError as error:  # e.g. too long: continue without this message
                 notes().print(f"error: {error}", highlight=False)
                 messages.pop()
                 continue
             print()
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": response})
 
 
-def _ask() -> str | None:
-    """The next line of the person at the keyboard (or of a pipe), None at its end."""
+def _read_line() -> str | None:
+    """Return the next line from the terminal or a pipe, or None at the end of the input."""
     import sys
 
     if sys.stdin is None:  # closed

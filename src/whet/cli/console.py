@@ -1,4 +1,4 @@
-"""Where commands print: results on standard output, everything said on the way on standard error."""
+"""Output of the commands: results go to standard output, messages and progress to standard error."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ import typer
 
 from whet.error_boundary import printable
 from whet.errors import ConfigError, StorageError
-from whet.reporting.console import NotesHandler, escaping_console, let_go_of, notes
+from whet.reporting.console import NotesHandler, discard_after_error, escaping_console, notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from whet.reporting.progress import RunProgress
 
 
-def results() -> "Console":
-    """The console for results that are more than lines; it replaces what its encoding does not have."""
-    file = sys.stdout.stream if isinstance(sys.stdout, _Escaped) else sys.stdout
+def stdout_console() -> "Console":
+    """Return a rich console on standard output; characters that its encoding lacks are replaced."""
+    file = sys.stdout.stream if isinstance(sys.stdout, _EscapedStream) else sys.stdout
     if hasattr(file, "reconfigure"):
         file.reconfigure(errors="replace")
     return escaping_console(file)
 
 
-class _Escaped:
-    """A terminal on which whatever is printed is text: a model's answer may hold escape sequences."""
+class _EscapedStream:
+    """A terminal that prints control characters visibly: generated text may contain escape sequences."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
@@ -45,30 +45,33 @@ class _Escaped:
 
 
 def escape_terminal() -> None:
-    """Show control characters that are printed to a terminal; files and pipes get every byte as it is."""
+    """Print control characters visibly on a terminal; files and pipes receive every byte unchanged."""
     if sys.stdout is not None and sys.stdout.isatty():
-        sys.stdout = cast("TextIO", _Escaped(sys.stdout))
+        sys.stdout = cast("TextIO", _EscapedStream(sys.stdout))
 
 
-def say(text: str) -> None:
-    """Print a line on standard output, if anybody is there to read it."""
-    with let_go_of(sys.stdout, but=errno.ENOSPC):
+def print_line(text: str) -> None:
+    """Print a line on standard output; a closed pipe is ignored, a full disk is an error."""
+    with discard_after_error(sys.stdout, reraise=errno.ENOSPC):
         print(printable(text), flush=True)
 
 
 @contextlib.contextmanager
-def writing_to(path: str | None, option: str) -> "Iterator[None]":
-    """An option that names a file where there is no directory is wrong input; a full disk is not."""
+def output_option(path: str | None, option: str) -> "Iterator[None]":
+    """Raise a ConfigError if a write fails because the directory of an option's path does not exist.
+
+    Other storage errors, such as a full disk, are raised unchanged.
+    """
     try:
         yield
     except StorageError as error:
         if path is None or Path(path).absolute().parent.is_dir():
             raise
-        raise ConfigError(error.message, hint=f"{option} names a file in a directory that exists") from error
+        raise ConfigError(error.message, hint=f"{option} needs a file in an existing directory") from error
 
 
 def set_up_logging(*, quiet: bool = False) -> None:
-    """Show whet's own lines (`quiet`: only warnings), and keep the libraries below quiet."""
+    """Print whet's log lines (only warnings if `quiet`), and silence the libraries that whet uses."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
@@ -76,13 +79,13 @@ def set_up_logging(*, quiet: bool = False) -> None:
         logger.addHandler(NotesHandler())
         logger.propagate = False
     for handler in logger.handlers:
-        if isinstance(handler, NotesHandler):  # the logger itself also feeds log.txt
+        if isinstance(handler, NotesHandler):  # not the logger's level: it also writes log.txt
             handler.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 @contextlib.contextmanager
-def progress_shown(*, quiet: bool = False) -> "Iterator[RunProgress]":
-    """Show the progress of runs, unless `quiet`; an interruption is reported, and exits with 130."""
+def show_progress(*, quiet: bool = False) -> "Iterator[RunProgress]":
+    """Yield a callback that shows the progress of runs, unless `quiet`; Ctrl-C exits with code 130."""
     from rich.console import Console
 
     from whet.reporting.progress import RunProgress

@@ -1,21 +1,28 @@
-"""whet data: what the model will see."""
+"""whet data: show the training data as the model sees it."""
 
 import typer
 
 
 def command(
-    config: str = typer.Argument(help="A YAML file, as for whet train."),
-    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. data.max_length=512"),  # noqa: B008
-    html: str | None = typer.Option(
-        None, "--html", help="Also write it as a page, into this file; of a mix, one page a part."
+    config: str = typer.Argument(help="A YAML config, as for whet train."),
+    overrides: list[str] = typer.Argument(  # noqa: B008
+        None, help="Overrides: section.key=value, e.g. data.max_length=512"
     ),
-    check: bool = typer.Option(False, "--check", help="List every problem; exit 2 if there is one."),
-    samples: int = typer.Option(2, min=0, help="Show this many examples of each split."),
+    html: str | None = typer.Option(
+        None, "--html", help="Also write an HTML page to this file (one page per part of a mix)."
+    ),
+    check: bool = typer.Option(
+        False, "--check", help="List every problem, and exit with code 2 if there is one."
+    ),
+    samples: int = typer.Option(2, min=0, help="Number of examples to show per split."),
 ) -> None:
-    """Show what the model sees of the data in CONFIG: tokens, masks, lengths, packing. No model is built."""
+    """Show tokenized examples, loss masks and packing.
+
+    Also reports lengths, duplicates and other problems of the data in CONFIG. No model weights are loaded.
+    """
     from pathlib import Path
 
-    from whet.cli.console import results, set_up_logging, writing_to
+    from whet.cli.console import output_option, set_up_logging, stdout_console
     from whet.config.load_config import load_config
     from whet.data.inspect.problems import find_problems
     from whet.reporting.data.data_page import data_page
@@ -24,27 +31,27 @@ def command(
     from whet.storage import replace_text
 
     set_up_logging()
-    text = DataText(results())
-    wrong = False
+    text = DataText(stdout_console())
+    has_problems = False
     for part, view in view_parts(load_config(config, overrides or ()), samples=samples).items():
         problems = find_problems(view)
         if html is not None:
             page, title = Path(html), config
             if part:
                 page, title = page.with_stem(f"{page.stem}-{part}"), f"{config}, part {part}"
-            with writing_to(html, "--html"):
+            with output_option(html, "--html"):
                 replace_text(page, data_page(view, problems, title=title))
         text.show_part(part)
         text.show(view)
         text.show_problems(problems, every_record=check)
-        wrong = wrong or bool(problems)
-    if check and wrong:
+        has_problems = has_problems or bool(problems)
+    if check and has_problems:
         raise typer.Exit(2)
 
 
-def plan(config: str, overrides: list[str], *, processes: int) -> None:
-    """What `whet train` would do, from all of its files; exit 2 when it would refuse."""
-    from whet.cli.console import results, set_up_logging
+def print_dry_run(config: str, overrides: list[str], *, processes: int) -> None:
+    """Print what `whet train` would do; exit with code 2 if it would raise an error."""
+    from whet.cli.console import set_up_logging, stdout_console
     from whet.config.checks.unread_keys import unread_lines
     from whet.config.load_config import load_config
     from whet.data.inspect.problems import Problem, find_problems
@@ -53,12 +60,12 @@ def plan(config: str, overrides: list[str], *, processes: int) -> None:
 
     set_up_logging()
     settings = load_config(config, overrides)
-    text = DataText(results())
+    text = DataText(stdout_console())
     problems: list[Problem] = []
     directory = settings.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        taken = f"{directory} exists already, and whet overwrites no run"
-        problems.append(Problem(taken, "choose another name (run.name=...)", stops=True))
+        message = f"{directory} already exists, and existing runs are never overwritten"
+        problems.append(Problem(message, "choose another name (run.name=...)", stops=True))
     for part, view in view_parts(settings, samples=0).items():
         text.show_part(part)
         text.show_plan(view)

@@ -1,8 +1,8 @@
-"""whet doctor: what this machine has, and what whet makes of it."""
+"""whet doctor: report the hardware, software and settings that whet uses on this machine."""
 
 
 def command() -> None:
-    """Show device, its peak rates, precision and why, versions, memory and cache."""
+    """Show device, precision, versions, memory and cache."""
     import platform
 
     import psutil
@@ -19,14 +19,14 @@ def command() -> None:
     peak = find_peak(device)
     rows = {
         "system": f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores",
-        "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free",
-        "device": _describe(device),
-        "peak": f"{peak.half_tflops:.4g} TFLOP/s in 16 bits, {peak.fp32_tflops:.4g} in fp32, "
-        f"{peak.bandwidth_gb_s:.4g} GB/s of memory ({peak.source})",
+        "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB free",
+        "device": _describe_device(device),
+        "peak": f"{peak.half_tflops:.4g} TFLOP/s in 16-bit formats, {peak.fp32_tflops:.4g} in fp32, "
+        f"{peak.bandwidth_gb_s:.4g} GB/s memory bandwidth ({peak.source})",
         "precision": choose_precision("auto", device).reason,
         "attention": describe_backend(device),
-        "reference": f"{'off' if chosen_paths() == FAST else 'on'} ({VARIABLE}=1: plain torch alone)",
-        **_kernels(device),
+        "reference": f"{'off' if chosen_paths() == FAST else 'on'} ({VARIABLE}=1 disables all fast paths)",
+        **_describe_kernels(device),
         "threads": str(torch.get_num_threads()),
         **versions(),
         "tokens": str(tokens_dir()),
@@ -39,18 +39,18 @@ def command() -> None:
         print(f"{'':<{width}}  {name}  {size / GIB:.2f} GiB")
 
 
-def _kernels(device: object) -> dict[str, str]:
+def _describe_kernels(device: object) -> dict[str, str]:
     from whet.ops.dispatch import kernels_problem
 
     if getattr(device, "type", "") != "cuda":
         return {}
     problem = kernels_problem()
-    return {"kernels": "whet's own, by Triton" if problem is None else f"plain torch's, since {problem}"}
+    return {"kernels": "whet's Triton kernels" if problem is None else f"plain torch: {problem}"}
 
 
-def _describe(device: object) -> str:
+def _describe_device(device: object) -> str:
     import torch
 
     if getattr(device, "type", "") != "cuda":
-        return f"{device} (torch {torch.__version__} sees no CUDA device)"
+        return f"{device} (torch {torch.__version__} finds no CUDA device)"
     return f"{device}: {torch.cuda.get_device_name()}"

@@ -1,4 +1,4 @@
-"""whet export: a run, for other programs."""
+"""whet export: write a run in the format of another library."""
 
 from enum import Enum
 
@@ -8,7 +8,7 @@ from whet.cli.merge import DTYPE, TOLERANCE, Dtype
 
 
 class ExportFormat(Enum):
-    """The programs that can be written for."""
+    """The values of --to."""
 
     hf = "hf"
     peft = "peft"
@@ -17,7 +17,7 @@ class ExportFormat(Enum):
 
 
 class GgufType(Enum):
-    """How a GGUF file holds its matrices."""
+    """The values of --type: the dtype of the matrices in a GGUF file."""
 
     f32 = "f32"
     f16 = "f16"
@@ -27,19 +27,23 @@ class GgufType(Enum):
 
 
 TO = typer.Option(..., "--to", help="hf: a model directory; peft, mlx: an adapter; gguf: one file.")
-TYPE = typer.Option(None, "--type", help="How a GGUF file holds its matrices; f16, or bf16 of a bf16 model.")
+TYPE = typer.Option(
+    None, "--type", help="Dtype of the matrices in a GGUF file; default: f16, or bf16 for a bf16 model."
+)
 
 
 def command(
     run: str = typer.Argument(help="A run, an adapter directory, or a model."),
     to: ExportFormat = TO,
-    out: str | None = typer.Option(None, help="What to write; RUN/export/... when not given."),
-    check: bool = typer.Option(False, "--check", help="Open the result with its library and compare."),
+    out: str | None = typer.Option(None, help="Output path; default: RUN/export/..."),
+    check: bool = typer.Option(
+        False, "--check", help="Load the result with its library and compare the outputs."
+    ),
     gguf_type: GgufType | None = TYPE,
     dtype: Dtype | None = DTYPE,
     tolerance: float | None = TOLERANCE,
 ) -> None:
-    """Write RUN for transformers, PEFT, mlx-lm or llama.cpp."""
+    """Export to transformers, PEFT, mlx-lm or llama.cpp."""
     from whet.cli.console import set_up_logging
     from whet.model_io.export.export_run import export_run
 

@@ -1,23 +1,27 @@
-"""whet generate: one prompt, one answer."""
+"""whet generate: generate a completion for one prompt."""
 
 from functools import partial
 
 import typer
 
-MAX_TOKENS = typer.Option(256, min=1, help="Longest answer, in tokens.")
-TEMPERATURE = typer.Option(0.0, min=0.0, help="0 is greedy; higher is more varied.")
-TOP_P = typer.Option(1.0, help="Sample from the smallest set with this probability.")
-TOP_K = typer.Option(0, min=0, help="Sample from this many likeliest tokens; 0: all.")
-MIN_P = typer.Option(0.0, help="Drop tokens below this share of the likeliest one.")
-REPETITION_PENALTY = typer.Option(1.0, help="Above 1, tokens that were there already are less likely.")
-STOP = typer.Option([], help="End the answer before this text; may be given several times.")
-SEED = typer.Option(None, help="Seed of the sampling.")
+MAX_TOKENS = typer.Option(256, min=1, help="Maximum number of generated tokens.")
+TEMPERATURE = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 decodes greedily.")
+TOP_P = typer.Option(
+    1.0, help="Nucleus sampling: sample from the smallest set of tokens with this total probability."
+)
+TOP_K = typer.Option(0, min=0, help="Sample from the k most likely tokens; 0: from all.")
+MIN_P = typer.Option(0.0, help="Drop tokens whose probability is below this share of the most likely one.")
+REPETITION_PENALTY = typer.Option(1.0, help="Values above 1 make tokens that already occurred less likely.")
+STOP = typer.Option([], help="Stop before this text. Can be repeated.")
+SEED = typer.Option(None, help="Random seed for sampling.")
 
 
 def command(
     model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
-    prompt: str = typer.Argument(help="The prompt; one user message where the model has a chat template."),
-    compare: bool = typer.Option(False, "--compare", help="Show the base model's answer beside."),
+    prompt: str = typer.Argument(
+        help="The prompt. It becomes a user message if the model has a chat template."
+    ),
+    compare: bool = typer.Option(False, "--compare", help="Also show the completion of the base model."),
     max_tokens: int = MAX_TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
@@ -27,14 +31,14 @@ def command(
     stop: list[str] = STOP,
     seed: int | None = SEED,
 ) -> None:
-    """Generate an answer to PROMPT."""
+    """Generate a completion for a prompt."""
     from whet.adapters.adapter import adapted, adapters_off
     from whet.errors import ModelError
     from whet.generation.generate import generate
     from whet.model_io.load import load
 
     fine_tuned, tokenizer = load(model)
-    answer = partial(
+    complete = partial(
         generate,
         prompt_or_messages=prompt,
         max_tokens=max_tokens,
@@ -47,23 +51,23 @@ def command(
         seed=seed,
     )
     if not compare:
-        print(answer(fine_tuned, tokenizer))
+        print(complete(fine_tuned, tokenizer))
         return
     if any(True for _ in adapted(fine_tuned)):
         with adapters_off(fine_tuned):
-            before = answer(fine_tuned, tokenizer)
+            base_text = complete(fine_tuned, tokenizer)
     elif (name := _base_of_run(model)) is not None:
         base, base_tokenizer = load(name)
-        before = answer(base, base_tokenizer)
+        base_text = complete(base, base_tokenizer)
     else:
-        hint = "--compare takes an adapter, or a run that did not start from scratch"
-        raise ModelError(f"{model} has no base to compare with", hint=hint)
-    print(f"base:       {before}")
-    print(f"fine-tuned: {answer(fine_tuned, tokenizer)}")
+        hint = "--compare needs an adapter, or a run that fine-tuned an existing model"
+        raise ModelError(f"{model} has no base model to compare with", hint=hint)
+    print(f"base:       {base_text}")
+    print(f"fine-tuned: {complete(fine_tuned, tokenizer)}")
 
 
 def _base_of_run(path: str) -> str | None:
-    """What a run started from, if the path is a run or one of its checkpoints."""
+    """Return the base model of a run, given its directory or one of its checkpoints, or None."""
     from pathlib import Path
 
     from whet.config.load_config import load_config
@@ -72,5 +76,5 @@ def _base_of_run(path: str) -> str | None:
     for run in (Path(path), run_of(Path(path))):
         if (run / CONFIG_FILE).is_file():
             base = load_config(run / CONFIG_FILE).model
-            return base if isinstance(base, str) else None  # a preset began with nothing to compare with
+            return base if isinstance(base, str) else None  # a preset starts from random weights
     return None

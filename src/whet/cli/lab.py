@@ -1,100 +1,111 @@
-"""whet lab: checks that muP does what it promises, for a config of one's own."""
+"""whet lab: verify muP (coordinate check, learning-rate transfer) on a given config."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 import typer
 
-app = typer.Typer(help="Check muP on a config.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Check muP: coordinate check, learning-rate transfer.", no_args_is_help=True, rich_markup_mode=None
+)
 
 _Number = TypeVar("_Number", int, float)
 
-CONFIG = typer.Argument(help="A YAML file with model.preset and optim.mup.base_width.")
-OVERRIDES = typer.Argument(None, help="section.key=value, e.g. optim.name=muon")
-SEEDS = typer.Option(1, min=1, max=1000, help="Runs of each, with run.seed, run.seed + 1, ...")
-OUT = typer.Option(None, "--out", help="The directory to write to; if not given, one beside the run.")
+CONFIG = typer.Argument(help="A YAML config with model.preset and optim.mup.base_width.")
+OVERRIDES = typer.Argument(None, help="Overrides: section.key=value, e.g. optim.name=muon")
+SEEDS = typer.Option(1, min=1, max=1000, help="Runs per point, with run.seed, run.seed + 1, ...")
+OUT = typer.Option(None, "--out", help="Output directory; default: one next to the run.")
 
 
 @app.command("coord-check")
 def coord_check(
     config: str = CONFIG,
     overrides: list[str] = OVERRIDES,
-    widths: str = typer.Option("64,128,256,512,1024", help="Values of d_model, with commas."),
-    steps: int = typer.Option(20, min=1, help="Steps after which activations are measured."),
+    widths: str = typer.Option("64,128,256,512,1024", help="Values of d_model, separated by commas."),
+    steps: int = typer.Option(20, min=1, help="Training steps before the activations are measured."),
     seeds: int = SEEDS,
     out: str = OUT,
 ) -> None:
-    """Measure how the size of activations after some steps depends on the width, with muP and without."""
+    """Measure activation sizes over the width.
+
+    Trains a few steps at every width, with muP and with standard parametrization. With muP, the sizes
+    should not depend on the width.
+    """
     from pathlib import Path
 
-    from whet.cli.console import say
+    from whet.cli.console import print_line
     from whet.config.load_config import load_config
     from whet.reporting.console import notes
     from whet.reporting.text.mup_text import describe_check, write_check
     from whet.studies.coordinate_check import coordinate_check
 
     settings = load_config(config, overrides or ())
-    numbers = _numbers("--widths", widths, int)
+    width_values = _parse_positive("--widths", widths, int)
     directory = Path(out or f"{settings.directory}-coord-check")
     directory.mkdir(parents=True, exist_ok=True)
-    check = coordinate_check(settings, widths=numbers, steps=steps, seeds=seeds, tell=notes().print)
-    say(describe_check(check))
+    check = coordinate_check(settings, widths=width_values, steps=steps, seeds=seeds, log_line=notes().print)
+    print_line(describe_check(check))
     for path in write_check(check, directory):
-        say(f"written: {path}")
+        print_line(f"written: {path}")
 
 
 @app.command("lr-sweep")
 def lr_sweep(
     config: str = CONFIG,
     overrides: list[str] = OVERRIDES,
-    widths: str = typer.Option("32,64,128,256", help="Values of d_model, with commas."),
+    widths: str = typer.Option("32,64,128,256", help="Values of d_model, separated by commas."),
     lrs: str = typer.Option(
-        None, help="Learning rates, with commas; if not given, optim.lr times 1/8, 1/4, ... 8."
+        None, help="Learning rates, separated by commas; default: optim.lr times 1/8, 1/4, ..., 8."
     ),
     seeds: int = SEEDS,
     out: str = OUT,
 ) -> None:
-    """Find the best learning rate at each width, with muP and without. A stopped sweep goes on."""
+    """Find the best learning rate at each width.
+
+    With muP and with standard parametrization. Rerun the same command to resume an interrupted sweep.
+    """
     from pathlib import Path
 
-    from whet.cli.console import say
+    from whet.cli.console import print_line
     from whet.config.load_config import load_config, to_dict
     from whet.recipes.registry import recipe_for
     from whet.reporting.console import notes
     from whet.reporting.text.mup_text import describe_sweep, plot_sweep
-    from whet.studies.lr_transfer import RESULTS_FILE, keep_sweep, kept_points
-    from whet.studies.lr_transfer import lr_sweep as sweep_rates
+    from whet.studies.lr_transfer import RESULTS_FILE, load_points, save_sweep
+    from whet.studies.lr_transfer import lr_sweep as run_lr_sweep
 
     settings = load_config(config, overrides or ())
     rates = (
-        [settings.optim.lr * 2.0**n for n in range(-3, 4)] if lrs is None else _numbers("--lrs", lrs, float)
+        [settings.optim.lr * 2.0**n for n in range(-3, 4)]
+        if lrs is None
+        else _parse_positive("--lrs", lrs, float)
     )
     directory = Path(out or f"{settings.directory}-lr-sweep")
     directory.mkdir(parents=True, exist_ok=True)
     shared = to_dict(settings)
     del shared["optim"]["lr"]
     digests = recipe_for(settings).open_data().digests()
-    found = sweep_rates(
+    transfer = run_lr_sweep(
         settings,
-        widths=_numbers("--widths", widths, int),
+        widths=_parse_positive("--widths", widths, int),
         lrs=rates,
         seeds=seeds,
-        known=kept_points(directory, settings=shared, data=digests),
-        keep=lambda sweep: keep_sweep(sweep, directory, settings=shared, data=digests),
-        tell=notes().print,
+        known_points=load_points(directory, settings=shared, data=digests),
+        save=lambda sweep: save_sweep(sweep, directory, settings=shared, data=digests),
+        log_line=notes().print,
     )
-    say(describe_sweep(found))
-    for path in (directory / RESULTS_FILE, *plot_sweep(found, directory)):
-        say(f"written: {path}")
+    print_line(describe_sweep(transfer))
+    for path in (directory / RESULTS_FILE, *plot_sweep(transfer, directory)):
+        print_line(f"written: {path}")
 
 
-def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
+def _parse_positive(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
     from whet.errors import ConfigError
 
     try:
-        found = sorted({kind(part) for part in text.split(",")})
+        values = sorted({kind(part) for part in text.split(",")})
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r} is not a list of numbers with commas") from error
-    if found[0] <= 0:
-        raise ConfigError(f"{option} {text!r}: each must be above 0")
-    return found
+        raise ConfigError(f"{option} {text!r} is not a list of numbers separated by commas") from error
+    if values[0] <= 0:
+        raise ConfigError(f"{option} {text!r}: every value must be above 0")
+    return values

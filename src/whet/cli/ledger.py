@@ -2,30 +2,30 @@
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Make and check the SQLite ledgers of the quality task.")
+app = typer.Typer(no_args_is_help=True, help="Create and check ledgers of the quality task.")
 
 
 @app.command("create")
 def create(
-    directory: str = typer.Argument(help="Where the two files go; what is there already stays."),
-    rows: int = typer.Option(512, min=10, max=10**6, help="How many decisions."),
+    directory: str = typer.Argument(help="Where to write the two files; existing files are not overwritten."),
+    rows: int = typer.Option(512, min=10, max=10**6, help="Number of decisions."),
 ) -> None:
-    """Write two valid ledgers of generated decisions and outcomes into DIRECTORY."""
+    """Write two ledgers of synthetic decisions and outcomes."""
     from pathlib import Path
 
-    from whet.cli.console import say
+    from whet.cli.console import print_line
     from whet.recipes.quality.ledgers import check_ledgers, create_ledgers
 
     create_ledgers(Path(directory), rows)
-    say(f"{directory}: {check_ledgers(Path(directory)).summary()}")
+    print_line(f"{directory}: {check_ledgers(Path(directory)).summary()}")
 
 
 @app.command("check")
-def check(directory: str = typer.Argument(help="A directory with both files.")) -> None:
-    """Read every row of the ledgers in DIRECTORY; exit 2 at the first that is wrong."""
+def check(directory: str = typer.Argument(help="A directory with both ledgers.")) -> None:
+    """Validate every row. Exit with code 2 at the first invalid one."""
     from pathlib import Path
 
-    from whet.cli.console import say
+    from whet.cli.console import print_line
     from whet.recipes.quality.ledgers import check_ledgers
 
-    say(f"{directory}: {check_ledgers(Path(directory)).summary()}")
+    print_line(f"{directory}: {check_ledgers(Path(directory)).summary()}")

@@ -1,4 +1,4 @@
-"""whet merge: an adapter into its base, or several models into one."""
+"""whet merge: merge an adapter into its base model, or several models into one."""
 
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class MergeMethod(Enum):
-    """The ways to merge several models."""
+    """The values of --method."""
 
     average = "average"
     slerp = "slerp"
@@ -21,7 +21,7 @@ class MergeMethod(Enum):
 
 
 class Dtype(Enum):
-    """What weights can be rounded to."""
+    """The values of --dtype."""
 
     float32 = "float32"
     float16 = "float16"
@@ -29,39 +29,52 @@ class Dtype(Enum):
 
 
 MODELS = typer.Argument(help="A run or an adapter; with --method, several models, runs or adapters.")
-DTYPE = typer.Option(None, help="Round the weights to this; the dtype of the base when not given.")
-TOLERANCE = typer.Option(None, min=0.0, help="Refuse a larger logit difference than this.")
+DTYPE = typer.Option(None, help="Dtype of the written weights; default: that of the base model.")
+TOLERANCE = typer.Option(None, min=0.0, help="Fail if the logits differ by more than this.")
 
 
 def command(
     models: list[str] = MODELS,
-    out: str = typer.Option(..., "--out", help="The model directory to write."),
-    method: MergeMethod | None = typer.Option(None, help="How to make one model out of several."),  # noqa: B008
-    base: str | None = typer.Option(None, help="What task, ties and dare measure each model against."),
-    weights: str | None = typer.Option(None, help="One number a model: 0.3,0.7."),
-    density: float | None = typer.Option(None, help="Share of each update that ties and dare keep."),
-    seed: int | None = typer.Option(None, help="Seed of what dare drops."),
+    out: str = typer.Option(..., "--out", help="Output model directory."),
+    method: MergeMethod | None = typer.Option(None, help="How to merge several models."),  # noqa: B008
+    base: str | None = typer.Option(None, help="Base model for task, ties and dare."),
+    weights: str | None = typer.Option(None, help="One weight per model, e.g. 0.3,0.7."),
+    density: float | None = typer.Option(None, help="Share of each model's update that ties and dare keep."),
+    seed: int | None = typer.Option(None, help="Random seed of dare."),
     dtype: Dtype | None = DTYPE,
     tolerance: float | None = TOLERANCE,
 ) -> None:
-    """Merge an adapter into its base, or with --method several models into one."""
+    """Merge an adapter into its base, or several models.
+
+    Without --method, MODELS is one run or adapter. With --method, it is two or more models.
+    """
     from whet.cli.console import set_up_logging
 
     set_up_logging()
     if method is None:
-        _refuse(
+        _reject_options(
             {"--base": base, "--weights": weights, "--density": density, "--seed": seed}, "needs --method"
         )
         _merge_adapter(models, out, dtype, tolerance)
         return
-    _refuse({"--dtype": dtype, "--tolerance": tolerance}, "is for merging one adapter, without --method")
+    _reject_options(
+        {"--dtype": dtype, "--tolerance": tolerance}, "is for merging one adapter, without --method"
+    )
     from whet.model_io.merging.merge_models import merge_models
 
     recipe = merge_models(
-        models, out, method=method.value, base=base, weights=_numbers(weights), density=density, seed=seed
+        models,
+        out,
+        method=method.value,
+        base=base,
+        weights=_parse_weights(weights),
+        density=density,
+        seed=seed,
     )
-    shown = ", ".join(f"{weight:g} {model}" for weight, model in zip(recipe.weights, models, strict=True))
-    print(f"{recipe.method} of {shown}: {out}")
+    weighted_models = ", ".join(
+        f"{weight:g} {model}" for weight, model in zip(recipe.weights, models, strict=True)
+    )
+    print(f"{recipe.method} of {weighted_models}: {out}")
 
 
 def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, tolerance: float | None) -> None:
@@ -72,30 +85,32 @@ def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, toler
 
     if len(models) != 1:
         raise ConfigError(
-            f"{len(models)} models were given, and no --method to merge them",
-            hint=f"choose one of: {', '.join(known.value for known in MergeMethod)}",
+            f"merging {len(models)} models needs --method",
+            hint=f"choose one of: {', '.join(choice.value for choice in MergeMethod)}",
         )
     loaded = load_exact(models[0])
     if not loaded.has_adapter:
-        raise ModelError(f"{models[0]} has no adapter: it is a whole model already", hint="use it as it is")
-    onto, chosen = loaded.base, loaded.dtype if dtype is None else getattr(torch, dtype.value)
-    difference = fold(loaded, chosen, tolerance=tolerance)
-    write_hf(loaded, out, chosen)
-    print(f"merged onto {onto} in {dtype_name(chosen)}: {difference}\n{out}")
+        raise ModelError(f"{models[0]} has no adapter: it is already a full model", hint="use it directly")
+    base, target_dtype = loaded.base, loaded.dtype if dtype is None else getattr(torch, dtype.value)
+    difference = fold(loaded, target_dtype, tolerance=tolerance)
+    write_hf(loaded, out, target_dtype)
+    print(f"merged into {base} in {dtype_name(target_dtype)}: {difference}\n{out}")
 
 
-def _refuse(options: dict[str, object], why: str) -> None:
+def _reject_options(options: dict[str, object], reason: str) -> None:
     from whet.errors import ConfigError
 
     for name, value in options.items():
         if value is not None:
-            raise ConfigError(f"{name} {why}")
+            raise ConfigError(f"{name} {reason}")
 
 
-def _numbers(text: str | None) -> list[float] | None:
+def _parse_weights(text: str | None) -> list[float] | None:
     from whet.errors import ConfigError
 
     try:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--weights {text}: not a list of numbers", hint="as in 0.3,0.7") from None
+        raise ConfigError(
+            f"--weights {text} is not a list of numbers", hint="separate them with commas: 0.3,0.7"
+        ) from None

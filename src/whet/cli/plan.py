@@ -1,4 +1,4 @@
-"""whet plan: what a run would take, with nothing allocated."""
+"""whet plan: estimate the cost of a run without allocating anything."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -10,18 +10,31 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: str = typer.Argument(help="A YAML file, as for whet train."),
-    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. method.kind=full"),  # noqa: B008
+    config: str = typer.Argument(help="A YAML config, as for whet train."),
+    overrides: list[str] = typer.Argument(None, help="Overrides: section.key=value, e.g. method.kind=full"),  # noqa: B008
     device: str = typer.Option(
-        None, "--device", help="A chip, such as h100, rtx4090, mi300x or m4-max; cpu; or this: the one here."
+        None,
+        "--device",
+        help="A device such as h100, rtx4090, mi300x or m4-max; cpu; or this (this machine).",
     ),
-    gpus: int = typer.Option(1, "--gpus", help="So many of them, as the parallel section says."),
-    network: float = typer.Option(50.0, "--network", help="GB/s from a GPU to those of other machines."),
-    utilisation: float = typer.Option(0.4, "--utilisation", help="Share of the peak that is reached."),
-    as_json: bool = typer.Option(False, "--json", help="Print it as one JSON object."),
+    gpus: int = typer.Option(
+        1, "--gpus", help="Number of devices; the parallel section says how they are used."
+    ),
+    network: float = typer.Option(
+        50.0, "--network", help="Network bandwidth per GPU between machines, in GB/s."
+    ),
+    utilisation: float = typer.Option(
+        0.4,
+        "--utilisation",
+        help="Assumed model FLOPs utilization: the share of peak throughput that is reached.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
 ) -> None:
-    """Show parameters, FLOPs, memory and time of CONFIG, here or on other devices. Nothing is allocated."""
-    from whet.cli.console import say
+    """Estimate memory, FLOPs and time of a run.
+
+    For this machine or for other devices. Nothing is allocated.
+    """
+    from whet.cli.console import print_line
     from whet.config.load_config import load_config
     from whet.config.quality import Quality
     from whet.errors import ConfigError
@@ -30,13 +43,13 @@ def command(
 
     settings = load_config(config, overrides or ())
     if not 0 < utilisation <= 1:
-        raise ConfigError(f"--utilisation {utilisation:g}: it is a share, above 0 and at most 1")
+        raise ConfigError(f"--utilisation {utilisation:g}: must be above 0 and at most 1")
     if isinstance(settings.model, Quality):
-        found = _quality_costs(settings)
-        say(json.dumps(found, indent=2) if as_json else "\n".join(_quality_lines(found)))
+        costs = _quality_costs(settings)
+        print_line(json.dumps(costs, indent=2) if as_json else "\n".join(_quality_lines(costs)))
         return
     planned = plan(settings, device=device, gpus=gpus, network_gb_s=network, utilisation=utilisation)
-    say(json.dumps(plan_json(planned), indent=2) if as_json else "\n".join(plan_lines(planned)))
+    print_line(json.dumps(plan_json(planned), indent=2) if as_json else "\n".join(plan_lines(planned)))
 
 
 def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values
@@ -55,18 +68,18 @@ def _quality_costs(settings: "RunConfig") -> dict[str, Any]:  # Any: JSON values
     }
 
 
-def _quality_lines(found: dict[str, Any]) -> list[str]:  # Any: JSON values
+def _quality_lines(costs: dict[str, Any]) -> list[str]:  # Any: JSON values
     from whet.reporting.formatting import format_memory
 
-    memory, flops, shape = found["bytes"], found["flops_per_row"], found["architecture"]
+    memory, flops, shape = costs["bytes"], costs["flops_per_row"], costs["architecture"]
     parts = ", ".join(f"{name} {format_memory(size)}" for name, size in memory.items() if name != "total")
     table = {
         "model": f"quality {shape['size']}, {shape['arm']}: {shape['hidden']} x {shape['depth']}",
-        "parameters": f"{found['param_count']:,} in {found['tensors']} tensors",
-        "FLOPs": f"{flops['forward']:,} a row forward, {flops['training']:,} with the backward pass",
-        "memory": f"{format_memory(memory['total'])} in fp32, {found['rows']} rows at once: {parts}",
-        "checkpoint": f"{format_memory(found['tkp1_bytes'])} as TKP1",
-        "fingerprint": found["fingerprint"],
+        "parameters": f"{costs['param_count']:,} in {costs['tensors']} tensors",
+        "FLOPs": f"{flops['forward']:,} per row forward, {flops['training']:,} with the backward pass",
+        "memory": f"{format_memory(memory['total'])} in fp32, {costs['rows']} rows per micro-batch: {parts}",
+        "checkpoint": f"{format_memory(costs['tkp1_bytes'])} as TKP1",
+        "fingerprint": costs["fingerprint"],
         "architecture": json.dumps(shape),
     }
     return [f"{name:<12}  {value}" for name, value in table.items()]

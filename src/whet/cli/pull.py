@@ -1,10 +1,10 @@
-"""whet pull: get a model before it is needed."""
+"""whet pull: download a model ahead of time."""
 
 import typer
 
 
 def command(name: str = typer.Argument(help="A model's name, e.g. smollm2-135m-instruct.")) -> None:
-    """Fetch a model into the cache and print where it is."""
+    """Download a model into the cache and print its path."""
     from whet.model_io.hub import resolve
 
     print(resolve(name))

@@ -2,7 +2,7 @@
 
 import typer
 
-from whet.cli.train import NPROC, QUIET, RESTARTS, draw_missing_plots, follow, in_processes
+from whet.cli.train import NPROC, QUIET, RESTARTS, draw_missing_plots, launch_processes, run_with_progress
 
 
 def command(
@@ -11,14 +11,14 @@ def command(
     max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
     quiet: bool = typer.Option(False, "--quiet", "-q", help=QUIET),
 ) -> None:
-    """Resume RUN from its newest valid checkpoint.
+    """Resume a run from its newest valid checkpoint.
 
-    The number of processes may differ from before.
+    The number of processes may have changed.
     """
-    if draw_missing_plots(run):  # all that was left to do
+    if draw_missing_plots(run):  # the run was complete except for its plots
         return
     if nproc > 1:
-        in_processes(nproc, ["resume", run, *(["--quiet"] if quiet else [])], restarts=max_restarts)
+        launch_processes(nproc, ["resume", run, *(["--quiet"] if quiet else [])], restarts=max_restarts)
     from whet.runs.run import resume
 
-    follow(lambda callbacks: resume(run, callbacks), quiet=quiet)
+    run_with_progress(lambda callbacks: resume(run, callbacks), quiet=quiet)

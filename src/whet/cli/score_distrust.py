@@ -1,4 +1,4 @@
-"""whet data score-distrust: auth_weight and prov_entropy for records."""
+"""whet data score-distrust: add auth_weight and prov_entropy to records."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ import typer
 
 
 class ExistingScores(Enum):
-    """What to do with records that have scores already."""
+    """The values of --existing."""
 
     error = "error"
     keep = "keep"
@@ -14,20 +14,21 @@ class ExistingScores(Enum):
 
 
 def command(
-    source: str = typer.Argument(
-        metavar="IN", help="Records with a text: .jsonl, .json, .csv, .parquet, ..."
-    ),
-    target: str = typer.Argument(metavar="OUT", help="The JSON Lines file to write; it must not exist yet."),
+    source: str = typer.Argument(metavar="IN", help="Text records: .jsonl, .json, .csv, .parquet, ..."),
+    target: str = typer.Argument(metavar="OUT", help="The JSON Lines file to write. It must not exist."),
     existing: ExistingScores = typer.Option(  # noqa: B008
-        ExistingScores.error, help="Records that have auth_weight or prov_entropy already."
+        ExistingScores.error, help="How to treat records that already have auth_weight or prov_entropy."
     ),
 ) -> None:
-    """Write IN to OUT with auth_weight and prov_entropy, for objective.kind: distrust."""
-    from whet.cli.console import say
+    """Add auth_weight and prov_entropy to records.
+
+    Writes the records of IN to OUT with the two scores that objective.kind: distrust reads.
+    """
+    from whet.cli.console import print_line
     from whet.data.distrust_scores import score_file
     from whet.reporting.console import notes
 
     summary = score_file(source, target, existing=existing.value)
     for warning in summary.warnings():
         notes().print(f"warning: {warning}", highlight=False)
-    say(f"{target}: {summary.describe()}")
+    print_line(f"{target}: {summary.describe()}")

@@ -1,4 +1,4 @@
-"""whet sweep: many runs of one config."""
+"""whet sweep: train many variants of one config."""
 
 from typing import TYPE_CHECKING
 
@@ -9,23 +9,26 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: str = typer.Argument(help="A YAML file; docs/config.md lists every key."),
+    config: str = typer.Argument(help="A YAML config; docs/config.md lists every key."),
     settings: list[str] = typer.Argument(  # noqa: B008
         None,
-        help="section.key=a,b,c: what is tried; section.key=low..high: a range to draw from; "
-        "section.key=value: for every run.",
+        help="section.key=a,b,c: values to try; section.key=low..high: a range to sample from; "
+        "section.key=value: an override for every run.",
     ),
-    seeds: int = typer.Option(1, min=1, max=1000, help="Runs of each setting: run.seed, run.seed + 1, ..."),
+    seeds: int = typer.Option(1, min=1, max=1000, help="Runs per setting, with run.seed, run.seed + 1, ..."),
     random: int | None = typer.Option(
-        None, "--random", min=1, help="Draw this many settings instead of trying every combination."
+        None, "--random", min=1, help="Sample this many settings instead of trying every combination."
     ),
     metric: str | None = typer.Option(
-        None, "--metric", help="Judge by this; else by what the runs call their best."
+        None, "--metric", help="The metric to rank by; default: the metric that selects the best checkpoint."
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Check and list the runs; start none."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check and list the runs without starting them."),
 ) -> None:
-    """Run every combination of some values (or random ones), and compare them; the same command goes on."""
-    from whet.cli.console import say, set_up_logging
+    """Train a grid or random sample of settings.
+
+    The finished runs are compared. Rerun the same command to resume an interrupted sweep.
+    """
+    from whet.cli.console import print_line, set_up_logging
     from whet.reporting.console import notes
     from whet.reporting.progress import RunProgress
     from whet.studies.sweep import plan_sweep, run_sweep
@@ -33,35 +36,39 @@ def command(
     sweep = plan_sweep(config, settings or [], seeds=seeds, draws=random)
     if dry_run:
         for run in sweep.runs:
-            say(str(sweep.directory / run.name))
+            print_line(str(sweep.directory / run.name))
         return
     set_up_logging()
     progress = RunProgress(notes())
     states = []
     try:
         for state in run_sweep(sweep, lambda: [progress]):
-            progress.close()  # also where the run could not
+            progress.close()  # the run itself may not have closed it
             states.append(state)
     except KeyboardInterrupt as interrupted:
         progress.close()
-        notes().print(f"{interrupted or 'interrupted'}; the same command goes on", highlight=False)
+        notes().print(
+            f"{str(interrupted) or 'interrupted'}; rerun the same command to resume", highlight=False
+        )
         raise typer.Exit(3) from interrupted
     if states[-1].status == "stopped":
-        notes().print("stopped; the same command goes on", highlight=False)
+        notes().print("stopped; rerun the same command to resume", highlight=False)
         raise typer.Exit(3)
     failed = [state for state in states if state.status == "failed"]
     for state in failed:
         notes().print(f"failed: {sweep.directory / state.name}: {state.error}", highlight=False)
     if failed:
-        notes().print("the same command tries again what failed", highlight=False)
-    _summarise([sweep.directory / state.name for state in states if state.status == "finished"], metric)
+        notes().print("rerun the same command to retry the failed runs", highlight=False)
+    _print_comparison(
+        [sweep.directory / state.name for state in states if state.status == "finished"], metric
+    )
     if failed:
         raise typer.Exit(1)
 
 
-def _summarise(runs: "list[Path]", metric: str | None) -> None:
-    """What `whet compare` says of them, and its page beside them where it can be drawn."""
-    from whet.cli.console import say
+def _print_comparison(runs: "list[Path]", metric: str | None) -> None:
+    """Print the comparison of the finished runs, and write compare.html if matplotlib is installed."""
+    from whet.cli.console import print_line
     from whet.errors import ConfigError
     from whet.reporting.compare.compare_page import write_comparison
     from whet.reporting.compare.compare_text import comparison_text
@@ -69,9 +76,9 @@ def _summarise(runs: "list[Path]", metric: str | None) -> None:
 
     if len(runs) < 2:
         return
-    found = compare_runs(runs, metric=metric)
-    say(comparison_text(found))
+    comparison = compare_runs(runs, metric=metric)
+    print_line(comparison_text(comparison))
     try:
-        say(f"written: {write_comparison(found, runs[0].parent / 'compare.html')}")
+        print_line(f"written: {write_comparison(comparison, runs[0].parent / 'compare.html')}")
     except ConfigError as error:
-        say(f"no page: {error.message} ({error.hint})")
+        print_line(f"compare.html was not written: {error.message} ({error.hint})")

@@ -1,14 +1,14 @@
-"""whet tokenizer: train one from a corpus."""
+"""whet tokenizer: train a tokenizer on a corpus."""
 
 from enum import Enum
 
 import typer
 
-app = typer.Typer(help="Make tokenizers.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Train a tokenizer.", no_args_is_help=True, rich_markup_mode=None)
 
 
 class Kind(Enum):
-    """What can be trained; a byte tokenizer needs no training."""
+    """The values of --kind. A byte tokenizer needs no training."""
 
     bpe = "bpe"
     chars = "chars"
@@ -16,17 +16,22 @@ class Kind(Enum):
 
 @app.callback()
 def _group() -> None:
-    """Make tokenizers."""
+    """Train a tokenizer."""
 
 
 @app.command("train")
 def train(
-    data: str = typer.Argument(help="Records to learn from: a file of text or records, or synth:NAME:N."),
-    out: str = typer.Option(..., "--out", help="The directory to write."),
-    vocab_size: int = typer.Option(8192, help="Tokens of a BPE, special ones included."),
-    kind: Kind = typer.Option(Kind.bpe, help="Byte-level BPE, or one token a character."),  # noqa: B008
+    data: str = typer.Argument(help="Training records: a file of text or records, or synth:NAME:N."),
+    out: str = typer.Option(..., "--out", help="Output directory."),
+    vocab_size: int = typer.Option(
+        8192, help="Vocabulary size of a BPE tokenizer, including special tokens."
+    ),
+    kind: Kind = typer.Option(Kind.bpe, help="Byte-level BPE, or one token per character."),  # noqa: B008
 ) -> None:
-    """Train a tokenizer on DATA; `model: {preset: ..., tokenizer: OUT}` and transformers read it."""
+    """Train a tokenizer on DATA.
+
+    Use it with `model: {preset: ..., tokenizer: OUT}`, or load it with transformers.
+    """
     from itertools import islice
     from pathlib import Path
 
@@ -45,5 +50,5 @@ def train(
     count = sum(len(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"])
     size = sum(len(text.encode()) for text in texts)
     print(
-        f"{len(tokenizer):,} tokens in {out}; {size / max(count, 1):.2f} bytes a token on the first records"
+        f"{len(tokenizer):,} tokens in {out}; {size / max(count, 1):.2f} bytes per token on the first records"
     )

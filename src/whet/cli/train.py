@@ -1,4 +1,4 @@
-"""whet train: a run from its config."""
+"""whet train: train a model from a config."""
 
 import logging
 import os
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
-NPROC = "Processes on this machine that train together, see parallel; torchrun is for several machines."
-QUIET = "Show no progress: only the result, warnings and errors."
-RESTARTS = "With --nproc: how often to start again from the last checkpoint when a process fails."
+NPROC = "Number of processes on this machine, see parallel.kind; use torchrun for several machines."
+QUIET = "Hide progress; print only the result, warnings and errors."
+RESTARTS = "With --nproc: how often to restart from the last checkpoint after a process fails."
 
 
-def _show_help(context: typer.Context, asked: bool) -> None:
-    """The usual help, and below it every key of a config with its default and meaning."""
-    if asked:
-        from whet.config.load_config import describe_keys
+def _show_help(context: typer.Context, requested: bool) -> None:
+    """Print the command's help, followed by the config keys with their meanings and defaults."""
+    if requested:
+        from whet.cli.config_help import config_help
 
-        print(context.get_help(), "\nConfig keys:", *describe_keys(), sep="\n")
+        print(context.get_help(), "", *config_help(), sep="\n")
         raise typer.Exit
 
 
 def command(
-    config: str = typer.Argument(help="A YAML file; docs/config.md lists every key."),
-    overrides: list[str] = typer.Argument(None, help="section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
+    config: str = typer.Argument(help="A YAML config; docs/config.md lists every key."),
+    overrides: list[str] = typer.Argument(None, help="Overrides: section.key=value, e.g. optim.lr=1e-4"),  # noqa: B008
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Print the plan and what would be refused; read no weights, write no run.",
+        help="Check config and data, and print the plan. Loads no weights, writes nothing.",
     ),
     nproc: int = typer.Option(1, "--nproc", min=1, help=NPROC),
     max_restarts: int = typer.Option(0, "--max-restarts", min=0, help=RESTARTS),
@@ -48,28 +48,30 @@ def command(
         "-h",
         is_eager=True,
         callback=_show_help,
-        help="Show this message and every config key.",
+        help="Show this message and all config keys.",
     ),
 ) -> None:
-    """Train: everything in CONFIG, with overrides."""
+    """Train a model as described by a YAML config."""
     from whet.config.load_config import load_config
 
     if nproc > 1 and not dry_run:
-        # what is wrong with it is said before anything starts
+        # report config errors before starting any process
         load_config(config, overrides or ()).parallel.check_processes(nproc)
         arguments = ["train", config, *(overrides or ()), *(["--quiet"] if quiet else [])]
-        in_processes(nproc, arguments, restarts=max_restarts)
-    from whet.cli.console import say, set_up_logging
-    from whet.cli.data import plan
+        launch_processes(nproc, arguments, restarts=max_restarts)
+    from whet.cli.console import print_line, set_up_logging
+    from whet.cli.data import print_dry_run
     from whet.config.quality import Quality
     from whet.runs.run import train
 
     if not dry_run:
-        follow(lambda callbacks: train(load_config(config, overrides or ()), callbacks), quiet=quiet)
+        run_with_progress(
+            lambda callbacks: train(load_config(config, overrides or ()), callbacks), quiet=quiet
+        )
         return
     settings = load_config(config, overrides or ())
     if isinstance(settings.model, Quality):
-        from whet.recipes.quality.quality import dry_run as dry_run_of_rows
+        from whet.recipes.quality.quality import dry_run as quality_dry_run
         from whet.recipes.quality.quality import summary_line
         from whet.recipes.registry import recipe_for
         from whet.runs.build_callbacks import check_watching
@@ -77,35 +79,40 @@ def command(
 
         set_up_logging(quiet=quiet)
         check_watching(settings, recipe_for(settings))
-        say(summary_line(dry_run_of_rows(settings, provenance)))
+        print_line(summary_line(quality_dry_run(settings, provenance)))
         return
-    plan(config, overrides or [], processes=nproc)
+    print_dry_run(config, overrides or [], processes=nproc)
 
 
-def in_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> NoReturn:
-    """Run a command in several processes of this machine, and exit as they do."""
+def launch_processes(count: int, arguments: "Sequence[str]", *, restarts: int) -> NoReturn:
+    """Run a whet command in several processes on this machine, and exit with their exit code."""
     from whet.parallel.launch import launch
 
     debug = ["--debug"] if "--debug" in sys.argv else []
     raise typer.Exit(launch([*arguments, *debug], count, restarts=restarts))
 
 
-def follow(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool = False) -> None:
-    """Do a run, alone or as one of several processes, of which the first shows it; exit 3: there is more."""
+def run_with_progress(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool = False) -> None:
+    """Execute a run in this process; the main process shows its progress.
+
+    Exits with code 3 if the run stopped before its last step and can be resumed.
+    """
     from whet.parallel.process_group import UnreachableError, joined
 
     code = 1
     try:
         with joined() as world:
             try:
-                code = _shown(run, quiet=quiet) if world.is_main else _unseen(run)
+                code = _run_main(run, quiet=quiet) if world.is_main else _run_worker(run)
             except typer.Exit:
                 raise
             except Exception as error:
                 if world.watch.speaks(error):
                     raise world.watch.located(error) from error
                 sys.exit(getattr(error, "exit_code", 1))
-    except UnreachableError:  # nobody can agree on who says it: the first process of each machine
+    except (
+        UnreachableError
+    ):  # no process group to agree on one speaker: the first process per machine reports
         if os.environ.get("LOCAL_RANK", "0") != "0":
             sys.exit(1)
         raise
@@ -113,8 +120,8 @@ def follow(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool = False)
         raise typer.Exit(code)
 
 
-def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
-    """A run that another process shows."""
+def _run_worker(run: "Callable[[list[Callback]], RunResult]") -> int:
+    """Execute a run silently, because the main process shows its progress; return the exit code."""
     logger = logging.getLogger("whet")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
@@ -124,44 +131,44 @@ def _unseen(run: "Callable[[list[Callback]], RunResult]") -> int:
         raise typer.Exit(130) from interrupted
 
 
-def _shown(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
-    """Show a run's progress, and say what came of it."""
-    from whet.cli.console import progress_shown, say
+def _run_main(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
+    """Execute a run, show its progress and result, and return the exit code."""
+    from whet.cli.console import print_line, show_progress
     from whet.reporting.console import notes
-    from whet.reporting.progress import describe
+    from whet.reporting.formatting import format_elapsed
+    from whet.reporting.progress import format_metrics
 
-    with progress_shown(quiet=quiet) as progress:
+    with show_progress(quiet=quiet) as progress:
         result = run([progress])
     if result.unfinished:
-        notes().print(f"go on with: whet resume {shlex.quote(str(result.directory))}", highlight=False)
+        notes().print(f"to resume: whet resume {shlex.quote(str(result.directory))}", highlight=False)
         return UNFINISHED
     summary = result.summary
     if summary.get("test"):
-        say(f"test: {describe(summary['test'])}")
+        print_line(f"test: {format_metrics(summary['test'])}")
     unit = "rows" if "quality" in summary else "tokens"
-    steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
-    say(
-        f"{steps}, {summary['tokens']:,} {unit} in {summary['seconds']:.0f} s; "
-        f"result in {result.directory}/final"
+    steps = "1 step" if result.steps == 1 else f"{result.steps:,} steps"
+    print_line(
+        f"finished: {steps}, {summary['tokens']:,} {unit} in {format_elapsed(summary['seconds'])}; "
+        f"final model in {result.directory}/final"
     )
     if "quality" in summary:
         from whet.recipes.quality.quality import summary_line
 
-        say(summary_line(summary["quality"]))
+        print_line(summary_line(summary["quality"]))
         return 0
     name = shlex.quote(str(result.directory))
     if summary.get("classification"):
         show_classification(result.directory)
-        say(f'try it: whet classify {name} "some text"')
-    elif _chats(result.directory):
-        say(f"try it: whet chat {name}")
+        print_line(f'try it: whet classify {name} "some text"')
+    elif _has_chat_template(result.directory):
+        print_line(f"try it: whet chat {name}")
     else:
-        say(f'try it: whet generate {name} "some text"')
+        print_line(f'try it: whet generate {name} "some text"')
     return 0
 
 
-def _chats(run: "Path | None") -> bool:
-    """Whether the tokenizer of a run has a chat template."""
+def _has_chat_template(run: "Path | None") -> bool:
     from whet.model_io.tokenizer import tokenizer_of
 
     assert run is not None
@@ -169,7 +176,10 @@ def _chats(run: "Path | None") -> bool:
 
 
 def draw_missing_plots(run: str) -> bool:
-    """Draw the plots of a finished classifier that was killed while drawing them; whether it did."""
+    """Draw the plots of a finished classification run that was killed before drawing them.
+
+    Returns whether there were plots to draw.
+    """
     from pathlib import Path
 
     from whet.run_directory import CLASSIFICATION_FILE, CLASSIFICATION_PLOT, is_finished
@@ -185,16 +195,17 @@ def draw_missing_plots(run: str) -> bool:
 
 
 def show_classification(run: "Path | None") -> None:
-    """The report of a run that classifies, as a table, and its plots where they can be drawn."""
-    from whet.cli.console import say
+    """Print the classification report of a run, and draw its plots if matplotlib is installed."""
+    from whet.cli.console import print_line
     from whet.errors import ConfigError
     from whet.reporting.text.classifier_text import classification_text, draw, read_report
     from whet.run_directory import CLASSIFICATION_FILE, CLASSIFICATION_PLOT
 
     assert run is not None
     report = read_report(run)
-    say(classification_text(report))
+    print_line(classification_text(report))
     try:
-        say(f"report: {draw(report, run / CLASSIFICATION_PLOT).with_suffix('.json')} and .png beside it")
+        plots = draw(report, run / CLASSIFICATION_PLOT)
+        print_line(f"report: {plots.with_suffix('.json')}, with plots in the .png file next to it")
     except ConfigError as error:
-        say(f"report: {run / CLASSIFICATION_FILE} ({error.message}: {error.hint})")
+        print_line(f"report: {run / CLASSIFICATION_FILE} ({error.message}: {error.hint})")

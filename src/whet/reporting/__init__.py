@@ -1,1 +1,1 @@
-"""What a person sees of a run."""
+"""Progress lines, tables, plots and HTML pages. This package renders results that others computed."""

@@ -1,4 +1,4 @@
-"""The curves of a run: one small plot a metric, as figures of a page."""
+"""Line charts of a run's metrics, one small chart per metric, as HTML figures."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,18 +8,19 @@ from typing import Any
 from whet.data.inspect.token_text import visible
 from whet.reporting.formatting import format_number
 from whet.reporting.html_page import html_text
-from whet.reporting.svg import BLUE, ORANGE, drawing, svg
+from whet.reporting.svg import BLUE, ORANGE, figure_style, svg
 from whet.runs.metric_series import Metric, Series, smoothed, thinned
 
-MOST_CHARTS = 36
-# metrics that have a chart of their own, or that say how long something took or how much was read
+MAX_CHARTS = 36
+# metrics of the training section, with their titles
 TRAINING = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
-    "tokens_per_s": "tokens a second",
-    "mfu": "MFU, share of the device's peak",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU (share of the device's peak)",
     "peak_gib": "peak memory, GiB",
 }
+# metrics without a chart in the metrics section: drawn elsewhere, durations, or counters
 NOT_DRAWN = {
     *(
         "loss",
@@ -31,7 +32,12 @@ NOT_DRAWN = {
         "supervised_tokens_total",
     ),
     *("step_s", "elapsed_s", "elapsed_ms", "final_loss", "eval_s", "probe_s", "router_dropped_tokens"),
-    *("steps_per_s", "mean_tokens_per_s", "flops_total", "tflops_per_s"),  # what is drawn, counted otherwise
+    *(
+        "steps_per_s",
+        "mean_tokens_per_s",
+        "flops_total",
+        "tflops_per_s",
+    ),  # other units of metrics that are drawn
 }
 CHARTS_STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 1rem; }
@@ -51,19 +57,19 @@ svg text { font-family: system-ui, sans-serif !important; }
   tr { break-inside: avoid; } .charts { grid-template-columns: repeat(3, 1fr); }
   .charts.wide { grid-template-columns: repeat(2, 1fr); } figure.large svg { min-width: 0; } }
 """
-_EXACT = {"lr", "peak_gib"}  # no noise in them: a smoothed one would only be wrong
+_UNSMOOTHED = {"lr", "peak_gib"}  # no noise to remove
 _SMALL = 3.2, 2.0  # inches
-_LARGE_FROM = 5 * 72  # points across: on a narrow screen it scrolls, else its letters would be too small
+_LARGE_FROM = 5 * 72  # points: wider figures scroll on narrow screens instead of shrinking their text
 
 
 def loss_charts(metrics: dict[str, Metric]) -> list[str]:
-    """The loss, with that of the evaluations."""
+    """Return the chart of the training and evaluation loss, or an empty list."""
     loss = Metric(metrics.get("loss", Metric()).train, metrics.get("eval_loss", Metric()).evaluation)
     return [chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.drawable else []
 
 
 def training_charts(metrics: dict[str, Metric], *, planned_gib: float | None = None) -> list[str]:
-    """Learning rate, gradient norm, speed and memory, that against what was planned."""
+    """Return charts of learning rate, gradient norm, throughput and memory (with the planned peak)."""
     return [
         chart(name, title, metrics[name], planned=planned_gib if name == "peak_gib" else None)
         for name, title in TRAINING.items()
@@ -72,44 +78,45 @@ def training_charts(metrics: dict[str, Metric], *, planned_gib: float | None = N
 
 
 def other_charts(metrics: dict[str, Metric]) -> tuple[list[str], int]:
-    """What the objective itself reports, and how many there were no room for."""
-    both = _with_evaluations(
+    """Return charts of the objective's metrics, and the number of metrics beyond MAX_CHARTS."""
+    drawable = _merge_evaluations(
         {
             name: metric
             for name, metric in metrics.items()
             if metric.drawable and name not in {*TRAINING, *NOT_DRAWN} and not name.startswith("exp_")
         }
     )
-    shown = list(both)[:MOST_CHARTS]
-    return [chart(name, name.replace("_", " "), both[name]) for name in shown], len(both) - len(shown)
+    shown = list(drawable)[:MAX_CHARTS]
+    charts = [chart(name, name.replace("_", " "), drawable[name]) for name in shown]
+    return charts, len(drawable) - len(shown)
 
 
-def _with_evaluations(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """`eval_x` in the plot of `x`, where both are there and not yet together."""
-    found = dict(metrics)
+def _merge_evaluations(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Move `eval_x` into the chart of `x` if both exist and neither has both series already."""
+    merged = dict(metrics)
     for name, metric in metrics.items():
-        other = metrics.get(f"eval_{name}")
-        if other is not None and not metric.evaluation.values and not other.train.values:
-            found[name] = Metric(metric.train, other.evaluation)
-            del found[f"eval_{name}"]
-    return found
+        eval_metric = metrics.get(f"eval_{name}")
+        if eval_metric is not None and not metric.evaluation.values and not eval_metric.train.values:
+            merged[name] = Metric(metric.train, eval_metric.evaluation)
+            del merged[f"eval_{name}"]
+    return merged
 
 
 def chart_grid(charts: Iterable[str]) -> str:
-    """Small plots side by side."""
+    """Return a grid of small charts."""
     return f"<div class='charts'>{''.join(charts)}</div>"
 
 
 def figure_element(name: str, picture: str, caption: str) -> str:
-    """A picture with what it shows above it; the caption is HTML."""
-    wide = re.search(r'viewBox="\S+ \S+ ([\d.]+)', picture)
-    large = " class='large'" if wide and float(wide[1]) > _LARGE_FROM else ""
+    """Return a figure element with its caption (HTML) above the picture."""
+    view_box = re.search(r'viewBox="\S+ \S+ ([\d.]+)', picture)
+    large = " class='large'" if view_box and float(view_box[1]) > _LARGE_FROM else ""
     return f"<figure id='chart-{escape(name)}'{large}><figcaption>{caption}</figcaption>{picture}</figure>"
 
 
 def element_id(name: str) -> str:
-    """A metric's name as part of an id; letters that an id or a link cannot have become their numbers."""
-    return re.sub(r"[^a-zA-Z0-9_]", lambda found: f"-{ord(found[0])}-", name)
+    """Return a metric's name as a valid HTML id; other characters become their code points."""
+    return re.sub(r"[^a-zA-Z0-9_]", lambda match: f"-{ord(match[0])}-", name)
 
 
 def chart(
@@ -120,13 +127,13 @@ def chart(
     size: tuple[float, float] = _SMALL,
     planned: float | None = None,
 ) -> str:
-    """A metric over the steps, with a line at what was planned."""
+    """Return the figure of a metric over the steps, with a horizontal line at the planned value, if any."""
     key = element_id(name)
     label = escape(visible(f"{title} over the steps of the run"), quote=True)
-    with drawing() as new_figure:
+    with figure_style() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        _draw(axes, metric, smooth=name not in _EXACT)
+        _draw(axes, metric, smooth=name not in _UNSMOOTHED)
         if planned is not None:
             axes.axhline(planned, color=ORANGE, linestyle="--", linewidth=1.2, label="planned")
             axes.legend(loc="best", fontsize=8)
@@ -142,9 +149,15 @@ def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotli
     if metric.evaluation.values:
         steps, values = thinned(metric.evaluation.steps, metric.evaluation.values)
         label = "evaluation" if both else None
-        few = len(values) <= 40
+        has_markers = len(values) <= 40
         axes.plot(
-            steps, values, color=ORANGE, linewidth=1.5, label=label, marker="o" if few else None, markersize=3
+            steps,
+            values,
+            color=ORANGE,
+            linewidth=1.5,
+            label=label,
+            marker="o" if has_markers else None,
+            markersize=3,
         )
     finish_axes(axes, [*metric.train.values, *metric.evaluation.values])
     if both:
@@ -152,18 +165,18 @@ def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotli
 
 
 def finish_axes(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
-    """Grid, margins and ticks of a plot over steps that shows these values."""
+    """Set the grid, margins and ticks of a plot of `values` over steps."""
     axes.grid(visible=True)
     axes.margins(x=0.02, y=0.08)
-    _widen(axes, values)
+    _widen_constant(axes, values)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
     axes.yaxis.get_major_locator().set_params(nbins=5)
     axes.ticklabel_format(axis="y", scilimits=(-3, 5))
 
 
-def _widen(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
-    """A metric that never changes is a line in the middle, not a picture of rounding errors."""
+def _widen_constant(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
+    """Center a constant metric, so that the y axis does not magnify rounding errors."""
     low, high = min(values), max(values)
     most = max(abs(low), abs(high))
     if high - low <= 1e-6 * most:
@@ -177,14 +190,14 @@ def _draw_training(
     *,
     label: str | None,
 ) -> None:
-    faint = 0.35 if average else 1.0
-    alone = "o" if len(series.values) == 1 else None
+    alpha = 0.35 if average else 1.0
+    marker = "o" if len(series.values) == 1 else None
     axes.plot(
         *thinned(series.steps, series.values),
         color=BLUE,
-        alpha=faint,
+        alpha=alpha,
         linewidth=1.0 if average else 1.5,
-        marker=alone,
+        marker=marker,
         label=None if average else label,
     )
     if average:
@@ -192,15 +205,15 @@ def _draw_training(
 
 
 def _caption(title: str, metric: Metric, planned: float | None) -> str:
-    shown = []
+    parts = []
     for series, kind in ((metric.train, "training"), (metric.evaluation, "evaluation")):
         if series.values:
             first, last = format_number(series.values[0]), format_number(series.values[-1])
             change = last if len(series.values) == 1 else f"{first} → {last}"
             both = metric.train.values and metric.evaluation.values
-            shown.append(f"{kind} {change}" if both else change)
+            parts.append(f"{kind} {change}" if both else change)
     if planned is not None:
-        shown.append(f"planned {format_number(planned)}")
+        parts.append(f"planned {format_number(planned)}")
     if metric.left_out:
-        shown.append(f"{metric.left_out:,} not finite, not drawn")
-    return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(shown))}</span>"
+        parts.append(f"{metric.left_out:,} non-finite values not drawn")
+    return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(parts))}</span>"

@@ -1,4 +1,4 @@
-"""The console for messages and progress: standard error, on which text stays text."""
+"""The console for messages and progress: standard error, with control characters escaped."""
 
 import contextlib
 import logging
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 
 @cache
 def notes() -> "Console":
-    """The console for messages and progress."""
+    """Return the shared console on standard error, for messages and progress."""
     return escaping_console(cast("IO[str]", _StandardError()))
 
 
 def escaping_console(file: IO[str]) -> "Console":
-    """A console on which text is text: only rich itself sends escape sequences to the terminal."""
+    """Return a rich console that escapes control characters in text; only rich may send escape sequences."""
     from rich.console import Console
     from rich.segment import Segment
 
     class EscapingConsole(Console):
-        def render(self, *arguments: Any, **options: Any) -> "Iterator[Segment]":  # Any: as rich has it
+        def render(self, *arguments: Any, **options: Any) -> "Iterator[Segment]":  # Any: rich's signature
             for segment in super().render(*arguments, **options):
                 yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    # synth:house: is no emoji
+    # emoji=False: the colons in "synth:house:40" are not an emoji code
     return EscapingConsole(file=file, soft_wrap=True, emoji=False, markup=False, highlight=False)
 
 
 class _StandardError:
-    """Standard error, for as long as somebody reads it: a closed pipe must not end a run."""
+    """Standard error that ignores a closed pipe, which must not end a run."""
 
     def write(self, text: str) -> int:
-        with let_go_of(sys.stderr):
+        with discard_after_error(sys.stderr):
             sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with let_go_of(sys.stderr):
+        with discard_after_error(sys.stderr):
             sys.stderr.flush()
 
     def __getattr__(self, name: str) -> object:
@@ -54,25 +54,25 @@ class _StandardError:
 
 
 @contextlib.contextmanager
-def let_go_of(stream: IO[str], *, but: int | None = None) -> "Iterator[None]":
-    """Where a stream can no longer be written to, drop what is written from now on; `but` stays an error."""
+def discard_after_error(stream: IO[str], *, reraise: int | None = None) -> "Iterator[None]":
+    """If writing to a stream fails, discard all later output; raise the error if its errno is `reraise`."""
     try:
         yield
     except OSError as error:
-        if error.errno == but:
+        if error.errno == reraise:
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
 
 
 class NotesHandler(logging.Handler):
-    """Log lines through the console that owns the progress bar, so that they do not tear it."""
+    """Print log lines on the console that owns the progress bar, because other output would break the bar."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(LineFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line."""
+        """Print a log record as one line."""
         notes().print(self.format(record), highlight=False, markup=False)

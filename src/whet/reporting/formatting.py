@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes and counts as text."""
+"""Human-readable numbers, durations, sizes and counts."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from whet.runs.metric_series import as_number
 
 
 def format_number(value: float) -> str:
-    """Return a number in a few digits: whole numbers with separators, others in four significant digits."""
+    """Return integers with thousands separators, other numbers with four significant digits."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -16,13 +16,13 @@ def format_number(value: float) -> str:
 
 
 def format_value(value: object, missing: str = "-") -> str:
-    """Return a value of a run's files as a number in a few digits, or `missing` where it is none."""
+    """Format a value read from a run's files, or return `missing` if it is not a number."""
     number = as_number(value)
     return missing if number is None else format_number(number)
 
 
 def format_count(value: float) -> str:
-    """Return a count with a decimal prefix: 12.3 M."""
+    """Return a count with an SI prefix, such as 12.3 M."""
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -30,7 +30,7 @@ def format_count(value: float) -> str:
 
 
 def format_memory(size: float) -> str:
-    """Return bytes of memory in KiB to TiB, with two decimals from MiB on."""
+    """Format a memory size given in bytes, from KiB (one decimal) to TiB (two decimals)."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
@@ -38,7 +38,7 @@ def format_memory(size: float) -> str:
 
 
 def format_file_size(count: int) -> str:
-    """Return bytes on disk in B to TiB, with one decimal."""
+    """Format a file size given in bytes, from B to TiB with one decimal."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
@@ -48,7 +48,7 @@ def format_file_size(count: int) -> str:
 
 
 def format_estimate(seconds: float) -> str:
-    """Return an estimated duration in one unit, from seconds to days."""
+    """Format an estimated duration in one unit, from seconds to days."""
     if seconds < 120:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 2 * 3600:
@@ -57,25 +57,25 @@ def format_estimate(seconds: float) -> str:
 
 
 def format_elapsed(seconds: object) -> str:
-    """Return a measured duration in hours, minutes and seconds; empty where it is none."""
+    """Format a measured duration in hours, minutes and seconds; empty if it is not a valid duration."""
     number = as_number(seconds)
     if number is None or not 0 <= number < 1e12:
         return ""
     if number < 100:
         return f"{number:.3g} s"
-    minutes, left = divmod(round(number), 60)
+    minutes, rest = divmod(round(number), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {left} s"
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def format_age(seconds: float) -> str:
-    """Return how long ago something was, in its largest unit."""
+    """Format an age in its largest unit: days, hours, minutes or seconds."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
 
 
-def to_json_number(value: Any) -> Any:  # Any: a JSON value, or a float that JSON does not have
-    """Return a value as JSON can hold it: NaN and infinities become their names."""
+def to_json_number(value: Any) -> Any:  # Any: a JSON value, or a non-finite float
+    """Replace NaN and infinities, which JSON does not support, by their names."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

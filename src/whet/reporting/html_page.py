@@ -1,11 +1,11 @@
-"""The frame of every page that whet writes: one HTML file, no script, nothing fetched, every text escaped."""
+"""The frame of every HTML page: one file, no scripts, no network requests, all text escaped."""
 
 from collections.abc import Iterable
 from html import escape
 
 from whet.data.inspect.token_text import visible
 
-# pages show other people's texts: even if one of them were not escaped, nothing in it would run or load
+# defense in depth for untrusted text: even unescaped markup could not run or load anything
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
@@ -37,7 +37,7 @@ summary { cursor: pointer; }
 
 
 def html_page(parts: Iterable[str], *, title: str, style: str) -> str:
-    """A whole page of parts that are HTML already; `style` is what only this kind of page needs."""
+    """Return a complete page from HTML fragments; `style` is CSS in addition to the common style sheet."""
     head = (
         f"<meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\">"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -48,16 +48,16 @@ def html_page(parts: Iterable[str], *, title: str, style: str) -> str:
 
 
 def html_text(text: str) -> str:
-    """A text on one line, as it is, for the page."""
+    """Escape a single-line text, with control characters made visible."""
     return escape(visible(text))
 
 
 def html_lines(text: str) -> str:
-    """A text of several lines, each as it is, for a `pre`."""
+    """Escape a multi-line text for a `pre` element, keeping its line breaks."""
     return "\n".join(map(html_text, text.split("\n")))
 
 
 def html_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values."""
+    """Return a two-column table of names and values."""
     lines = (f"<tr><th>{html_text(name)}</th><td>{html_text(value)}</td></tr>" for name, value in rows)
     return f"<table>{''.join(lines)}</table>"

@@ -1,4 +1,4 @@
-"""Pictures of what goes on inside a model: attention maps, and numbers by layer."""
+"""Plots of a model's internals: attention maps, and bar charts over layers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,11 +8,11 @@ import torch
 
 from whet.data.inspect.token_text import visible
 from whet.errors import ConfigError
-from whet.reporting.svg import BLUE, drawing
+from whet.reporting.svg import BLUE, figure_style
 
 DPI = 120
 _COLUMNS = 4
-_NAMED = 32  # tokens that still fit beside a map
+_MAX_LABELS = 32  # tokens that fit along the axes of a map
 
 
 def draw_attention(
@@ -23,45 +23,73 @@ def draw_attention(
     row: int = 0,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """The heads of one layer, as `attention_maps` gives them, for one row of the tokens."""
+    """Plot the attention weights of every head of one layer.
+
+    Args:
+        maps: Attention weights by layer, as returned by `attention_maps`.
+        path: The picture to write; its suffix selects the format (.png, .svg or .pdf).
+        layer: The layer to draw.
+        row: The row of the batch to draw.
+        labels: The tokens of the row, shown along the axes if there are at most 32.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ConfigError: If `maps` does not have the layer, matplotlib is missing or the format is not supported.
+    """
     if layer not in maps:
-        raise ConfigError(f"there is no map of layer {layer}", hint=f"there are: {', '.join(map(str, maps))}")
+        raise ConfigError(
+            f"layer {layer} has no attention map", hint=f"available layers: {', '.join(map(str, maps))}"
+        )
     heads = maps[layer][row].detach().float().cpu().numpy()  # [heads, queries, keys]
-    names = None if labels is None or len(labels) > _NAMED else [visible(label) for label in labels]
-    with drawing() as new_figure:
+    names = None if labels is None or len(labels) > _MAX_LABELS else [visible(label) for label in labels]
+    with figure_style() as new_figure:
         columns = min(_COLUMNS, len(heads))
-        lines = -(-len(heads) // columns)
-        figure = new_figure(figsize=(2.6 * columns, 2.7 * lines), layout="constrained")
-        grid = figure.subplots(lines, columns, squeeze=False)
-        for place, axes in enumerate(grid.flat):
-            if place >= len(heads):
+        rows = -(-len(heads) // columns)
+        figure = new_figure(figsize=(2.6 * columns, 2.7 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for head, axes in enumerate(grid.flat):
+            if head >= len(heads):
                 axes.axis("off")
                 continue
-            axes.imshow(heads[place], cmap="Blues", vmin=0, vmax=1)
-            axes.set_title(f"layer {layer}, head {place}")
+            axes.imshow(heads[head], cmap="Blues", vmin=0, vmax=1)
+            axes.set_title(f"layer {layer}, head {head}")
             if names is not None:
                 axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
                 axes.set_yticks(range(len(names)), names, fontsize=6)
-        return _saved(figure, path)
+        return _save(figure, path)
 
 
 def draw_layers(values: Mapping[str, float], path: str | Path, *, title: str) -> Path:
-    """One number a layer, such as the size of its output or what a probe reads in it, in the order given."""
+    """Plot one value per layer as a bar chart, such as activation norms or probe accuracies.
+
+    Args:
+        values: Values by layer name, in the order of the bars.
+        path: The picture to write; its suffix selects the format (.png, .svg or .pdf).
+        title: The title of the chart.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ConfigError: If `values` is empty, matplotlib is missing or the format is not supported.
+    """
     if not values:
-        raise ConfigError("there is no layer to draw")
-    with drawing() as new_figure:
+        raise ConfigError("there are no layers to draw")
+    with figure_style() as new_figure:
         figure = new_figure(figsize=(max(4.0, 0.25 * len(values)), 3.0), layout="constrained")
         axes = figure.subplots()
         axes.bar(range(len(values)), list(values.values()), color=BLUE)
         axes.set_xticks(range(len(values)), [visible(name) for name in values], rotation=90, fontsize=7)
         axes.set_title(visible(title))
-        return _saved(figure, path)
+        return _save(figure, path)
 
 
-def _saved(figure: Any, path: str | Path) -> Path:  # Any: matplotlib has no types
+def _save(figure: Any, path: str | Path) -> Path:  # Any: matplotlib has no types
     path = Path(path)
     try:
         figure.savefig(path, dpi=DPI)
-    except ValueError as error:  # a format it does not know
-        raise ConfigError(f"{path}: {error}", hint="a name that ends in .png, .svg or .pdf") from error
+    except ValueError as error:  # unsupported format
+        raise ConfigError(f"{path}: {error}", hint="use a path that ends in .png, .svg or .pdf") from error
     return path

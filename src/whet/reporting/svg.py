@@ -1,4 +1,4 @@
-"""Pictures for a page: matplotlib's SVG, in the page's own ink, with nothing in it that is fetched."""
+"""Matplotlib figures as inline SVG in the page's text color, without external references."""
 
 import contextlib
 import io
@@ -9,18 +9,18 @@ from typing import Any
 
 from whet.errors import ConfigError
 
-_INK = "#010203"  # drawn in this, shown in the colour of the text around it
-# to be told apart, and seen on white and on black
-COLOURS = (
+_INK = "#010203"  # placeholder color, replaced by currentColor
+# distinguishable, and visible on light and dark backgrounds
+COLORS = (
     *("#3d85c6", "#d9822b", "#4a9e5c", "#c94f4f", "#8e6bbf"),
     *("#a0785a", "#d072b0", "#808890", "#a8a32e", "#2ea8b8"),
 )
-BLUE, ORANGE = COLOURS[:2]
+BLUE, ORANGE = COLORS[:2]
 
 _SETTINGS = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
-    "svg.hashsalt": "whet",  # equal pictures are equal to the byte
-    "text.parse_math": False,  # a dollar in somebody's class name is a dollar
+    "svg.fonttype": "none",  # keeps text searchable and in the page's font
+    "svg.hashsalt": "whet",  # deterministic ids: equal figures give equal bytes
+    "text.parse_math": False,  # dollar signs in class names are not math
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.grid": False,
@@ -38,33 +38,34 @@ _SETTINGS = {
 
 
 @contextlib.contextmanager
-def drawing() -> Iterator[Any]:  # Any: matplotlib has no types
-    """Matplotlib's Figure, in the style of a page; draw and call `svg` inside."""
+def figure_style() -> Iterator[Any]:  # Any: matplotlib has no types
+    """Yield matplotlib's Figure class with the page style active; draw and call `svg` inside the context."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots need matplotlib", hint="pip install 'whet[report]'") from error
     with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()  # whatever somebody's matplotlibrc says
+        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
         matplotlib.rcParams.update(_SETTINGS)
-        warnings.simplefilter("ignore")  # a letter its font lacks: the reader's has it
+        warnings.simplefilter("ignore")  # missing glyphs do not matter: the browser's font draws them
         yield Figure
 
 
 def svg(figure: Any, *, name: str, label: str) -> str:  # Any: a matplotlib figure
-    """The figure as an element of a page; `name` keeps its ids apart from those of others."""
+    """Return a figure as an SVG element; `name` prefixes its ids, to keep them unique on the page."""
     file = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     opening, inner = text.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', opening)
     assert box is not None
     inner = inner.replace("xlink:href", "href").replace(_INK, "currentColor")
-    inner = re.sub(r"<style[^>]*>.*?</style>", "", inner, flags=re.S)  # it would be the whole page's
-    used = {found[1] or found[2] for found in re.finditer(r'url\(#([^)]+)\)|href="#([^"]+)"', inner)}
-    inner = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", inner)
+    # a style element would apply to the entire page
+    inner = re.sub(r"<style[^>]*>.*?</style>", "", inner, flags=re.S)
+    used = {match[1] or match[2] for match in re.finditer(r'url\(#([^)]+)\)|href="#([^"]+)"', inner)}
+    inner = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", inner)
     inner = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", inner)
     return f'<svg {box[0]} role="img" aria-label="{label}">{inner.strip()}'

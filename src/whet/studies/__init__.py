@@ -1,1 +1,1 @@
-"""Many runs, or one question about a config."""
+"""Experiments: sweeps, comparisons, ablations, muP checks, dtype diagnosis and config advice."""

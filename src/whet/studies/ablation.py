@@ -1,4 +1,4 @@
-"""The arms of the quality task against each other: the same rows in the same order, for as many seeds."""
+"""Ablation of the quality task: train every arm with every seed on the same rows in the same order."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from whet.errors import CheckpointError, ConfigError, RunError
 from whet.recipes.quality.tabular_model import QualitySpec, TabularModel
 from whet.run_directory import CONFIG_FILE, PROVENANCE_FILE, is_finished, summary_of
 from whet.storage import read_json
-from whet.studies.sweep import finish, refuse_other_plan
+from whet.studies.sweep import check_existing_run, train_or_resume
 from whet.training.callbacks import Callback
 
 log = logging.getLogger("whet")
@@ -25,25 +25,25 @@ METRIC = "eval_loss"
 
 @dataclass(frozen=True)
 class ArmRun:
-    """One finished run."""
+    """One finished run of an ablation."""
 
     arm: str
     seed: int
     directory: str
-    value: float  # of METRIC, after the last step
-    reused: bool  # it had finished before
+    value: float  # METRIC after the last step
+    reused: bool  # it had already finished
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """All runs, and what each arm weighs."""
+    """The runs of an ablation, and the parameter count of every arm."""
 
     steps: int
     parameters: dict[str, int]
     runs: list[ArmRun]
 
     def values(self) -> dict[str, list[float]]:
-        """The metric of each arm, in the order of the seeds."""
+        """Return the metric by arm, in the order of the seeds."""
         return {arm: [run.value for run in self.runs if run.arm == arm] for arm in self.parameters}
 
 
@@ -54,39 +54,50 @@ def ablate(
     seeds: int,
     callbacks: Callable[[], list[Callback]] = list,
 ) -> Ablation | None:
-    """Train each arm with each seed, in `run.dir/run.name/ARM-seed-N`; finished runs are not run again.
+    """Train every arm with every seed, in `run.dir/run.name/ARM-seed-N`; finished runs are reused.
 
-    None: a run was stopped on its way, and the next call goes on with it.
+    Args:
+        config: The config that all runs share.
+        arms: The names of the arms.
+        seeds: The number of seeds, from `run.seed` on.
+        callbacks: Creates the callbacks of each run.
+
+    Returns:
+        The results, or None if a run was stopped; calling again resumes it.
+
+    Raises:
+        CheckpointError: If existing runs have other settings or data.
+        RunError: If the metric of a run is not finite.
     """
     plans = [arm_config(config, arm, config.run.seed + n) for n in range(seeds) for arm in arms]
-    for _, plan in plans:  # before hours of work: what is there must belong to these
+    for _, plan in plans:  # fail before hours of work if an existing run does not match
         if (plan.directory / CONFIG_FILE).is_file():
-            refuse_other_plan(plan)
-    runs, data = [], None
+            check_existing_run(plan)
+    runs, data_digest = [], None
     for number, (arm, plan) in enumerate(plans, start=1):
         directory = plan.directory
         log.info("ablate: run %d of %d: %s, seed %d", number, len(plans), arm, plan.run.seed)
         reused = is_finished(directory)
-        if not reused and not finish(plan, callbacks()):
+        if not reused and not train_or_resume(plan, callbacks()):
             return None
         digest = read_json(directory / PROVENANCE_FILE).get("data_sha256")
-        if data is not None and digest != data:
-            raise CheckpointError(f"{directory} was trained on other rows than the runs before it")
-        data = digest
+        if data_digest is not None and digest != data_digest:
+            raise CheckpointError(f"{directory} was trained on different rows than the previous runs")
+        data_digest = digest
         value = summary_of(directory)["final"].get(METRIC)
         if not isinstance(value, float) or not math.isfinite(value):
             raise RunError(f"{directory}: {METRIC} is {value}")
         runs.append(ArmRun(arm, plan.run.seed, str(directory), value, reused))
-    weights = {arm: _spec(plan).parameter_count() for arm, plan in plans}
-    return Ablation(config.run.steps or 0, weights, runs)
+    parameters = {arm: _spec(plan).parameter_count() for arm, plan in plans}
+    return Ablation(config.run.steps or 0, parameters, runs)
 
 
 def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:
-    """The run of one arm: all else is the same, but for a router's own rate, which a dense model has not."""
+    """Return an arm with the config of its run; a dense arm has no router settings, all else is equal."""
     if not isinstance(config.model, Quality):
         raise ConfigError("whet ablate compares the arms of the quality task", hint="see docs/quality.md")
     if config.data.valid is None:
-        raise ConfigError("whet ablate compares eval_loss: it needs data.valid")
+        raise ConfigError("whet ablate compares eval_loss, which needs data.valid")
     values = to_dict(config)
     values["model"]["arm"] = arm
     values["run"] |= {
@@ -97,7 +108,7 @@ def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:
     if arm == "dense":
         values["optim"]["router_lr_scale"] = None
     groups = dict(values["optim"]["groups"])
-    if config.model.arm == "dense":  # its own config could not name a router
+    if config.model.arm == "dense":  # the config of a dense model cannot name a router
         groups.setdefault(ROUTER, {"lr_scale": 0.1})
     values["optim"]["groups"] = {}
     names = _parameter_names(make_config(values))

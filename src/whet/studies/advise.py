@@ -1,4 +1,4 @@
-"""Settings that look wrong for a model and its data: what is told, and what would be better."""
+"""Advice on settings that are unusual for a model and its data."""
 
 import math
 from collections.abc import Iterator
@@ -21,45 +21,45 @@ from whet.recipes.registry import recipe_for
 
 Severity = Literal["info", "warn", "error"]
 
-SMALL_BATCH, LARGE_BATCH = 8, 256  # examples in a step
-IMBALANCED = 5.0  # the largest class over the smallest, from which one epoch is few
-# the highest usual learning rate, by the model's size: adapters, and every weight
+SMALL_BATCH, LARGE_BATCH = 8, 256  # examples per step
+IMBALANCED = 5.0  # ratio of the largest to the smallest class above which one epoch is too few
+# (parameters up to, highest usual learning rate of adapters, of full fine-tuning)
 LEARNING_RATES = ((3e8, 2e-3, 3e-4), (2e9, 1e-3, 1e-4), (1.3e10, 4e-4, 5e-5), (math.inf, 2e-4, 2e-5))
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One finding."""
+    """One finding about a config key."""
 
-    key: str  # of the config
+    key: str  # config key
     severity: Severity
     message: str
     recommendation: str = ""
 
 
 def advise(config: RunConfig) -> list[Advice]:
-    """Every finding, the gravest first; one `info` a check that found nothing wrong."""
-    data: Any = recipe_for(config).open_data()  # Any: RunData or MixData, of the texts that it reads
+    """Return all findings, errors first; a check without problems gives an `info`."""
+    data: Any = recipe_for(config).open_data()  # Any: RunData or MixData
     tokenizer = _tokenizer(config, data)
     data.prepare(tokenizer)
-    found = [
+    findings = [
         *_learning_rate(config, model_facts(config.language_model, tokens=len(tokenizer)).parameters),
         *_alpha(config),
         *_clip(config),
         *_schedule(config, data),
-        *(Advice(key, "warn", f"it has no effect with {choice}") for key, choice in unread(config).items()),
+        *(Advice(key, "warn", f"has no effect with {choice}") for key, choice in unread(config).items()),
     ]
     if isinstance(data, RunData):
-        found += _of_examples(config, data)
+        findings += _check_examples(config, data)
     else:
-        for place, part in enumerate(data.parts.values()):
-            found += [_of_part(place, advice) for advice in _of_examples(part.config, part)]
+        for index, part in enumerate(data.parts.values()):
+            findings += [_for_part(index, advice) for advice in _check_examples(part.config, part)]
     order = ("error", "warn", "info")
-    return sorted(found, key=lambda advice: order.index(advice.severity))
+    return sorted(findings, key=lambda advice: order.index(advice.severity))
 
 
-def _of_examples(config: RunConfig, data: RunData) -> Iterator[Advice]:
-    """What the examples tell; of prompts that are yet to be answered, nothing."""
+def _check_examples(config: RunConfig, data: RunData) -> Iterator[Advice]:
+    """Check the settings that depend on the examples; prompts of RL runs are skipped."""
     if data.needs.prompts:
         return
     train = data.examples["train"].sides
@@ -68,40 +68,43 @@ def _of_examples(config: RunConfig, data: RunData) -> Iterator[Advice]:
     yield from _epochs(config, data, train)
 
 
-def _of_part(place: int, advice: Advice) -> Advice:
-    """The same under the key of a mix's part, which has a size of its steps and data of its own."""
-    return replace(advice, key=f"objective.parts.{place}.{advice.key.removeprefix('run.')}")
+def _for_part(index: int, advice: Advice) -> Advice:
+    """Return the advice with the key of a part of a mix, which has its own data and batch size."""
+    return replace(advice, key=f"objective.parts.{index}.{advice.key.removeprefix('run.')}")
 
 
 def _tokenizer(config: RunConfig, data: RunData | MixData) -> Any:  # Any: a transformers tokenizer
     if isinstance(config.language_model, Preset):
         return new_tokenizer(config.language_model, data.texts(), kept_in=None)
-    if (found := tokenizer_of(config.language_model)) is None:
-        raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
-    return found
+    if (tokenizer := tokenizer_of(config.language_model)) is None:
+        raise ModelError(f"{config.model} has no tokenizer, so its records cannot be tokenized")
+    return tokenizer
 
 
 def _learning_rate(config: RunConfig, parameters: int | None) -> Iterator[Advice]:
     key, lr = "optim.lr", config.optim.lr
     if parameters is None or config.optim.name not in ("adam", "adamw", "adamw8bit"):
-        yield Advice(key, "info", f"{lr:g}: what is usual for this model and optimizer is not known")
+        yield Advice(key, "info", f"{lr:g}: no usual range is known for this model and optimizer")
         return
-    full = config.method.kind == "full"
-    adapters, whole = next(pair[1:] for pair in LEARNING_RATES if parameters <= pair[0])
-    usual = whole if full else adapters
-    what = (
-        f"{'every weight' if full else 'adapters'} of a model of {parameters / 1e6:,.0f} million parameters"
-    )
+    is_full = config.method.kind == "full"
+    adapter_limit, full_limit = next(pair[1:] for pair in LEARNING_RATES if parameters <= pair[0])
+    usual = full_limit if is_full else adapter_limit
+    method = "full fine-tuning" if is_full else "adapters"
+    subject = f"{method} of a model with {parameters / 1e6:,.0f} million parameters"
     if isinstance(config.language_model, Preset):
-        yield Advice(key, "info", f"{lr:g}: a model from scratch takes more than the rates known here")
+        yield Advice(
+            key,
+            "info",
+            f"{lr:g}: a model trained from scratch needs higher learning rates; no usual range is known",
+        )
     elif lr > 10 * usual:
-        yield Advice(key, "error", f"{lr:g} will most likely destroy {what}", f"{usual:g} or less")
+        yield Advice(key, "error", f"{lr:g} will most likely diverge for {subject}", f"use {usual:g} or less")
     elif lr > 2 * usual:
-        yield Advice(key, "warn", f"{lr:g} is high for {what}", f"{usual:g} or less")
+        yield Advice(key, "warn", f"{lr:g} is high for {subject}", f"use {usual:g} or less")
     elif lr < usual / 100:
-        yield Advice(key, "warn", f"{lr:g} is so low that little will be learned of {what}", f"{usual / 4:g}")
+        yield Advice(key, "warn", f"{lr:g} is very low for {subject}", f"use about {usual / 4:g}")
     else:
-        yield Advice(key, "info", f"{lr:g} is usual for {what}")
+        yield Advice(key, "info", f"{lr:g} is usual for {subject}")
 
 
 def _batch(config: RunConfig, data: RunData) -> Iterator[Advice]:
@@ -110,15 +113,20 @@ def _batch(config: RunConfig, data: RunData) -> Iterator[Advice]:
         key, size = "run.batch_size", float(run.batch_size)
     else:
         key, size = "run.batch_tokens", (run.batch_tokens or 0) / max(1.0, float(examples.lengths.mean()))
-    shown = f"{size:.3g} examples in a step"
+    description = f"{size:.3g} examples per step"
     if size > len(examples):
-        yield Advice(key, "error", f"{shown}, and there are {len(examples)} in all", "about 16 examples")
+        yield Advice(
+            key,
+            "error",
+            f"{description}, but there are only {len(examples)} examples",
+            "use about 16 examples",
+        )
     elif size < SMALL_BATCH:
-        yield Advice(key, "warn", f"{shown}: the gradient is noisy", "about 16 examples")
+        yield Advice(key, "warn", f"{description}: the gradient is noisy", "use about 16 examples")
     elif size > LARGE_BATCH:
-        yield Advice(key, "warn", f"{shown}: few updates for much work", "16 to 64 examples")
+        yield Advice(key, "warn", f"{description}: few updates per epoch", "use 16 to 64 examples")
     else:
-        yield Advice(key, "info", shown)
+        yield Advice(key, "info", description)
 
 
 def _alpha(config: RunConfig) -> Iterator[Advice]:
@@ -131,9 +139,9 @@ def _alpha(config: RunConfig) -> Iterator[Advice]:
         yield Advice(
             "method.alpha",
             "warn",
-            f"{method.alpha:g} with rank {method.rank}: most recipes take alpha = 2 x rank, and tune their "
+            f"{method.alpha:g} with rank {method.rank}: most recipes use alpha = 2 x rank, and tune their "
             "learning rates for it",
-            f"method.alpha={2 * method.rank}",
+            f"set method.alpha={2 * method.rank}",
         )
 
 
@@ -144,15 +152,19 @@ def _max_length(config: RunConfig, train: StoredExamples) -> Iterator[Advice]:
     over = float((sizes > limit).mean())
     enough = 2 ** math.ceil(math.log2(max(2, p99)))
     if over > 0.5:
-        yield Advice(key, "error", f"{over:.0%} of the examples are longer than {limit}", f"{enough}")
+        yield Advice(
+            key, "error", f"{over:.0%} of the examples are longer than {limit} tokens", f"use {enough}"
+        )
     elif over > 0.01:
-        yield Advice(key, "warn", f"{over:.0%} of the examples are longer than {limit}", f"{enough}")
+        yield Advice(
+            key, "warn", f"{over:.0%} of the examples are longer than {limit} tokens", f"use {enough}"
+        )
     elif limit > 2 * enough and not config.data.pack:
         yield Advice(
             key,
             "warn",
-            f"{limit}, and 99% of the examples have at most {p99} tokens",
-            f"{enough}: less padding",
+            f"{limit}, but 99% of the examples have at most {p99} tokens",
+            f"use {enough}, for less padding",
         )
     else:
         yield Advice(key, "info", f"{limit}; 99% of the examples have at most {p99} tokens")
@@ -161,9 +173,11 @@ def _max_length(config: RunConfig, train: StoredExamples) -> Iterator[Advice]:
 def _clip(config: RunConfig) -> Iterator[Advice]:
     clip = config.optim.clip
     if clip is None:
-        yield Advice("optim.clip", "warn", "gradients are not clipped: one odd batch can undo a run", "1.0")
+        yield Advice(
+            "optim.clip", "warn", "gradients are not clipped: a single bad batch can ruin the run", "use 1.0"
+        )
     else:
-        yield Advice("optim.clip", "info", f"gradients are clipped at {clip:g}")
+        yield Advice("optim.clip", "info", f"gradients are clipped to a norm of {clip:g}")
 
 
 def _schedule(config: RunConfig, data: RunData | MixData) -> Iterator[Advice]:
@@ -172,10 +186,15 @@ def _schedule(config: RunConfig, data: RunData | MixData) -> Iterator[Advice]:
         return
     if config.optim.warmup >= steps:
         yield Advice(
-            key, "error", f"{config.optim.warmup} steps of {steps}: the rate never arrives", f"{steps // 10}"
+            key,
+            "error",
+            f"{config.optim.warmup} warm-up steps in a run of {steps}: the peak learning rate is not reached",
+            f"use {steps // 10}",
         )
     elif config.optim.warmup > steps / 3:
-        yield Advice(key, "warn", f"{config.optim.warmup} of {steps} steps", f"{max(1, steps // 10)}")
+        yield Advice(
+            key, "warn", f"{config.optim.warmup} of {steps} steps are warm-up", f"use {max(1, steps // 10)}"
+        )
 
 
 def _steps(config: RunConfig, data: RunData | MixData) -> int | None:
@@ -199,14 +218,14 @@ def _epochs(config: RunConfig, data: RunData, train: StoredExamples) -> Iterator
     if not counts.min():
         absent = labels.names[int(counts.argmin())]
         yield Advice(
-            "data.train", "error", f"no record is of the class {absent}", "add some, or drop the class"
+            "data.train", "error", f"no record has the class {absent}", "add records, or remove the class"
         )
     if ratio > IMBALANCED and epochs < 2:
         yield Advice(
             key,
             "warn",
-            f"{epochs:.2g} epochs, and the largest class is {ratio:.1f} times the smallest",
-            "at least 2 epochs: the rare classes are hardly seen",
+            f"{epochs:.2g} epochs, but the largest class is {ratio:.1f} times the smallest",
+            "use at least 2 epochs, because rare classes are hardly seen",
         )
     else:
         yield Advice(key, "info", f"{epochs:.2g} epochs; the largest class is {ratio:.1f} times the smallest")

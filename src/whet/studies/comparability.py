@@ -1,4 +1,4 @@
-"""Whether a metric is the same quantity in several runs: a loss is what their configs make of it."""
+"""Whether a metric is comparable between runs: the meaning of a loss depends on their configs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,22 +13,22 @@ from whet.runs.run_files import Values, section
 
 
 def differing_keys(configs: Sequence[Values], metric: str) -> list[str]:
-    """The keys that make a metric another quantity in each of these runs; none: it can be compared."""
-    settings = [dict(_defining(config, metric)) for config in configs if config]
+    """Return the config keys that make a metric incomparable between runs; empty if it is comparable."""
+    settings = [dict(_defining_keys(config, metric)) for config in configs if config]
     keys = dict.fromkeys(key for setting in settings for key in setting)
-    found = [
+    differing = [
         key
         for key in keys
         if len({json.dumps(setting[key], default=str) for setting in settings if key in setting}) > 1
     ]
-    kinds = [key for key in found if key.endswith("objective.kind")]
-    return kinds or found  # of another kind, the other keys are its own
+    kinds = [key for key in differing if key.endswith("objective.kind")]
+    return kinds or differing  # the other keys depend on the kind
 
 
-def _defining(config: Values, metric: str) -> Iterator[tuple[str, object]]:
-    """The keys that say what a metric is, with their values."""
-    what, objective = quantity(metric), section(config, "objective")
-    if what is None:
+def _defining_keys(config: Values, metric: str) -> Iterator[tuple[str, object]]:
+    """Yield the config keys that define a metric, with their values."""
+    measure, objective = quantity(metric), section(config, "objective")
+    if measure is None:
         return
     part = metric.rpartition(".")[0].removeprefix("best_").removeprefix("eval_").removeprefix("test_")
     if metric == "loss":
@@ -36,11 +36,11 @@ def _defining(config: Values, metric: str) -> Iterator[tuple[str, object]]:
             (f"experts.{key}", section(config, "experts").get(key, 0.0))
             for key in ("load_balancing", "z_loss")
         )
-    if what != "bits" and _is_token_mean(objective):
+    if measure != "bits" and _is_token_mean(objective):
         yield "model.tokenizer", section(config, "model").get("tokenizer")
     parts = objective.get("parts")
     if not isinstance(parts, list):
-        yield from _of_objective(what, objective, section(config, "data"), "")
+        yield from _objective_keys(measure, objective, section(config, "data"), "")
         return
     if not part:
         yield "objective.kind", "mix"
@@ -48,21 +48,23 @@ def _defining(config: Values, metric: str) -> Iterator[tuple[str, object]]:
         inner = section(each, "objective")
         if part and part != (each.get("name") or inner.get("kind")):
             continue
-        place = f"objective.parts.{number}."
+        prefix = f"objective.parts.{number}."
         if not part:
-            yield f"{place}weight", each.get("weight", 1.0)
-        yield from _of_objective(what, inner, section(each, "data"), place)
+            yield f"{prefix}weight", each.get("weight", 1.0)
+        yield from _objective_keys(measure, inner, section(each, "data"), prefix)
 
 
-def _of_objective(what: str, objective: Values, data: Values, place: str) -> Iterator[tuple[str, object]]:
-    if what == "loss":
+def _objective_keys(
+    measure: str, objective: Values, data: Values, prefix: str
+) -> Iterator[tuple[str, object]]:
+    if measure == "loss":
         fields = section_of_kind(objective.get("kind")).model_fields
-        left_out = {key for key, field in fields.items() if not key_info(field).changes_loss}
-        left_out |= unread_by_objective(objective)
-        kept: Mapping[str, Any] = {key: objective[key] for key in objective if key not in left_out}
-        yield from flat_keys({"kind": "sft", **kept}, f"{place}objective.")
+        ignored = {key for key, field in fields.items() if not key_info(field).changes_loss}
+        ignored |= unread_by_objective(objective)
+        relevant: Mapping[str, Any] = {key: objective[key] for key in objective if key not in ignored}
+        yield from flat_keys({"kind": "sft", **relevant}, f"{prefix}objective.")
     if _is_token_mean(objective):
-        yield f"{place}data.supervise", data.get("supervise", "assistant")
+        yield f"{prefix}data.supervise", data.get("supervise", "assistant")
 
 
 def _is_token_mean(objective: Values) -> bool:

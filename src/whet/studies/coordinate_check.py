@@ -1,4 +1,4 @@
-"""The coordinate check of muP: after some steps, activations are as large at every width."""
+"""The coordinate check of muP: after some steps, activation sizes must not depend on the width."""
 
 import logging
 import math
@@ -20,18 +20,18 @@ from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
 
-FLAT = 0.1  # the steepest slope that still counts as none
+FLAT = 0.1  # slopes below this count as flat
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The root mean square of one activation at each width: before the first step, after the last."""
+    """The RMS of one activation at each width, before the first step and after the last."""
 
     first: list[float]
     last: list[float]
 
     def slope(self, widths: Sequence[int]) -> float:
-        """Of log size after the last step over log width; infinite where a run overflowed."""
+        """Return the slope of log(size) after the last step over log(width); infinite if a run overflowed."""
         if not all(map(math.isfinite, self.last)):
             return math.inf
         return slope([math.log(width) for width in widths], [math.log(size) for size in self.last])
@@ -39,7 +39,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """What was found, by parametrisation and activation."""
+    """The results of a coordinate check, by parametrization and activation."""
 
     widths: list[int]
     steps: int
@@ -47,12 +47,11 @@ class CoordinateCheck:
     sizes: dict[Parametrisation, dict[str, Sizes]]
 
     def slopes(self, parametrisation: Parametrisation) -> dict[str, float]:
-        """The slope of each activation."""
-        found = self.sizes[parametrisation]
-        return {name: sizes.slope(self.widths) for name, sizes in found.items()}
+        """Return the slope of every activation."""
+        return {name: sizes.slope(self.widths) for name, sizes in self.sizes[parametrisation].items()}
 
     def is_flat(self, parametrisation: Parametrisation) -> bool:
-        """Whether no activation grows or shrinks with the width."""
+        """Return whether no activation grows or shrinks with the width."""
         return all(abs(each) < FLAT for each in self.slopes(parametrisation).values())
 
 
@@ -62,32 +61,46 @@ def coordinate_check(
     widths: Sequence[int],
     steps: int,
     seeds: int = 1,
-    tell: Callable[[str], None] = log.info,
+    log_line: Callable[[str], None] = log.info,
 ) -> CoordinateCheck:
-    """Train a model at each width, by muP and as usual, and look at the first batch before and after."""
+    """Measure the activations of the first batch before and after training, at every width.
+
+    Args:
+        config: A run with `model.preset` and `optim.mup`.
+        widths: Values of d_model, at least two.
+        steps: The number of training steps.
+        seeds: The number of seeds; sizes are geometric means over them.
+        log_line: Receives one line per width and parametrization.
+
+    Returns:
+        The activation sizes with muP and with standard parametrization.
+
+    Raises:
+        ConfigError: If there are fewer than two widths, or the config does not use muP.
+    """
     if len(set(widths)) < 2:
-        raise ConfigError("a coordinate check compares at least two widths")
+        raise ConfigError("a coordinate check needs at least two widths")
     sizes: dict[Parametrisation, dict[str, Sizes]] = {}
     for parametrisation in PARAMETRISATIONS:
-        found = sizes.setdefault(parametrisation, {})
+        by_name = sizes.setdefault(parametrisation, {})
         for width in widths:
             plan = at_width(config, width, parametrisation)
-            runs = [_sizes_in(with_seed(plan, config.run.seed + n), steps) for n in range(seeds)]
-            tell(f"{parametrisation}, width {width}: {steps} steps, {seeds} times")
+            runs = [_measure_run(with_seed(plan, config.run.seed + n), steps) for n in range(seeds)]
+            log_line(f"{parametrisation}, width {width}: {steps} steps, {seeds} seed{'s' * (seeds > 1)}")
             for name in runs[0]:
-                each = found.setdefault(name, Sizes([], []))
+                each = by_name.setdefault(name, Sizes([], []))
                 each.first.append(_geometric_mean(run[name][0] for run in runs))
                 each.last.append(_geometric_mean(run[name][1] for run in runs))
     return CoordinateCheck(list(widths), steps, seeds, sizes)
 
 
-def _sizes_in(plan: RunConfig, steps: int) -> dict[str, tuple[float, float]]:
-    """Sizes before and after a run; infinite after one that broke off."""
+def _measure_run(plan: RunConfig, steps: int) -> dict[str, tuple[float, float]]:
+    """Return the activation sizes before and after a run; infinite after a run that failed."""
     with assembled(plan) as work:
         assert isinstance(work.model, Decoder)
         batches = list(islice(iter(work.stream), steps))
         tokens = batches[0][0].tokens.to(work.device)
-        first = _scales(work.model, tokens)
+        first = _activation_sizes(work.model, tokens)
         trainer = Trainer(
             work.model, work.objective, batches, plan, total_steps=steps, precision=work.precision
         )
@@ -96,50 +109,50 @@ def _sizes_in(plan: RunConfig, steps: int) -> dict[str, tuple[float, float]]:
         except RunError:
             last = dict.fromkeys(first, math.inf)
         else:
-            last = _scales(work.model, tokens)
+            last = _activation_sizes(work.model, tokens)
     return {name: (first[name], last[name]) for name in first}
 
 
-def _scales(model: Decoder, tokens: torch.Tensor) -> dict[str, float]:
-    return {name: scale_of(values) for name, values in coordinates(model, tokens).items()}
+def _activation_sizes(model: Decoder, tokens: torch.Tensor) -> dict[str, float]:
+    return {name: root_mean_square(values) for name, values in coordinates(model, tokens).items()}
 
 
 def _geometric_mean(values: Iterator[float]) -> float:
-    """The mean in the logarithms that the slope is fitted to."""
+    """Return the geometric mean, because slopes are fitted to logarithms."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
 
 
 @torch.no_grad()
 def coordinates(model: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of tokens [B, T]: embedding, scores of attention and output of each layer, logits."""
-    found = {"embedding": model.embed(tokens)}
+    """Return embedding, attention scores and output of each layer, and logits, for tokens [B, T]."""
+    activations = {"embedding": model.embed(tokens)}
     hooks = []
     for number, block in enumerate(model.layers, start=1):
 
-        def keep_scores(module: nn.Module, arguments: tuple[object, ...], number: int = number) -> None:
+        def record_scores(module: nn.Module, arguments: tuple[object, ...], number: int = number) -> None:
             assert isinstance(module, SelfAttention)
-            found[f"attention {number}"] = _scores(module, *arguments[:2])  # type: ignore[arg-type]  # as forward has them
+            activations[f"attention {number}"] = _scores(module, *arguments[:2])  # type: ignore[arg-type]  # the arguments of forward
 
-        def keep_output(_: nn.Module, __: object, output: torch.Tensor, number: int = number) -> None:
-            found[f"block {number}"] = output
+        def record_output(_: nn.Module, __: object, output: torch.Tensor, number: int = number) -> None:
+            activations[f"block {number}"] = output
 
         attention = getattr(block, "self_attn", None)
         if attention is not None:
-            hooks.append(attention.register_forward_pre_hook(keep_scores))
-        hooks.append(block.register_forward_hook(keep_output))
+            hooks.append(attention.register_forward_pre_hook(record_scores))
+        hooks.append(block.register_forward_hook(record_output))
     was_training = model.training
     try:
-        found["logits"] = model.eval()(tokens)
+        activations["logits"] = model.eval()(tokens)
     finally:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    return found
+    return activations
 
 
 def _scores(attention: SelfAttention, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """What goes into the softmax, of the pairs of positions that see each other."""
+    """Return the attention scores before the softmax, at the unmasked positions."""
     queries, keys, _ = attention.project(x)
     if rotation is not None:
         queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
@@ -150,6 +163,6 @@ def _scores(attention: SelfAttention, x: torch.Tensor, rotation: Rotation | None
     return scores[..., visible]
 
 
-def scale_of(x: torch.Tensor) -> float:
-    """The root mean square of a tensor's numbers."""
+def root_mean_square(x: torch.Tensor) -> float:
+    """Return the root mean square of a tensor."""
     return float(x.double().square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""`whet diagnose`: the first batch of a run on every number format that the device has."""
+"""`whet diagnose`: the gradients of a run's first micro-batch in every dtype of the device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +12,17 @@ from whet.errors import ConfigError
 from whet.objectives.objective import Objective
 from whet.recipes.quality.tabular_model import TabularModel
 from whet.runs.assemble import assembled
-from whet.studies.dtype_comparison import Diagnosis, Examination
+from whet.studies.dtype_comparison import Diagnosis, DtypeComparison
 from whet.training.loss import total_weights
 
-MOST_LOGITS = 2**25  # of a language model: those of its first positions
+MAX_LOGITS = 2**25  # logits to compare; longer batches are truncated to their first positions
 
 
 def diagnose(config: RunConfig) -> Diagnosis:
-    """Build a run in fp32, take its first micro-batch, and compare."""
+    """Build a run in fp32 and compare the gradients of its first micro-batch between dtypes."""
     if config.method.kind == "qlora":
         raise ConfigError(
-            "whet diagnose compares number formats, and a 4-bit base has one of its own",
+            "whet diagnose compares dtypes, which is not possible with the 4-bit base weights of qlora",
             hint="set method.kind to lora",
         )
     run = config.run.model_copy(update={"precision": "fp32", "compile": False, "grad_checkpoint": False})
@@ -31,24 +31,27 @@ def diagnose(config: RunConfig) -> Diagnosis:
         return examine(work.model, work.objective, batch)
 
 
-def examine(model: Any, objective: Objective, batch: Batch) -> Diagnosis:  # Any: as the objective wants it
-    """One batch of an objective on a model whose weights are fp32."""
+def examine(
+    model: Any, objective: Objective, batch: Batch
+) -> Diagnosis:  # Any: the model type that the objective expects
+    """Compare the gradients of one batch between dtypes; the weights of the model must be fp32."""
     loss = _MeanLoss(objective, total_weights(objective, [batch]))
     tabular = isinstance(model, TabularModel)
     readout = _outputs if tabular else _logits
-    return Examination(model, batch, loss, cut="decide" if tabular else "hidden", readout=readout).diagnose()
+    boundary = "decide" if tabular else "hidden"
+    return DtypeComparison(model, batch, loss, boundary=boundary, readout=readout).diagnose()
 
 
 @dataclass(frozen=True)
 class _MeanLoss:
-    """An objective's loss as the trainer computes it: an object, so that it is copied with the objective."""
+    """The mean loss as the trainer computes it. It is an object, so that deepcopy copies the objective."""
 
     objective: Objective
     weights: dict[str, float]
 
     @property
     def heads(self) -> nn.Module | None:
-        """What the objective trains beside the model."""
+        """The modules that the objective trains in addition to the model, or None."""
         return getattr(self.objective, "heads", None)
 
     def __call__(self, model: Any, batch: Batch) -> torch.Tensor:  # Any: as above
@@ -65,4 +68,4 @@ def _outputs(_: Any, outputs: torch.Tensor) -> torch.Tensor:  # Any: a model
 def _logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:  # Any: a language model
     rows = hidden.flatten(0, -2)
     weight = model.head().weight
-    return model.logits(rows[: max(1, MOST_LOGITS // weight.shape[0])].to(weight.dtype))
+    return model.logits(rows[: max(1, MAX_LOGITS // weight.shape[0])].to(weight.dtype))

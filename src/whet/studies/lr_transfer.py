@@ -1,4 +1,4 @@
-"""A sweep of learning rates at several widths: under muP the best one is the same at each."""
+"""A sweep of learning rates at several widths: under muP the best learning rate is the same at each."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ RESULTS_FILE = "lr-sweep.json"
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One run: its mean training loss over the last tenth of the steps; infinite when it broke off."""
+    """One run: its mean training loss over the last tenth of the steps, or infinity if it failed."""
 
     parametrisation: Parametrisation
     width: int
@@ -33,42 +33,42 @@ class SweepPoint:
 
     @property
     def key(self) -> tuple[str, int, float, int]:
-        """What was run, apart from what came of it."""
+        """The settings of the run, without its result."""
         return self.parametrisation, self.width, self.lr, self.seed
 
 
 @dataclass(frozen=True)
 class LrTransfer:
-    """All runs of a sweep."""
+    """The runs of a sweep of learning rates."""
 
     points: list[SweepPoint]
 
     def losses(self, parametrisation: Parametrisation, width: int) -> dict[float, float]:
-        """Loss by learning rate, the mean over seeds."""
-        found: dict[float, list[float]] = {}
+        """Return the mean loss over seeds by learning rate."""
+        by_lr: dict[float, list[float]] = {}
         for point in self.points:
             if (point.parametrisation, point.width) == (parametrisation, width):
-                found.setdefault(point.lr, []).append(point.loss)
-        return {lr: sum(losses) / len(losses) for lr, losses in sorted(found.items())}
+                by_lr.setdefault(point.lr, []).append(point.loss)
+        return {lr: sum(losses) / len(losses) for lr, losses in sorted(by_lr.items())}
 
     def widths(self, parametrisation: Parametrisation) -> list[int]:
-        """From the narrowest."""
+        """Return the widths in ascending order."""
         return sorted({p.width for p in self.points if p.parametrisation == parametrisation})
 
     def best(self, parametrisation: Parametrisation) -> dict[int, float]:
-        """The learning rate with the lowest loss at each width; a width at which all diverged has none."""
-        found = {}
+        """Return the best learning rate by width, without widths at which all runs diverged."""
+        best = {}
         for width in self.widths(parametrisation):
             losses = self.losses(parametrisation, width)
             finite = [lr for lr, loss in losses.items() if math.isfinite(loss)]
             if finite:
-                found[width] = min(finite, key=losses.__getitem__)
-        return found
+                best[width] = min(finite, key=losses.__getitem__)
+        return best
 
     def shift(self, parametrisation: Parametrisation) -> float | None:
-        """Powers of two by which the best rate of the widest model is above that of the narrowest.
+        """Return log2 of the ratio of the best learning rates of the widest and the narrowest model.
 
-        Of those that have one; None where they are not two.
+        Widths without a best learning rate are ignored; None if fewer than two remain.
         """
         best = self.best(parametrisation)
         return math.log2(best[max(best)] / best[min(best)]) if len(best) > 1 else None
@@ -80,21 +80,34 @@ def lr_sweep(
     widths: Sequence[int],
     lrs: Sequence[float],
     seeds: int = 1,
-    known: Iterable[SweepPoint] = (),
-    keep: Callable[[LrTransfer], object] = lambda _: None,
-    tell: Callable[[str], None] = log.info,
+    known_points: Iterable[SweepPoint] = (),
+    save: Callable[[LrTransfer], object] = lambda _: None,
+    log_line: Callable[[str], None] = log.info,
 ) -> LrTransfer:
-    """Run every rate at every width, by muP and as usual; `known` runs are not run again.
+    """Train with every learning rate at every width, with muP and with standard parametrization.
 
-    `keep` gets what there is after each run, known ones too, so that a sweep that is stopped can go on.
+    Args:
+        config: A run with `model.preset`, `optim.mup` and `run.steps`.
+        widths: Values of d_model, at least two.
+        lrs: Learning rates, at least three.
+        seeds: The number of seeds per point.
+        known_points: Finished runs of an interrupted sweep; they are not run again.
+        save: Receives all finished runs after each run, so that an interrupted sweep can be resumed.
+        log_line: Receives one line per run.
+
+    Returns:
+        The runs of the sweep.
+
+    Raises:
+        ConfigError: If `run.steps` is missing, or there are too few widths or learning rates.
     """
     if config.run.steps is None:
-        raise ConfigError("a sweep of learning rates is counted in steps", hint="set run.steps")
+        raise ConfigError("a learning-rate sweep needs a number of steps", hint="set run.steps")
     if len(set(widths)) < 2 or len(set(lrs)) < 3:
         raise ConfigError("a sweep needs at least two widths and three learning rates")
-    done = {point.key: point for point in known}
+    done = {point.key: point for point in known_points}
     points: list[SweepPoint] = []
-    # the widest first: they tell soonest how long it will take
+    # the widest models first: they show early how long the sweep takes
     for width in sorted(widths, reverse=True):
         for parametrisation in PARAMETRISATIONS:
             for lr in lrs:
@@ -103,8 +116,8 @@ def lr_sweep(
                     key = parametrisation, width, lr, seed
                     if key not in done:
                         done[key] = SweepPoint(*key, _last_loss(with_seed(plan, seed)))
-                        tell(f"{parametrisation}, width {width}, lr {lr:.3g}: loss {done[key].loss:.4f}")
-                        keep(LrTransfer(list(done.values())))
+                        log_line(f"{parametrisation}, width {width}, lr {lr:.3g}: loss {done[key].loss:.4f}")
+                        save(LrTransfer(list(done.values())))
                     points.append(done[key])
     return LrTransfer(points)
 
@@ -120,41 +133,41 @@ def _last_loss(plan: RunConfig) -> float:
     return sum(losses) / len(losses)
 
 
-def keep_sweep(
+def save_sweep(
     sweep: LrTransfer,
     directory: Path,
     *,
     settings: dict[str, Any],  # Any: JSON values
     data: dict[str, str],  # digests
 ) -> None:
-    """lr-sweep.json, from which a sweep goes on: its runs, and the settings and data that they share."""
-    found = {
+    """Write lr-sweep.json, from which a sweep can be resumed: runs, shared settings and data digests."""
+    results = {
         "what": "mean training loss over the last tenth of the steps, by learning rate and width",
         "settings": settings,
         "data": data,
         "best": {each: sweep.best(each) for each in {point.parametrisation for point in sweep.points}},
         "runs": [{**dataclasses.asdict(point), "loss": _to_json(point.loss)} for point in sweep.points],
     }
-    replace_text(directory / RESULTS_FILE, json.dumps(found, indent=2) + "\n")
+    replace_text(directory / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
 
 
-def kept_points(
+def load_points(
     directory: Path,
     *,
     settings: dict[str, Any],  # Any: JSON values
     data: dict[str, str],  # digests
 ) -> list[SweepPoint]:
-    """The runs of a sweep with the same settings on the same data that was begun before."""
+    """Return the finished runs of an interrupted sweep with the same settings and data."""
     path = directory / RESULTS_FILE
     if not path.is_file():
         return []
-    found = json.loads(path.read_text())
-    if (found["settings"], found.get("data")) != (settings, data):
-        log.warning("%s has runs with other settings or data: they are run again", path)
+    saved = json.loads(path.read_text())
+    if (saved["settings"], saved.get("data")) != (settings, data):
+        log.warning("%s has runs with other settings or data: the sweep starts over", path)
         return []
-    return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in found["runs"]]
+    return [SweepPoint(**{**run, "loss": float(run["loss"])}) for run in saved["runs"]]
 
 
 def _to_json(loss: float) -> float | str:
-    """JSON has no infinity."""
+    """Replace infinity and NaN, which JSON does not support, by a string."""
     return loss if math.isfinite(loss) else str(loss)

@@ -1,4 +1,4 @@
-"""One run at several widths, by muP and as usual: what the checks of muP are made of."""
+"""Variants of a config at other widths, with muP or with standard parametrization."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +15,14 @@ PARAMETRISATIONS: tuple[Parametrisation, ...] = get_args(Parametrisation)
 
 
 def at_width(config: RunConfig, width: int, parametrisation: Parametrisation, **optim: float) -> RunConfig:
-    """The run on a model that is wider or narrower in everything that muP takes to grow with the width.
+    """Return the config with all sizes scaled to a width, and with the given `optim` keys.
 
-    Heads grow, or become more where optim.mup.base_head_dim says that their size is given.
+    The head size grows with the width, or the number of heads if optim.mup.base_head_dim is set.
     """
     if not isinstance(config.model, Preset) or config.optim.mup is None:
         raise ConfigError(
-            "this compares widths of a model from scratch under muP",
-            hint="it needs model.preset and optim.mup.base_width",
+            "muP checks need a model built from scratch",
+            hint="set model.preset and optim.mup.base_width",
         )
     shape = replace(PRESETS[config.model.preset], **config.model.changes())
     sizes = {"d_model": shape.d_model, "width": shape.width}
@@ -35,8 +35,8 @@ def at_width(config: RunConfig, width: int, parametrisation: Parametrisation, **
         values["model"][key], rest = divmod(size * width, shape.d_model)
         if rest:
             raise ConfigError(
-                f"at a width of {width}, model.{key} would be {size * width / shape.d_model:g}",
-                hint=f"choose widths to which {key} {size} at d_model {shape.d_model} can be scaled",
+                f"at width {width}, model.{key} would not be an integer: {size * width / shape.d_model:g}",
+                hint=f"choose widths that scale {key} {size} at d_model {shape.d_model} to an integer",
             )
     values["optim"] |= optim
     if parametrisation == "standard":
@@ -45,12 +45,12 @@ def at_width(config: RunConfig, width: int, parametrisation: Parametrisation, **
 
 
 def with_seed(config: RunConfig, seed: int) -> RunConfig:
-    """The same run with other random numbers."""
+    """Return the config with another seed."""
     return config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The slope of a straight line through points, by least squares."""
+    """Return the slope of the least-squares line through points."""
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    over = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return over / sum((x - mean_x) ** 2 for x in xs)
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return covariance / sum((x - mean_x) ** 2 for x in xs)

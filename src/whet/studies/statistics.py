@@ -1,4 +1,4 @@
-"""Whether two series of paired numbers differ: by how much, and how surely."""
+"""Paired t-tests, effect sizes and confidence intervals for metrics over seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,104 +8,104 @@ from itertools import combinations
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two arms over the same seeds; differences are first minus second."""
+    """The comparison of two arms over the same seeds; differences are first minus second."""
 
     first: str
     second: str
     difference: float  # mean
-    effect_size: float  # Cohen's d of paired numbers (d_z): mean difference / its standard deviation
+    effect_size: float  # Cohen's d for paired samples (d_z): mean difference / its standard deviation
     t: float
     p: float  # paired t-test, two-sided
-    p_adjusted: float  # by Holm, for all comparisons made
+    p_adjusted: float  # Holm's correction over all comparisons
 
     def differs(self) -> bool:
-        """Whether the arms can be told apart."""
+        """Return whether the difference is significant at the 5% level."""
         return self.p_adjusted < 0.05
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean."""
+    """Return the mean."""
     return math.fsum(values) / len(values)
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The standard deviation of a sample (n - 1)."""
-    middle = mean(values)
-    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
+    """Return the sample standard deviation (n - 1)."""
+    average = mean(values)
+    return math.sqrt(math.fsum((value - average) ** 2 for value in values) / (len(values) - 1))
 
 
 def compare(series: Mapping[str, Sequence[float]]) -> list[Comparison]:
-    """Every pair of arms, with p-values corrected for how many pairs there are."""
-    found = []
+    """Compare every pair of arms with a paired t-test; p-values are corrected for the number of pairs."""
+    tests = []
     for first, second in combinations(series, 2):
-        apart = [a - b for a, b in zip(series[first], series[second], strict=True)]
-        middle, spread = mean(apart), deviation(apart)
-        certain = math.copysign(math.inf, middle) if middle else 0.0  # the same in every seed
-        effect = middle / spread if spread else certain
-        t = effect * math.sqrt(len(apart))
-        found.append((first, second, middle, effect, t, t_test_p(t, len(apart) - 1)))
-    adjusted = holm([comparison[-1] for comparison in found])
-    return [Comparison(*each, p_adjusted=p) for each, p in zip(found, adjusted, strict=True)]
+        differences = [a - b for a, b in zip(series[first], series[second], strict=True)]
+        average, std = mean(differences), deviation(differences)
+        constant_effect = math.copysign(math.inf, average) if average else 0.0  # equal for every seed
+        effect = average / std if std else constant_effect
+        t = effect * math.sqrt(len(differences))
+        tests.append((first, second, average, effect, t, t_test_p(t, len(differences) - 1)))
+    adjusted = holm([test[-1] for test in tests])
+    return [Comparison(*test, p_adjusted=p) for test, p in zip(tests, adjusted, strict=True)]
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """The confidence interval of the mean, by Student's t; None of a single number."""
+    """Return the confidence interval of the mean (Student's t), or None for a single value."""
     if len(values) < 2:
         return None
-    half = _t_beyond(1 - level, len(values) - 1) * deviation(values) / math.sqrt(len(values))
-    return mean(values) - half, mean(values) + half
+    half_width = _t_quantile(1 - level, len(values) - 1) * deviation(values) / math.sqrt(len(values))
+    return mean(values) - half_width, mean(values) + half_width
 
 
 def hedges_g(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The difference of two means in pooled standard deviations, corrected for small samples (Hedges 1981).
+    """Return the difference of two means in pooled standard deviations, corrected for small samples.
 
-    None where there are too few numbers to know a spread.
+    Hedges (1981). None if there are too few values to estimate the standard deviation.
     """
-    freedom = len(first) + len(second) - 2
-    if freedom < 2:
+    degrees_of_freedom = len(first) + len(second) - 2
+    if degrees_of_freedom < 2:
         return None
     squares = sum((len(side) - 1) * deviation(side) ** 2 for side in (first, second) if len(side) > 1)
-    apart = mean(first) - mean(second)
+    difference = mean(first) - mean(second)
     if not squares:
-        return math.copysign(math.inf, apart) if apart else 0.0
-    half = freedom / 2
+        return math.copysign(math.inf, difference) if difference else 0.0
+    half = degrees_of_freedom / 2
     correction = math.exp(math.lgamma(half) - math.lgamma(half - 0.5)) / math.sqrt(half)
-    return correction * apart / math.sqrt(squares / freedom)
+    return correction * difference / math.sqrt(squares / degrees_of_freedom)
 
 
-def _t_beyond(p: float, freedom: int) -> float:
-    """The t whose two-sided p-value this is."""
+def _t_quantile(p: float, degrees_of_freedom: int) -> float:
+    """Return the t with a given two-sided p-value."""
     low, high = 0.0, 1.0
-    while t_test_p(high, freedom) > p:
+    while t_test_p(high, degrees_of_freedom) > p:
         low, high = high, 2 * high
-    for _ in range(80):  # halving: exact to the last bit
+    for _ in range(80):  # bisection, exact to the last bit
         middle = (low + high) / 2
-        low, high = (middle, high) if t_test_p(middle, freedom) > p else (low, middle)
+        low, high = (middle, high) if t_test_p(middle, degrees_of_freedom) > p else (low, middle)
     return high
 
 
-def t_test_p(t: float, freedom: int) -> float:
-    """The two-sided p of Student's t, by its finite series (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+def t_test_p(t: float, degrees_of_freedom: int) -> float:
+    """Return the two-sided p-value of Student's t (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     if math.isinf(t):
         return 0.0
-    angle = math.atan(abs(t) / math.sqrt(freedom))
+    angle = math.atan(abs(t) / math.sqrt(degrees_of_freedom))
     cosine = math.cos(angle)
-    term = cosine if freedom % 2 else 1.0
-    total = term if freedom > 1 else 0.0
-    for power in range(3 if freedom % 2 else 2, freedom - 1, 2):
+    term = cosine if degrees_of_freedom % 2 else 1.0
+    total = term if degrees_of_freedom > 1 else 0.0
+    for power in range(3 if degrees_of_freedom % 2 else 2, degrees_of_freedom - 1, 2):
         term *= cosine**2 * (power - 1) / power
         total += term
-    inside = math.sin(angle) * total
-    if freedom % 2:
-        inside = 2 / math.pi * (angle + inside)
-    return max(0.0, 1.0 - inside)
+    probability = math.sin(angle) * total
+    if degrees_of_freedom % 2:
+        probability = 2 / math.pi * (angle + probability)
+    return max(0.0, 1.0 - probability)
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values of a family, adjusted by Holm's step-down rule."""
+    """Return p-values adjusted by Holm's step-down method."""
     adjusted = [0.0] * len(values)
     largest = 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = largest
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = largest
     return adjusted

@@ -1,1 +1,1 @@
-"""Several runs side by side."""
+"""Comparison of several runs, as text and as an HTML page."""

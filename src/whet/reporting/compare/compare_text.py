@@ -1,51 +1,59 @@
-"""Runs beside each other, for a terminal."""
+"""The comparison of runs as text tables."""
 
 from collections.abc import Sequence
 
 from whet.config.metric_direction import falls
 from whet.data.inspect.token_text import visible
 from whet.reporting.formatting import format_number
-from whet.studies.compare_runs import Against, RunComparison, SeedScores, setting_text
+from whet.studies.compare_runs import GroupDifference, RunComparison, SeedScores, setting_text
 
-_MOST_OTHERS = 12
-_MOST_COLUMNS = 4
-_LONGEST_CELL = 40
+_MAX_OTHER_METRICS = 12
+_MAX_COLUMNS = 4
+_MAX_CELL_LENGTH = 40
 STATISTICS = ("group", "runs", "mean", "std", "95% interval", "difference", "Hedges g", "p (Holm)")
 
 
-def comparison_text(found: RunComparison) -> str:
-    """Tables: what they are judged by, what else they measured, what differs in their configs."""
-    parts = [f"{found.metric}, {'lower' if falls(found.metric) else 'higher'} is better", _statistics(found)]
-    if verdict := best_text(found):
+def comparison_text(comparison: RunComparison) -> str:
+    """Return tables of the compared metric, the other metrics and the config differences."""
+    parts = [
+        f"{comparison.metric}, {'lower' if falls(comparison.metric) else 'higher'} is better",
+        _statistics(comparison),
+    ]
+    if verdict := best_text(comparison):
         parts.append(verdict)
-    names = [group.name for group in found.groups]
-    wide = len(names) > _MOST_COLUMNS  # then a line a group, else a line a metric
-    if others := found.metrics[1:]:
-        shown = others[: _MOST_COLUMNS if wide else _MOST_OTHERS]
-        rows = [("also", *names)]
-        rows += [(name, *(spread_text(group.scores(name)) for group in found.groups)) for name in shown]
-        left = f"\n{len(others) - len(shown)} more: see --json" if len(others) > len(shown) else ""
-        parts.append(_columns(list(zip(*rows, strict=True)) if wide else rows) + left)
-    if found.differences:
+    names = [group.name for group in comparison.groups]
+    transposed = len(names) > _MAX_COLUMNS  # one line per group instead of one per metric
+    if others := comparison.metrics[1:]:
+        shown = others[: _MAX_COLUMNS if transposed else _MAX_OTHER_METRICS]
+        rows = [("other metrics", *names)]
+        rows += [(name, *(spread_text(group.scores(name)) for group in comparison.groups)) for name in shown]
+        omitted = f"\n{len(others) - len(shown)} more metrics: see --json" if len(others) > len(shown) else ""
+        parts.append(_columns(list(zip(*rows, strict=True)) if transposed else rows) + omitted)
+    if comparison.differences:
         rows = [("config", *names)]
-        rows += [(key, *map(_cut, values)) for key, values in found.differences.items()]
-        parts.append(_columns(list(zip(*rows, strict=True)) if wide else rows))
-    parts += [f"note: {visible(note)}" for note in found.notes]
+        rows += [(key, *map(_truncate, values)) for key, values in comparison.differences.items()]
+        parts.append(_columns(list(zip(*rows, strict=True)) if transposed else rows))
+    parts += [f"note: {visible(note)}" for note in comparison.notes]
     return "\n\n".join(parts)
 
 
-def _statistics(found: RunComparison) -> str:
-    rows = list(statistics_rows(found))
+def _statistics(comparison: RunComparison) -> str:
+    rows = list(statistics_rows(comparison))
     used = [column for column in range(len(STATISTICS)) if column < 3 or any(row[column] for row in rows)]
     return _columns([tuple(row[column] for column in used) for row in (STATISTICS, *rows)])
 
 
-def statistics_rows(found: RunComparison) -> list[tuple[str, ...]]:
-    """A line a group, under the headings of STATISTICS; what is not known is empty."""
-    against = found.against_first(found.metric)
+def statistics_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
+    """Return one row per group, under the headings of STATISTICS; unknown values are empty."""
+    differences = comparison.differences_to_first(comparison.metric)
     return [
-        (group.name, str(len(group.runs)), *_score_cells(group.scores(found.metric)), *_against_cells(each))
-        for group, each in zip(found.groups, against, strict=True)
+        (
+            group.name,
+            str(len(group.runs)),
+            *_score_cells(group.scores(comparison.metric)),
+            *_difference_cells(difference),
+        )
+        for group, difference in zip(comparison.groups, differences, strict=True)
     ]
 
 
@@ -61,59 +69,62 @@ def _score_cells(scores: SeedScores | None) -> tuple[str, str, str]:
     )
 
 
-def _against_cells(against: Against | None) -> tuple[str, str, str]:
-    if against is None:
+def _difference_cells(difference: GroupDifference | None) -> tuple[str, str, str]:
+    if difference is None:
         return "", "", ""
-    effect = "" if against.hedges_g is None else f"{against.hedges_g:+.2f}"
-    p = "" if against.p_adjusted is None else f"{against.p_adjusted:.2g}"
-    return f"{'+' if against.difference >= 0 else ''}{format_number(against.difference)}", effect, p
+    effect = "" if difference.hedges_g is None else f"{difference.hedges_g:+.2f}"
+    p = "" if difference.p_adjusted is None else f"{difference.p_adjusted:.2g}"
+    return f"{'+' if difference.difference >= 0 else ''}{format_number(difference.difference)}", effect, p
 
 
 def spread_text(scores: SeedScores | None) -> str:
-    """A mean, with its standard deviation where there is one."""
+    """Return the mean, with the standard deviation if there are several values."""
     if scores is None:
         return "-"
     return format_number(scores.mean) + ("" if scores.std is None else f" ± {format_number(scores.std)}")
 
 
-def best_place(found: RunComparison) -> int | None:
-    """Which group has the best mean, of those that did not diverge; None where all are equal or alone.
+def best_index(comparison: RunComparison) -> int | None:
+    """Return the index of the group with the best mean, ignoring groups that diverged.
 
-    None, too, where the metric is another quantity in each group.
+    None if fewer than two means differ, or if the groups cannot be compared by the metric.
     """
-    if found.unlike:
+    if comparison.incomparable_keys:
         return None
-    known = {
-        place: scores.mean
-        for place, group in enumerate(found.groups)
-        if (scores := group.scores(found.metric)) is not None and not group.diverged(found.metric)
+    means = {
+        index: scores.mean
+        for index, group in enumerate(comparison.groups)
+        if (scores := group.scores(comparison.metric)) is not None and not group.diverged(comparison.metric)
     }
-    if len(set(known.values())) < 2:
+    if len(set(means.values())) < 2:
         return None
-    return (min if falls(found.metric) else max)(known, key=known.__getitem__)
+    return (min if falls(comparison.metric) else max)(means, key=means.__getitem__)
 
 
-def best_text(found: RunComparison) -> str:
-    """Which group is best, and whether it can be told from the first."""
-    if found.unlike:
-        return f"no best: the groups cannot be ranked by {found.metric}; choose another number with --metric"
-    place = best_place(found)
-    if place is None:
+def best_text(comparison: RunComparison) -> str:
+    """Return which group is best, and whether it differs significantly from the first."""
+    if comparison.incomparable_keys:
+        return (
+            f"not ranked: the groups are not comparable by {comparison.metric}; choose another with --metric"
+        )
+    index = best_index(comparison)
+    if index is None:
         return ""
-    said = f"best: {found.groups[place].name}"
-    against = found.against_first(found.metric)[place]
-    if against is None:
-        return said
-    if against.p_adjusted is None:
-        return f"{said} (not tested: that needs two seeds that both have)"
-    surely = "differs" if against.p_adjusted < 0.05 else "cannot be told apart"
-    first = found.groups[0].name
-    return f"{said}; it {surely} from {first} (paired t-test, p = {against.p_adjusted:.2g} after Holm)"
+    verdict = f"best: {comparison.groups[index].name}"
+    difference = comparison.differences_to_first(comparison.metric)[index]
+    if difference is None:
+        return verdict
+    if difference.p_adjusted is None:
+        return f"{verdict} (not tested for significance: this needs at least two shared seeds)"
+    significance = "differs" if difference.p_adjusted < 0.05 else "does not differ"
+    first = comparison.groups[0].name
+    test = f"paired t-test, p = {difference.p_adjusted:.2g} after Holm"
+    return f"{verdict}; it {significance} significantly from {first} ({test})"
 
 
-def _cut(value: object) -> str:
+def _truncate(value: object) -> str:
     text = setting_text(value)
-    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
+    return text if len(text) <= _MAX_CELL_LENGTH else f"{text[: _MAX_CELL_LENGTH - 1]}…"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

@@ -1,1 +1,1 @@
-"""What `whet data` shows."""
+"""The output of `whet data`, as text and as an HTML page."""

@@ -1,4 +1,4 @@
-"""The view of a run's data as one HTML file: no script, nothing fetched, every text escaped."""
+"""The data of a run as one HTML page: loss masks, lengths, packing and problems."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -11,9 +11,9 @@ from whet.reporting.data.data_wording import model_line, sample_title, split_row
 from whet.reporting.html_page import html_lines, html_page, html_table, html_text
 
 _STYLE = """
-:root { --learned: #c9edcf; --learned-ink: #0b4a1a; --special: #7a2ea0; --context: #d7d9dc;
+:root { --supervised: #c9edcf; --supervised-ink: #0b4a1a; --special: #7a2ea0; --context: #d7d9dc;
   --padding: #f0c9c4; }
-@media screen and (prefers-color-scheme: dark) { :root { --learned: #1d4a2a; --learned-ink: #c5f2cf;
+@media screen and (prefers-color-scheme: dark) { :root { --supervised: #1d4a2a; --supervised-ink: #c5f2cf;
   --special: #d59cf0; --context: #484d54; --padding: #5c2f2b; } }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .2rem .8rem; margin-top:
   .8rem; align-items: center; font-variant-numeric: tabular-nums; font-size: .9rem; max-width: 44rem; }
@@ -22,7 +22,7 @@ _STYLE = """
 .tokens { font: 14px/1.75 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; margin: 0;
   padding: .8rem 1rem; border: 1px solid var(--line); border-radius: 6px; color: var(--quiet); }
 .tokens span { box-shadow: inset -1px 0 var(--line); }
-.l { background: var(--learned); color: var(--learned-ink); }
+.l { background: var(--supervised); color: var(--supervised-ink); }
 .s { color: var(--special); font-weight: 600; }
 .more { display: block; color: var(--quiet); font-style: italic; padding: .4rem 0; }
 .legend > span { display: inline-block; margin-right: 1.2rem; }
@@ -31,7 +31,7 @@ _STYLE = """
 .row { display: flex; height: 1.5rem; margin: .25rem 0; }
 .row > span { display: flex; margin-right: 2px; border-radius: 2px; overflow: hidden; min-width: 2px; }
 .row i { display: block; }
-.learned { background: var(--bar); }
+.supervised { background: var(--bar); }
 .context { background: var(--context); }
 .padding { background: var(--padding); }
 .fine { border-left: 4px solid var(--bar); padding: .4rem 1.1rem; margin: 1.2rem 0; }
@@ -39,9 +39,9 @@ _STYLE = """
 
 
 def data_page(view: DataView, problems: Sequence[Problem], *, title: str) -> str:
-    """The whole page."""
+    """Return the page as HTML."""
     parts = [
-        f"<h1>What the model sees</h1><p class='quiet'>{html_text(title)}</p>",
+        f"<h1>Training data</h1><p class='quiet'>{html_text(title)}</p>",
         _problems(problems),
         html_table([("model", model_line(view)), *tokenizer_rows(view)]),
         *_template(view),
@@ -49,7 +49,7 @@ def data_page(view: DataView, problems: Sequence[Problem], *, title: str) -> str
         f"<h2>Steps</h2>{html_table(step_rows(view))}",
         *_micro_batch(view),
     ]
-    return html_page(parts, title=f"{title}: what the model sees", style=_STYLE)
+    return html_page(parts, title=f"{title}: training data", style=_STYLE)
 
 
 def _problems(problems: Sequence[Problem]) -> str:
@@ -60,35 +60,36 @@ def _problems(problems: Sequence[Problem]) -> str:
 
 def _problem(problem: Problem) -> str:
     hint = f" <span class='quiet'>{html_text(problem.hint)}</span>" if problem.hint else ""
-    listed = "".join(f"<li>{html_text(detail)}</li>" for detail in problem.details)
+    items = "".join(f"<li>{html_text(detail)}</li>" for detail in problem.details)
     return (
         f"<p><b>{'error' if problem.stops else 'warning'}</b> {html_text(problem.message)}.{hint}</p>"
-        f"{f'<ul>{listed}</ul>' if listed else ''}"
+        f"{f'<ul>{items}</ul>' if items else ''}"
     )
 
 
 def _template(view: DataView) -> Iterable[str]:
     if view.tokenizer is not None and view.tokenizer.template is not None:
-        shown = html_lines(view.tokenizer.template)
-        yield f"<details><summary>the chat template</summary><pre class='tokens'>{shown}</pre></details>"
+        template = html_lines(view.tokenizer.template)
+        yield f"<details><summary>chat template</summary><pre class='tokens'>{template}</pre></details>"
 
 
 def _split(split: SplitFacts, view: DataView) -> str:
     legend = (
-        "<p class='legend'><span><i class='l'></i>learned</span><span><i class='context'></i>context</span>"
-        "<span class='s'>⟨special token⟩</span></p>"
+        "<p class='legend'><span><i class='l'></i>supervised</span>"
+        "<span><i class='context'></i>context</span><span class='s'>⟨special token⟩</span></p>"
     )
     samples = "".join(map(_sample, split.samples))
     return (
         f"<h2>{html_text(split.name)}: {html_text(split.source)}</h2>{html_table(split_rows(split, view))}"
-        f"<h3>Tokens a record</h3>{_bars(split.bins)}{legend if samples else ''}{samples}"
+        f"<h3>Tokens per record</h3>{_bars(split.bins)}{legend if samples else ''}{samples}"
     )
 
 
 def _bars(bins: Sequence[Bin]) -> str:
-    most = max(each.count for each in bins)
+    largest = max(each.count for each in bins)
     bars = (
-        f"<b>{each.label}</b><i style='width:{100 * each.count / most:.2f}%'></i><span>{each.count:,}</span>"
+        f"<b>{each.label}</b><i style='width:{100 * each.count / largest:.2f}%'></i>"
+        f"<span>{each.count:,}</span>"
         for each in bins
     )
     return f"<div class='bars'>{''.join(bars)}</div>"
@@ -101,8 +102,8 @@ def _sample(sample: Sample) -> str:
 
 
 def _piece(piece: Piece) -> str:
-    """A token's text was made visible where it was decoded: the line breaks in it are meant."""
-    kinds = " ".join(name for name, has in (("l", piece.supervised), ("s", piece.special)) if has)
+    """Return a token as HTML; its text was made visible when it was decoded, so line breaks are real."""
+    kinds = " ".join(name for name, is_set in (("l", piece.supervised), ("s", piece.special)) if is_set)
     ids = " ".join(map(str, piece.ids))
     return f"<span class='{kinds}' title='{ids}'>{escape(piece.text)}</span>"
 
@@ -112,29 +113,29 @@ def _micro_batch(view: DataView) -> Iterable[str]:
     if plan is None:
         return
     yield (
-        "<h2>The first micro-batch</h2><p class='legend'><span><i class='learned'></i>learned</span>"
+        "<h2>First micro-batch</h2><p class='legend'><span><i class='supervised'></i>supervised</span>"
         "<span><i class='context'></i>context</span><span><i class='padding'></i>padding</span></p>"
     )
     width = max(sum(d.length for d in row.documents) + row.padding for row in plan.drawn)
     yield from (_row(row, width) for row in plan.drawn)
     more = f"; {plan.rows - len(plan.drawn):,} more rows are not drawn" if plan.rows > len(plan.drawn) else ""
-    yield f"<p class='quiet'>{width:,} positions wide; one block an example{more}</p>"
+    yield f"<p class='quiet'>{width:,} positions wide; one block per example{more}</p>"
 
 
 def _row(row: DrawnRow, width: int) -> str:
     blocks = []
     for document in row.documents:
-        stretches = "".join(
-            f"<i class='{'learned' if learned else 'context'}' style='flex:{length}'></i>"
-            for length, learned in document.stretches
+        spans = "".join(
+            f"<i class='{'supervised' if supervised else 'context'}' style='flex:{length}'></i>"
+            for length, supervised in document.stretches
         )
         title = escape(f"{visible(document.origin)}: {document.length:,} positions", quote=True)
         size = _share(document.length, width)
-        blocks.append(f"<span style='width:{size}' title='{title}'>{stretches}</span>")
+        blocks.append(f"<span style='width:{size}' title='{title}'>{spans}</span>")
     if row.padding:
         blocks.append(f"<span class='padding' style='width:{_share(row.padding, width)}'></span>")
     return f"<div class='row'>{''.join(blocks)}</div>"
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3f}%"
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.3f}%"

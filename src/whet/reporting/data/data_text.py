@@ -1,4 +1,4 @@
-"""The view of a run's data in a terminal: coloured there, with brackets around what is learned elsewhere."""
+"""The data of a run as text: colored on a terminal, elsewhere with brackets around supervised tokens."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,26 +11,26 @@ from whet.data.inspect.step_facts import DrawnRow
 from whet.data.inspect.token_text import Piece, visible
 from whet.reporting.data.data_wording import model_line, sample_title, split_rows, step_rows, tokenizer_rows
 
-_LEARNED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "dim", "magenta", "dim red"
+_SUPERVISED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "dim", "magenta", "dim red"
 _BAR, _ROW = 40, 72  # columns
 _BLOCKS = " ▏▎▍▌▋▊▉█"
-_DETAILS = 5  # of a problem, where it is only a warning
+_MAX_DETAILS = 5  # per problem, without --check
 
 
 class DataText:
-    """Prints views to a console."""
+    """Prints the data of a run to a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._plain = not console.is_terminal or console.no_color or console.color_system is None
 
     def show_part(self, name: str) -> None:
-        """Whose view comes next, where a mix has several."""
+        """Print the title of a part of a mix; a run that is not a mix has one part without a name."""
         if name:
             self._title(f"part {name}")
 
     def show(self, view: DataView) -> None:
-        """Everything but the problems."""
+        """Print everything except the problems."""
         self._rows([("model", model_line(view)), *tokenizer_rows(view)])
         for split in view.splits:
             self._title(f"{split.name}: {split.source}")
@@ -42,33 +42,33 @@ class DataText:
         if any(split.samples for split in view.splits):
             self._samples(view)
         if view.steps is not None:
-            self._title("the first micro-batch")
+            self._title("first micro-batch")
             self._micro_batch(view.steps.drawn, view.steps.rows)
 
     def show_plan(self, view: DataView) -> None:
-        """What a run would do."""
+        """Print the summary for a dry run: the model, the sizes of the splits and the steps."""
         self._rows([("model", model_line(view))])
         for split in view.splits:
             self._rows([(split.name, split.source), *split_rows(split, view)[:3]])
         self._rows(step_rows(view))
 
     def show_problems(self, problems: Sequence[Problem], *, every_record: bool) -> None:
-        """One entry a problem, with all the records that show it or the first few."""
+        """Print the problems, each with all affected records (`every_record`) or the first few."""
         self._title(f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "no problems")
         for problem in problems:
             self._line(f"  {'error' if problem.stops else 'warning'}: {problem.message}", style="bold red")
             if problem.hint:
                 self._line(f"    hint: {problem.hint}")
-            shown = problem.details if every_record else problem.details[:_DETAILS]
+            shown = problem.details if every_record else problem.details[:_MAX_DETAILS]
             for detail in shown:
                 self._line(f"    {detail}")
             if len(shown) < len(problem.details):
-                self._line("    ... (whet data --check lists them)")
+                self._line("    ... (whet data --check lists all)")
 
     def _samples(self, view: DataView) -> None:
         self._title("samples")
         legend = Text("  ")
-        for piece in (Piece("learned", (), True), Piece("context", (), False)):
+        for piece in (Piece("supervised", (), True), Piece("context", (), False)):
             legend.append_text(self._pieces([piece])).append("  ")
         self._console.print(legend.append(self._pieces([Piece("⟨special⟩", (), False, special=True)])))
         for split in view.splits:
@@ -86,22 +86,22 @@ class DataText:
             self._console.print(Text("    ").append_text(line))
 
     def _pieces(self, pieces: Sequence[Piece]) -> Text:
-        text, inside = Text(), False
+        text, in_supervised = Text(), False
         for piece in pieces:
-            if self._plain and piece.supervised != inside:
-                text = text.append("⟦") if piece.supervised else _closed(text)
-            inside = piece.supervised
+            if self._plain and piece.supervised != in_supervised:
+                text = text.append("⟦") if piece.supervised else _close_bracket(text)
+            in_supervised = piece.supervised
             text.append(piece.text, style=_style(piece))
-        return _closed(text) if self._plain and inside else text
+        return _close_bracket(text) if self._plain and in_supervised else text
 
     def _micro_batch(self, rows: Sequence[DrawnRow], count: int) -> None:
         width = max(sum(d.length for d in row.documents) + row.padding for row in rows)
         scale = max(1.0, width / _ROW)
-        legend = Text("  ").append("█", style=_LEARNED).append(" learned  ").append("░", style=_CONTEXT)
+        legend = Text("  ").append("█", style=_SUPERVISED).append(" supervised  ").append("░", style=_CONTEXT)
         legend.append(" context  ").append("·", style=_PADDING).append(" padding  ").append("│ next example")
         self._console.print(legend.append(f"; {width:,} positions wide"))
         for row in rows:
-            self._console.print(_drawn(row, scale))
+            self._console.print(_draw_row(row, scale))
         if count > len(rows):
             self._line(f"  and {count - len(rows):,} more rows")
 
@@ -117,8 +117,8 @@ class DataText:
         self._console.print(Text(visible(text), style=style))
 
 
-def _closed(text: Text) -> Text:
-    """With the bracket at the end of its line, not at the start of the next."""
+def _close_bracket(text: Text) -> Text:
+    """Append the closing bracket, before a trailing line break if there is one."""
     if not text.plain.endswith("\n"):
         return text.append("⟧")
     text.right_crop(1)
@@ -128,24 +128,24 @@ def _closed(text: Text) -> Text:
 def _style(piece: Piece) -> str:
     if piece.special:
         return f"{_SPECIAL} underline" if piece.supervised else _SPECIAL
-    return _LEARNED if piece.supervised else _CONTEXT
+    return _SUPERVISED if piece.supervised else _CONTEXT
 
 
 def _bars(bins: Sequence[Bin]) -> Iterator[str]:
-    most = max(each.count for each in bins)
+    largest = max(each.count for each in bins)
     labels = [each.label for each in bins]
     for label, each in zip(labels, bins, strict=True):
-        eighths = -(-each.count * _BAR * 8 // most)
+        eighths = -(-each.count * _BAR * 8 // largest)
         bar = "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
         yield f"  {label:>{max(map(len, labels))}}  {bar} {each.count:,}"
 
 
-def _drawn(row: DrawnRow, scale: float) -> Text:
-    """The row to scale; what is shorter than a column still gets one, so that no example disappears."""
+def _draw_row(row: DrawnRow, scale: float) -> Text:
+    """Return a row drawn to scale; every span gets at least one column, so that no example disappears."""
     text = Text("  ")
     for document in row.documents:
-        for length, learned in document.stretches:
+        for length, supervised in document.stretches:
             columns = max(1, round(length / scale))
-            text.append(("█" if learned else "░") * columns, style=_LEARNED if learned else _CONTEXT)
+            text.append(("█" if supervised else "░") * columns, style=_SUPERVISED if supervised else _CONTEXT)
         text.append("│")
     return text.append("·" * round(row.padding / scale), style=_PADDING)

@@ -1,4 +1,4 @@
-"""The facts of a run's data in words: the same ones in a terminal and on a page."""
+"""The wording of data facts, shared by the text and the HTML view."""
 
 from whet.config.preset import Preset
 from whet.data.inspect.data_facts import SHAPES_COUNTED, DataView, Sample, SplitFacts
@@ -8,138 +8,144 @@ WordingRows = list[tuple[str, str]]
 
 
 def model_line(view: DataView) -> str:
-    """The model that will read it."""
+    """Return the model's name with its parameter count, vocabulary size and context length."""
     model = view.model
     if model is None:
-        named = view.config.language_model
-        return f"{named.preset} from scratch" if isinstance(named, Preset) else named
-    known = {"parameters": model.parameters, "vocabulary": model.vocab_size, "context": model.max_positions}
-    parts = [f"{name} {value:,}" for name, value in known.items() if value is not None]
+        model_name = view.config.language_model
+        return f"{model_name.preset} from scratch" if isinstance(model_name, Preset) else model_name
+    sizes = {"parameters": model.parameters, "vocabulary": model.vocab_size, "context": model.max_positions}
+    parts = [f"{name} {value:,}" for name, value in sizes.items() if value is not None]
     return ", ".join([model.name, *parts])
 
 
 def tokenizer_rows(view: DataView) -> WordingRows:
-    """The tokenizer, its special tokens and its chat template."""
-    found = view.tokenizer
-    if found is None:
+    """Return rows for the tokenizer, its special tokens and its chat template."""
+    tokenizer = view.tokenizer
+    if tokenizer is None:
         return []
-    named = [f"{name} {token}" for name, token in found.special.items()] or ["no special tokens"]
-    missing = [name for name in ("BOS", "EOS", "PAD") if name not in found.special and found.special]
+    special = [f"{name} {token}" for name, token in tokenizer.special.items()] or ["no special tokens"]
+    missing = [name for name in ("BOS", "EOS", "PAD") if name not in tokenizer.special and tokenizer.special]
     rows = [
-        ("tokenizer", f"{found.size:,} tokens; {', '.join([*named, *(f'no {name}' for name in missing)])}")
+        (
+            "tokenizer",
+            f"{tokenizer.size:,} tokens; {', '.join([*special, *(f'no {name}' for name in missing)])}",
+        )
     ]
-    if found.template is None:
-        return [*rows, ("template", "none: conversations cannot be read")]
-    lines = found.template.count("\n") + 1
-    return [*rows, ("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {found.template_digest}")]
+    if tokenizer.template is None:
+        return [*rows, ("template", "none: chat messages cannot be used")]
+    lines = tokenizer.template.count("\n") + 1
+    return [*rows, ("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {tokenizer.template_digest}")]
 
 
 def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
-    """Counts, lengths, what was lost, what is there twice. The first three rows are the sizes."""
+    """Return rows for counts, lengths, truncation and duplicates; the first three are the sizes."""
     bad = f", and {split.skipped:,} bad" if split.skipped else ""
-    learned = "" if split.is_judged else f", {split.supervised / split.tokens:.1%} of them learned"
-    low, middle, high, top = split.lengths
-    cut = [f"{count:,} {what}" for what, count in split.cut.items() if count]
+    supervised = "" if split.is_judged else f", {split.supervised / split.tokens:.1%} supervised"
+    shortest, median, p95, longest = split.lengths
+    too_long = [f"{count:,} {action}" for action, count in split.cut.items() if count]
     if split.refused:
-        cut.append(f"{split.refused:,} refused")
+        too_long.append(f"{split.refused:,} rejected")
     rows = [
         ("pairs" if split.pairs else "records", f"{split.records:,}{bad} ({_shapes(split, view)})"),
         (
             "tokens" if split.pairs else "examples",
-            f"{'' if split.pairs else f'{split.examples:,}, '}{split.tokens:,} tokens{learned}",
+            f"{'' if split.pairs else f'{split.examples:,}, '}{split.tokens:,} tokens{supervised}",
         ),
         (
             "lengths",
-            f"min {low:,}, median {middle:,}, 95% {high:,}, max {top:,} tokens "
-            + ("per prompt with one answer" if split.pairs else "a record"),
+            f"min {shortest:,}, median {median:,}, p95 {p95:,}, max {longest:,} tokens "
+            + ("per prompt with one completion" if split.pairs else "per record"),
         ),
-        ("too long", f"{', '.join(cut) or 'none'} (data.max_length {view.config.data.max_length:,})"),
-        ("duplicates", _twins(split.duplicates.count, split.duplicates.pair)),
+        ("too long", f"{', '.join(too_long) or 'none'} (data.max_length {view.config.data.max_length:,})"),
+        ("duplicates", _duplicates(split.duplicates.count, split.duplicates.pair)),
     ]
     if split.classes:
         rows.append(("classes", split.classes))
     rows += [
-        (f"in {each.learned}", _twins(each.twins.count, each.twins.pair))
+        (f"also in {each.learned}", _duplicates(each.twins.count, each.twins.pair))
         for each in view.overlaps
         if each.held == split.name
     ]
     if view.tokenizer is not None:
-        rows += _ends(split, view.tokenizer.ends)
+        rows += _end_token_rows(split, view.tokenizer.ends)
         if "BOS" in view.tokenizer.special:
-            rows.append(("BOS twice", f"{split.doubled_bos:,}" if split.doubled_bos else "never"))
+            rows.append(("double BOS", f"{split.doubled_bos:,}" if split.doubled_bos else "none"))
     return rows
 
 
 def sample_title(sample: Sample) -> str:
-    """Where a sample came from, what it is, and how long."""
-    what = "".join(f", {each}" for each in (sample.kind, sample.place) if each)
-    learned = f", {sample.supervised:,} learned" if sample.supervised else ""
-    return f"{sample.origin}{what}: {sample.tokens:,} tokens{learned}"
+    """Return a sample's origin, kind and length."""
+    details = "".join(f", {each}" for each in (sample.kind, sample.place) if each)
+    supervised = f", {sample.supervised:,} supervised" if sample.supervised else ""
+    return f"{sample.origin}{details}: {sample.tokens:,} tokens{supervised}"
 
 
 def _shapes(split: SplitFacts, view: DataView) -> str:
-    told = {shape: f"{shape}, {_way(shape, view)}" for shape in split.shapes}
-    if len(told) == 1:
-        return next(iter(told.values()))
-    counted = "; ".join(f"{count:,} {told[shape]}" for shape, count in split.shapes.items())
+    descriptions = {shape: f"{shape}, {_rendering(shape, view)}" for shape in split.shapes}
+    if len(descriptions) == 1:
+        return next(iter(descriptions.values()))
+    counted = "; ".join(f"{count:,} {descriptions[shape]}" for shape, count in split.shapes.items())
     return f"{counted}; of the first {SHAPES_COUNTED:,}" if split.records > SHAPES_COUNTED else counted
 
 
-def _way(shape: str, view: DataView) -> str:
-    chat = view.tokenizer is not None and view.tokenizer.template is not None
-    through = shape == "messages" or (shape in ("completion", "preference") and chat)
-    return "through the chat template" if through else "without a template"
+def _rendering(shape: str, view: DataView) -> str:
+    has_template = view.tokenizer is not None and view.tokenizer.template is not None
+    is_rendered = shape == "messages" or (shape in ("completion", "preference") and has_template)
+    return "with the chat template" if is_rendered else "without a chat template"
 
 
-def _ends(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
+def _end_token_rows(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
     if not ends:
-        return [("end", "the tokenizer has no token that ends an answer")]
+        return [("end token", "none: the tokenizer has no end-of-sequence token")]
     if split.is_judged:
         return []
-    what = "answers" if split.pairs else "examples"
-    return [("end", f"{' or '.join(ends)} is learned in {split.ended:,} of {split.examples:,} {what}")]
+    unit = "completions" if split.pairs else "examples"
+    return [
+        ("end token", f"{' or '.join(ends)} is supervised in {split.ended:,} of {split.examples:,} {unit}")
+    ]
 
 
-def _twins(count: int, pair: tuple[str, str]) -> str:
+def _duplicates(count: int, pair: tuple[str, str]) -> str:
     return f"{count:,}, such as {' = '.join(pair)}" if count else "none"
 
 
 def step_rows(view: DataView) -> WordingRows:
-    """The plan: how many steps, how large, how well filled."""
+    """Return rows for the number of steps, their size, packing and padding."""
     plan, run = view.steps, view.config.run
     if view.prompts:
         count = f"{run.steps:,}" if run.steps else f"{run.epochs:,} epochs"
         return [
             *view.prompts,
             ("steps", count),
-            ("a step", f"{run.batch_size:,} prompts, {view.completions:,} completions to each"),
-            ("a completion", f"at most {view.completion_tokens:,} tokens"),
+            ("per step", f"{run.batch_size:,} prompts, {view.completions:,} completions each"),
+            ("completions", f"at most {view.completion_tokens:,} tokens"),
         ]
     if plan is None:
-        return [("steps", "cannot be planned: see the problems")]
+        return [("steps", "unknown, see the problems below")]
     unit = "pairs" if any(split.pairs for split in view.splits) else "examples"
-    wanted = f"{run.batch_tokens:,} tokens" if run.batch_tokens else f"{run.batch_size:,} {unit}"
+    limit = f"{run.batch_tokens:,} tokens" if run.batch_tokens else f"{run.batch_size:,} {unit}"
     passes = f"{plan.epochs:,.2f}".rstrip("0").rstrip(".")
     padding = f"{1 - plan.efficiency:.1%} of the positions" if plan.efficiency < 1 else "none"
     rows = [
-        ("steps", f"{plan.steps:,} of at most {wanted}: {passes} epoch{'s' * (passes != '1')}"),
-        ("an epoch", f"{plan.in_epoch:,} step{'s' * (plan.in_epoch != 1)}"),
-        ("a step", f"{plan.examples_a_step:,.1f} {unit}, {plan.tokens_a_step:,.1f} tokens on average"),
-        ("in all", f"about {plan.tokens:,} tokens"),
-        ("micro-batches", f"{plan.micro_batches:,.1f} a step, of at most {plan.micro_tokens:,} tokens"),
+        ("steps", f"{plan.steps:,} of at most {limit}: {passes} epoch{'s' * (passes != '1')}"),
+        ("epoch", f"{plan.in_epoch:,} step{'s' * (plan.in_epoch != 1)}"),
+        ("per step", f"{plan.examples_a_step:,.1f} {unit}, {plan.tokens_a_step:,.1f} tokens on average"),
+        ("total", f"about {plan.tokens:,} tokens"),
+        ("micro-batches", f"{plan.micro_batches:,.1f} per step, of at most {plan.micro_tokens:,} tokens"),
         ("packing", _packing(plan) if view.config.data.pack else "off"),
         ("padding", padding),
     ]
     if view.held_out:
-        left = f"; left: {view.classes_left}" if view.classes_left else ""
-        rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation{left}"))
+        remaining = f"; remaining: {view.classes_left}" if view.classes_left else ""
+        rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation{remaining}"))
     if plan.measured < plan.in_epoch:
-        rows.append(("", f"the last two were measured on the first {plan.measured:,} steps"))
+        rows.append(("", f"packing and padding were measured on the first {plan.measured:,} steps"))
     if plan.staged:
-        rows.append(("", "measured without data.curriculum, which changes what is in a step"))
+        rows.append(("", "measured without data.curriculum, which changes the contents of the steps"))
     return rows
 
 
 def _packing(plan: StepFacts) -> str:
-    held = plan.filled * plan.micro_tokens
-    return f"{held:,.0f} tokens in a micro-batch ({plan.filled:.1%} of its room; unused room costs nothing)"
+    tokens = plan.filled * plan.micro_tokens
+    capacity = f"{plan.filled:.1%} of its limit; unused capacity costs nothing"
+    return f"{tokens:,.0f} tokens per micro-batch ({capacity})"

@@ -1,4 +1,4 @@
-"""What probes found: a plot a number; of what is known by layer, lines or, with many layers, a map."""
+"""Charts of probes: one per scalar, and lines (or a heat map for many layers) per layered metric."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,16 +8,16 @@ import numpy as np
 from whet.data.inspect.token_text import visible
 from whet.reporting.charts import chart, chart_grid, element_id, figure_element, finish_axes
 from whet.reporting.html_page import html_text
-from whet.reporting.svg import COLOURS, drawing, svg
+from whet.reporting.svg import COLORS, figure_style, svg
 from whet.runs.metric_series import Metric, as_number
 from whet.runs.run_files import Values
 
 PREFIX, LAYERS = "exp_", "_layer"
-_MOST_LINES = 6  # layers that can be told apart as lines
-_MOST_CHARTS = 24
+_MAX_LINES = 6  # more layers become a heat map
+_MAX_CHARTS = 24
 _SIZE = 4.2, 2.4  # inches
-_WIDE = 10  # highest / lowest from which colours follow the logarithm: else one value takes them all
-# the number of a layer, by its name now and in older runs: the map shows it
+_LOG_RATIO = 10  # max / min from which the color scale is logarithmic
+# layer indices, under their current and their former name: the heat map shows them
 _NOT_DRAWN = {"exp_grad_norm_largest_layer", "exp_grad_norm_max_layer"}
 _TITLES = {
     "grad_norm": "gradient norm",
@@ -26,9 +26,9 @@ _TITLES = {
     "grad_noise": "gradient noise",
     "grad_signal": "gradient signal",
     "weight_norm": "weight norm",
-    "weight_distance": "distance from the first weights",
-    "weight_delta": "way from the first weights",
-    "act_norm_ratio": "activation norm, last layer to first",
+    "weight_distance": "distance from the initial weights",
+    "weight_delta": "change from the initial weights",
+    "act_norm_ratio": "activation norm, last layer / first layer",
     "act_norm": "activation norm",
     "act_sparsity": "activation sparsity",
     "attn_entropy": "attention entropy",
@@ -37,8 +37,8 @@ _TITLES = {
 
 
 def probe_section(rows: Sequence[Values], metrics: dict[str, Metric]) -> str | None:
-    """All probes; None for a run without."""
-    layered = [picture for name in _layered(rows) if (picture := _layers_chart(name, rows))]
+    """Return the charts of all probes as HTML, or None for a run without probes."""
+    layered = [picture for name in _layered_metrics(rows) if (picture := _layers_chart(name, rows))]
     scalars = [
         chart(name, probe_title(name), metric)
         for name, metric in metrics.items()
@@ -46,22 +46,24 @@ def probe_section(rows: Sequence[Values], metrics: dict[str, Metric]) -> str | N
     ]
     if not layered and not scalars:
         return None
-    by_layer = "".join(layered[:_MOST_CHARTS])
-    return f"<div class='charts wide'>{by_layer}</div>{chart_grid(scalars[:_MOST_CHARTS])}"
+    by_layer = "".join(layered[:_MAX_CHARTS])
+    return f"<div class='charts wide'>{by_layer}</div>{chart_grid(scalars[:_MAX_CHARTS])}"
 
 
 def probe_title(name: str) -> str:
-    """A probe's key in words."""
+    """Return the human-readable title of a probe metric."""
     key = name.removeprefix(PREFIX)
     for prefix, title in _TITLES.items():
         if key == prefix or key.startswith(f"{prefix}_"):
             rest = key.removeprefix(prefix).replace("_", " ").strip()
-            rest = {"rest": "outside the layers", "layer": "by layer", "std": "spread"}.get(rest, rest)
+            rest = {"rest": "outside the layers", "layer": "by layer", "std": "standard deviation"}.get(
+                rest, rest
+            )
             return f"{title}, {rest}" if rest else title
     return key.replace("_", " ")
 
 
-def _layered(rows: Sequence[Values]) -> list[str]:
+def _layered_metrics(rows: Sequence[Values]) -> list[str]:
     return list(
         dict.fromkeys(
             name
@@ -73,21 +75,21 @@ def _layered(rows: Sequence[Values]) -> list[str]:
 
 
 def _layers_chart(name: str, rows: Sequence[Values]) -> str:
-    """Layers over steps; empty where nothing can be drawn."""
+    """Return the chart of a layered metric over steps, or an empty string if it has no finite values."""
     steps, table = _table(name, rows)
     if not steps or not np.isfinite(table).any():
         return ""
     key, title = element_id(name), probe_title(name)
     layers = table.shape[1]
     low, high = np.nanmin(table), np.nanmax(table)
-    logarithmic = 0 < low < high / _WIDE
-    with drawing() as new_figure:
+    logarithmic = 0 < low < high / _LOG_RATIO
+    with figure_style() as new_figure:
         figure = new_figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
-        if layers <= _MOST_LINES:
+        if layers <= _MAX_LINES:
             for layer in range(layers):
-                alone = "o" if len(steps) == 1 else None
-                axes.plot(steps, table[:, layer], color=COLOURS[layer], label=f"layer {layer}", marker=alone)
+                marker = "o" if len(steps) == 1 else None
+                axes.plot(steps, table[:, layer], color=COLORS[layer], label=f"layer {layer}", marker=marker)
             finish_axes(axes, table[np.isfinite(table)].tolist())
             axes.legend(loc="best", fontsize=8)
         else:
@@ -114,13 +116,13 @@ def _layers_chart(name: str, rows: Sequence[Values]) -> str:
 
 
 def _table(name: str, rows: Sequence[Values]) -> tuple[list[int], np.ndarray]:
-    """Steps, and values [steps, layers]; what is not known is NaN, and not drawn."""
-    found = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), list)]
-    if not found:
+    """Return steps and values [steps, layers]; missing and non-finite values are NaN and not drawn."""
+    entries = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), list)]
+    if not entries:
         return [], np.zeros((0, 0))
-    layers = len(found[-1][1])
-    alike = [(step, values) for step, values in found if len(values) == layers]
-    numbers = [[as_number(value) for value in values] for _, values in alike]
+    layers = len(entries[-1][1])
+    same_length = [(step, values) for step, values in entries if len(values) == layers]
+    numbers = [[as_number(value) for value in values] for _, values in same_length]
     table = np.array([[np.nan if n is None else n for n in line] for line in numbers], dtype=np.float64)
     table[~np.isfinite(table)] = np.nan
-    return [step for step, _ in alike], table
+    return [step for step, _ in same_length], table

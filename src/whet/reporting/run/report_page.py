@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that says what was trained on what, how it went and what came of it."""
+"""The report of a run: one HTML file with its settings, curves, metrics, samples and environment."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from whet.reporting.run.probe_charts import probe_section
 from whet.reporting.run.router_maps import router_section
 from whet.reporting.run.run_facts import facts, headline, planned_gib, reproduce_commands, use_commands
 from whet.reporting.run.sample_table import samples_section
-from whet.reporting.svg import drawing, svg
+from whet.reporting.svg import figure_style, svg
 from whet.reporting.text.classifier_text import ERRORS, SCORES, classification_figure
 from whet.reporting.text.plan_text import plan_json
 from whet.run_directory import CONFIG_FILE, REPORT_PAGE
@@ -53,31 +53,31 @@ pre { font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run, into the run where `out` does not say otherwise; returns where it is."""
+    """Write the report of a run to `out` (default: into the run's directory), and return its path."""
     directory = Path(run)
-    found = read_run(directory)
-    found.plan = found.plan or plan_of(found)
-    page = report_page(found)
+    files = read_run(directory)
+    files.plan = files.plan or plan_of(files)
+    page = report_page(files)
     path = Path(out) if out is not None else directory / REPORT_PAGE
     replace_text(path, page)
     return path
 
 
 def report_page(run: RunFiles) -> str:
-    """The whole page; the same for the same files."""
-    found = dict(_sections(run))
-    sections = [f"<section id='{name}'>{html}</section>" for name, html in found.items()]
-    links = "".join(f"<a href='#{name}'>{name}</a>" for name in found)
-    done = " finished" if run.finished else ""
+    """Return the page as HTML; equal run files give equal pages."""
+    content = dict(_sections(run))
+    sections = [f"<section id='{name}'>{html}</section>" for name, html in content.items()]
+    links = "".join(f"<a href='#{name}'>{name}</a>" for name in content)
+    status_class = " finished" if run.finished else ""
     heading = (
-        f"<h1>{html_text(run.name)}</h1><p class='status{done}'>{html_text(run.status)}</p>"
+        f"<h1>{html_text(run.name)}</h1><p class='status{status_class}'>{html_text(run.status)}</p>"
         f"{_tiles(run)}{html_table(facts(run))}<nav>{links}</nav>"
     )
-    # known only when all sections are written
-    listed = "".join(f"<li>{html_text(problem)}</li>" for problem in run.problems)
-    problems = f"<div class='problems'><b>not all of it could be read</b><ul>{listed}</ul></div>"
+    # after the sections, because writing them can add problems
+    items = "".join(f"<li>{html_text(problem)}</li>" for problem in run.problems)
+    problems = f"<div class='problems'><b>some files of the run could not be read</b><ul>{items}</ul></div>"
     return html_page(
-        [heading, *([problems] if listed else []), *sections], title=f"{run.name}: report", style=_STYLE
+        [heading, *([problems] if items else []), *sections], title=f"{run.name}: report", style=_STYLE
     )
 
 
@@ -86,21 +86,24 @@ def _sections(run: RunFiles) -> Iterator[tuple[str, str]]:
     loss, training = loss_charts(metrics), training_charts(metrics, planned_gib=planned_gib(run))
     if loss or training:
         yield "curves", f"<h2>Curves</h2>{''.join(loss)}{chart_grid(training)}{_planned_memory(run)}"
-    own, more = other_charts(metrics)
-    if own:
-        said = f"<p class='quiet'>{more:,} more metrics are in metrics.jsonl</p>" if more else ""
-        yield "metrics", f"<h2>Metrics</h2>{chart_grid(own)}{said}"
+    charts, omitted = other_charts(metrics)
+    if charts:
+        note = f"<p class='quiet'>{omitted:,} more metrics are in metrics.jsonl</p>" if omitted else ""
+        yield "metrics", f"<h2>Metrics</h2>{chart_grid(charts)}{note}"
     if (probes := probe_section(run.rows, metrics)) is not None:
         yield "probes", f"<h2>Probes</h2>{probes}"
     if (routers := router_section(run.rows)) is not None:
         yield "routers", f"<h2>Routers</h2>{routers}"
-    if (classified := _classification(run)) is not None:
-        yield "classification", f"<h2>Classification</h2>{classified}"
+    if (classification := _classification(run)) is not None:
+        yield "classification", f"<h2>Classification</h2>{classification}"
     if run.samples:
         yield "samples", f"<h2>Samples</h2>{samples_section(run.samples)}"
     yield "commands", f"<h2>Commands</h2>{_commands(run)}"
     if run.provenance:
-        yield "environment", f"<h2>Environment and origins</h2>{html_table(_origins(run.provenance))}"
+        yield (
+            "environment",
+            f"<h2>Environment and provenance</h2>{html_table(_provenance_rows(run.provenance))}",
+        )
     if run.config_text:
         yield "config", f"<h2>Config</h2><pre>{html_lines(run.config_text.rstrip())}</pre>"
 
@@ -113,51 +116,51 @@ def _tiles(run: RunFiles) -> str:
 
 
 def _planned_memory(run: RunFiles) -> str:
-    """The parts that a plan names, each at its most."""
+    """Return a table of the plan's memory components, each at its peak."""
     parts = section(run.plan, "bytes")
     rows = [
         (name.replace("_", " "), f"{number / 2**30:,.3g} GiB")
         for name, value in parts.items()
         if (number := as_number(value)) is not None and math.isfinite(number) and number > 0
     ]
-    return f"<h3>Memory, as planned</h3>{html_table(rows)}" if rows else ""
+    return f"<h3>Planned memory</h3>{html_table(rows)}" if rows else ""
 
 
 def _classification(run: RunFiles) -> str | None:
     if run.classification is None:
         return None
     try:
-        with drawing():
+        with figure_style():
             figure = classification_figure(run.classification)
             picture = svg(
                 figure, name="classification-plots", label="confusion, reliability, ROC and PR curves"
             )
         table = _scores(run.classification)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        # somebody else's file, or half of one: the rest of the page does not depend on it
-        run.problems.append(f"classification.json is not a whole report: {type(error).__name__}: {error}")
+        # a truncated or foreign file must not prevent the rest of the page
+        run.problems.append(f"classification.json is not a complete report: {type(error).__name__}: {error}")
         return None
     return table + figure_element("classification-plots", picture, "")
 
 
 def _scores(report: Values) -> str:
-    """The classifier beside the baselines, and what else is known of it."""
+    """Return tables of the scores next to those of the baselines, and of the other metrics."""
     baselines: dict[str, Values] = {"this model": report, **report["baselines"]}
-    known = [name for name in SCORES if any(name in scores for scores in report["baselines"].values())]
-    head = "".join(f"<th>{html_text(name.replace('_', ' '))}</th>" for name in known)
+    compared = [name for name in SCORES if any(name in scores for scores in report["baselines"].values())]
+    head = "".join(f"<th>{html_text(name.replace('_', ' '))}</th>" for name in compared)
     lines = "".join(
         f"<tr><th>{html_text(name)}</th>"
-        + "".join(f"<td>{html_text(_score(scores.get(key)))}</td>" for key in known)
+        + "".join(f"<td>{html_text(_score(scores.get(key)))}</td>" for key in compared)
         + "</tr>"
         for name, scores in baselines.items()
     )
-    rows = [("texts", f"{report['examples']:,} ({report.get('split') or 'given'})")]
+    rows = [("texts", f"{report['examples']:,} ({report.get('split') or 'given records'})")]
     for name, (low, high) in report.get("intervals", {}).items():
-        rows.append((f"{name.replace('_', ' ')}, 95%", f"{low:.3f} to {high:.3f}"))
+        rows.append((f"{name.replace('_', ' ')}, 95% confidence interval", f"{low:.3f} to {high:.3f}"))
     rows += [
         (name.replace("_", " "), _score(report[name]))
         for name in (*SCORES, *ERRORS, "roc_auc_macro", "pr_auc_macro")
-        if report.get(name) is not None and name not in known
+        if report.get(name) is not None and name not in compared
     ]
     table = f"<table class='grid'><tr><th></th>{head}</tr>{lines}</table>"
     return f"<div class='scroll'>{table}</div>{html_table(rows)}"
@@ -168,19 +171,19 @@ def _score(value: object) -> str:
 
 
 def _commands(run: RunFiles) -> str:
-    again = "\n".join(reproduce_commands(run))
+    reproduce = "\n".join(reproduce_commands(run))
     use = "\n".join(use_commands(run))
-    heading = "To use it" if run.finished else "To go on"
+    heading = "Use the model" if run.finished else "Resume"
     return (
-        f"<h3>To repeat it</h3><pre>{html_lines(again)}</pre><h3>{heading}</h3><pre>{html_lines(use)}</pre>"
+        f"<h3>Reproduce</h3><pre>{html_lines(reproduce)}</pre><h3>{heading}</h3><pre>{html_lines(use)}</pre>"
     )
 
 
-def _origins(provenance: Values) -> Iterator[tuple[str, str]]:
+def _provenance_rows(provenance: Values) -> Iterator[tuple[str, str]]:
     for part in ("machine", "versions"):
         yield from ((name, str(value)) for name, value in section(provenance, part).items())
-    titles = {"git_commit": "git commit", "base": "weights of the base, SHA-256"}
-    hashed = {"data_sha256": "data", "tokens_sha256": "tokens of data"}
+    titles = {"git_commit": "git commit", "base": "base model weights, SHA-256"}
+    hashed = {"data_sha256": "data", "tokens_sha256": "tokens"}
     for name, value in provenance.items():
         if name in hashed:
             for split, digest in section(provenance, name).items():
@@ -191,9 +194,9 @@ def _origins(provenance: Values) -> Iterator[tuple[str, str]]:
 
 
 def plan_of(run: RunFiles) -> Values:
-    """The plan of its config for the device it ran on; empty where there is none.
+    """Plan the run's config for the device it ran on; empty if it cannot be planned.
 
-    Nothing of it comes from what was measured: only the kind of device is read from the run.
+    Only the device is read from the run, none of its measurements.
     """
     kind, _, name = str(section(run.provenance, "machine").get("device", "")).partition(": ")
     chip = chip_called(name) if kind == "cuda" else None
@@ -203,5 +206,5 @@ def plan_of(run: RunFiles) -> Values:
     try:
         config = load_config(run.directory / CONFIG_FILE)
         return plan_json(plan_run(config, device=device, suggest=False, user_code=False))
-    except WhetError:  # a model that is not here any more, or one that has no plan
+    except WhetError:  # the model no longer exists, or cannot be planned
         return {}

@@ -1,4 +1,4 @@
-"""Heat maps of what routers do: the share of each expert, step by step, a panel a layer."""
+"""Heat maps of expert load: the share of tokens per expert over the steps, one panel per layer."""
 
 from collections.abc import Sequence
 
@@ -7,43 +7,43 @@ import numpy as np
 from whet.data.inspect.token_text import visible
 from whet.reporting.charts import figure_element
 from whet.reporting.html_page import html_text
-from whet.reporting.svg import drawing, svg
+from whet.reporting.svg import figure_style, svg
 from whet.runs.metric_series import as_number
 from whet.runs.run_files import Values
 
-MOST_LAYERS = 8
-_MOST_COLUMNS = 240  # steps side by side; of a longer run, means of neighbours
-_COLUMNS = 2  # panels side by side
+MAX_LAYERS = 8
+_MAX_COLUMNS = 240  # columns of a heat map; longer runs are averaged over neighboring steps
+_COLUMNS = 2  # panels per row
 
 
 def router_section(rows: Sequence[Values]) -> str | None:
-    """The maps and what they show; None for a run without experts."""
+    """Return the heat maps with their caption as HTML, or None for a run without experts."""
     steps, shares, names = _shares(rows)
     if not steps:
         return None
     layers, experts = shares.shape[1:]
-    shown = min(layers, MOST_LAYERS)
-    chosen = [round(place * (layers - 1) / max(1, shown - 1)) for place in range(shown)]  # first to last
-    said = f"share of each of {experts:,} experts over the steps; an even one is {1 / experts:.1%}"
-    if len(chosen) < layers:
-        said += f"; {len(chosen)} of {layers:,} layers are shown"
-    titles = [names[place] for place in chosen]
-    picture = _picture(steps, shares[:, chosen], titles)
-    caption = f"<b>Load of the experts</b> <span class='quiet'>{html_text(said)}</span>"
-    return figure_element("router-load", picture, caption)
+    shown = min(layers, MAX_LAYERS)
+    selected = [round(n * (layers - 1) / max(1, shown - 1)) for n in range(shown)]  # evenly spaced
+    caption = f"share of each of {experts:,} experts over the steps; a uniform share is {1 / experts:.1%}"
+    if len(selected) < layers:
+        caption += f"; {len(selected)} of {layers:,} layers are shown"
+    titles = [names[layer] for layer in selected]
+    picture = _picture(steps, shares[:, selected], titles)
+    heading = f"<b>Expert load</b> <span class='quiet'>{html_text(caption)}</span>"
+    return figure_element("router-load", picture, heading)
 
 
 def _shares(rows: Sequence[Values]) -> tuple[list[int], np.ndarray, list[str]]:
-    """Steps, shares [steps, layers, experts] and the layers' names."""
+    """Return steps, shares [steps, layers, experts] and the layer names."""
     for key in ("router_share", "per_expert_share"):
-        found = [
+        entries = [
             (row, table)
             for row in rows
             if "eval_s" not in row and (table := _table(row.get(key))) is not None
         ]
-        if found:
-            last, shape = found[-1][0], found[-1][1].shape
-            alike = [(row["step"], table) for row, table in found if table.shape == shape]
+        if entries:
+            last, shape = entries[-1][0], entries[-1][1].shape
+            same_shape = [(row["step"], table) for row, table in entries if table.shape == shape]
             layers = last.get("router_layers")
             if key == "per_expert_share":
                 names = ["all layers" if shape[0] == 1 and layers else "experts"]
@@ -51,12 +51,12 @@ def _shares(rows: Sequence[Values]) -> tuple[list[int], np.ndarray, list[str]]:
                 names = [visible(f"layer {layer}") for layer in layers]
             else:
                 names = [f"router {number}" for number in range(shape[0])]
-            return [step for step, _ in alike], np.stack([table for _, table in alike]), names
+            return [step for step, _ in same_shape], np.stack([table for _, table in same_shape]), names
     return [], np.zeros((0, 0, 0)), []
 
 
 def _table(value: object) -> np.ndarray | None:
-    """[layers, experts], or None for what is no such table; what is not finite is NaN, left blank."""
+    """Return a [layers, experts] array, or None if the value is not such a table; non-finite becomes NaN."""
     if not isinstance(value, list) or not value:
         return None
     lines = value if all(isinstance(line, list) for line in value) else [value]
@@ -68,24 +68,25 @@ def _table(value: object) -> np.ndarray | None:
     return table
 
 
-def _binned(shares: np.ndarray) -> np.ndarray:
-    """No more columns than can be told apart: [columns, layers, experts]."""
-    if len(shares) <= _MOST_COLUMNS:
+def _bin_steps(shares: np.ndarray) -> np.ndarray:
+    """Average neighboring steps to at most _MAX_COLUMNS columns: [columns, layers, experts]."""
+    if len(shares) <= _MAX_COLUMNS:
         return shares
-    together = -(-len(shares) // _MOST_COLUMNS)  # as many steps in each column, or time would be uneven
-    return np.stack([shares[start : start + together].mean(0) for start in range(0, len(shares), together)])
+    steps_per_bin = -(-len(shares) // _MAX_COLUMNS)  # equal bins, to keep the time axis linear
+    starts = range(0, len(shares), steps_per_bin)
+    return np.stack([shares[start : start + steps_per_bin].mean(0) for start in starts])
 
 
 def _picture(steps: Sequence[int], shares: np.ndarray, names: Sequence[str]) -> str:
-    shown = _binned(shares)
+    shown = _bin_steps(shares)
     _, layers, experts = shown.shape
     lines = -(-layers // _COLUMNS)
     columns = min(_COLUMNS, layers)
-    high = min(2.4, max(1.3, 0.5 + 0.14 * experts))
+    panel_height = min(2.4, max(1.3, 0.5 + 0.14 * experts))
     top = float(np.nanmax(shown)) if np.isfinite(shown).any() else 1.0
     extent = (steps[0] - 0.5, steps[-1] + 0.5, experts - 0.5, -0.5)
-    with drawing() as new_figure:
-        figure = new_figure(figsize=(8.6, 0.4 + high * lines), layout="constrained")
+    with figure_style() as new_figure:
+        figure = new_figure(figsize=(8.6, 0.4 + panel_height * lines), layout="constrained")
         grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
         for number, axes in enumerate(grid.flat):
             if number >= layers:

@@ -1,4 +1,4 @@
-"""What a run is, in a few lines, and the commands that go with it."""
+"""The key facts of a run as text, and the commands to reproduce, resume or use it."""
 
 import json
 import math
@@ -12,16 +12,16 @@ from whet.run_directory import CONFIG_FILE, FINAL
 from whet.runs.metric_series import as_number
 from whet.runs.run_files import RunFiles, Values, section
 
-_LONGEST = 200  # characters of a fact: more is in the config
+_MAX_LENGTH = 200  # characters of a fact; the config has the full value
 
 
 def facts(run: RunFiles) -> list[tuple[str, str]]:
-    """Names and values, of what is known."""
+    """Return the run's settings and results as (name, value) pairs, without unknown values."""
     return [(name, text) for name, text in _facts(run) if text]
 
 
 def headline(run: RunFiles) -> list[tuple[str, str]]:
-    """The few numbers that are asked for first, those that are known."""
+    """Return the most important metrics as (name, value) pairs, without unknown values."""
     return [(name, text) for name, text in _headline(run) if text]
 
 
@@ -36,19 +36,19 @@ def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "tokens", format_value(summary.get("tokens", _last(run, "tokens_total")), missing="")
     yield "time", format_elapsed(summary.get("seconds", _last(run, "elapsed_s")))
     rates = [value for value in _numbers(run, "tokens_per_s") if math.isfinite(value)]
-    yield "tokens a second, median", format_number(median(rates)) if rates else ""
-    used = [value for value in _numbers(run, "mfu") if math.isfinite(value)]
-    yield "MFU, median", f"{median(used):.1%}" if used else ""
+    yield "median tokens/s", format_number(median(rates)) if rates else ""
+    utilizations = [value for value in _numbers(run, "mfu") if math.isfinite(value)]
+    yield "median MFU", f"{median(utilizations):.1%}" if utilizations else ""
     peaks = [value for value in _numbers(run, "peak_gib") if math.isfinite(value)]
     planned = planned_gib(run)
-    against = f", {max(peaks) / planned:.0%} of the plan" if peaks and planned else ""
-    yield f"peak memory{against}", f"{max(peaks):.3g} GiB" if peaks else ""
+    plan_share = f", {max(peaks) / planned:.0%} of the plan" if peaks and planned else ""
+    yield f"peak memory{plan_share}", f"{max(peaks):.3g} GiB" if peaks else ""
 
 
 def planned_gib(run: RunFiles) -> float | None:
-    """The peak of memory that its plan names, in bytes there.
+    """Return the peak memory of the run's plan in GiB, or None if unknown.
 
-    Not of a run on a CPU, where what is measured is the whole process with all that it has loaded.
+    None for runs on a CPU, whose measured peak includes everything the process has loaded.
     """
     if str(section(run.provenance, "machine").get("device", "")).startswith("cpu"):
         return None
@@ -79,7 +79,7 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def best_text(summary: Values) -> str:
-    """The best evaluation that a summary names."""
+    """Return the best evaluation of a summary as text, or an empty string."""
     best = section(summary, "best")
     if as_number(best.get("value")) is None:
         return ""
@@ -92,8 +92,8 @@ def _method(method: Values) -> str:
     if not isinstance(kind, str) or kind == "full":
         return kind if isinstance(kind, str) else ""
     variant = method.get("variant")
-    named = f"{kind} ({variant})" if isinstance(variant, str) and variant != kind else kind
-    return f"{named}, rank {format_value(method.get('rank'))}, alpha {format_value(method.get('alpha'))}"
+    name = f"{kind} ({variant})" if isinstance(variant, str) and variant != kind else kind
+    return f"{name}, rank {format_value(method.get('rank'))}, alpha {format_value(method.get('alpha'))}"
 
 
 def _objective(objective: Values) -> str:
@@ -108,14 +108,14 @@ def _objective(objective: Values) -> str:
 def _short(value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, dict):  # a preset: what was chosen, not what was left alone
-        text = ", ".join(f"{name} {_plain(each)}" for name, each in value.items() if each is not None)
+    if isinstance(value, dict):  # a preset: only the keys that are set
+        text = ", ".join(f"{name} {_to_text(item)}" for name, item in value.items() if item is not None)
     else:
-        text = _plain(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        text = _to_text(value)
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
 
 
-def _plain(value: object) -> str:
+def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -124,34 +124,34 @@ def _last(run: RunFiles, name: str) -> object:
 
 
 def steps_text(run: RunFiles) -> str:
-    """How many were made, and of how many where that is another number."""
+    """Return the number of completed steps, with the planned number if it differs."""
     done = (run.summary or {}).get("steps", _last(run, "step"))
     planned = section(run.config, "run").get("steps")
     if as_number(done) is None:
         return ""
-    unequal = as_number(planned) is not None and planned != done
-    return format_value(done) + (f" of {format_value(planned)}" if unequal else "")
+    differs = as_number(planned) is not None and planned != done
+    return format_value(done) + (f" of {format_value(planned)}" if differs else "")
 
 
 def reproduce_commands(run: RunFiles) -> list[str]:
-    """A run is never overwritten, so the same again needs another name."""
+    """Return the command that trains the run again, under a new name since runs are never overwritten."""
     config = shlex.quote(str(run.directory / CONFIG_FILE))
     return [f"whet train {config} {shlex.quote(f'run.name={run.name}-again')}"]
 
 
 def use_commands(run: RunFiles) -> list[str]:
-    """What to do with what is there."""
-    place = shlex.quote(str(run.directory))
+    """Return the commands that resume an unfinished run, or that use the final model."""
+    path = shlex.quote(str(run.directory))
     if not run.finished:
-        return [f"whet resume {place}"]
+        return [f"whet resume {path}"]
     output = section_of_kind(section(run.config, "objective").get("kind")).output
     if output == "class":
-        return [f"whet classify {place} 'a text'", f"whet classify {place} --data test.jsonl"]
-    if output == "numbers":  # there is nothing to talk to
+        return [f"whet classify {path} 'a text'", f"whet classify {path} --data test.jsonl"]
+    if output == "numbers":  # not a text model
         return [f"ls {shlex.quote(str(run.directory / FINAL))}"]
     return [
-        f"whet chat {place}",
-        f"whet generate {place} 'a prompt'",
-        f"whet eval {place} --data test.jsonl",
-        f"whet export {place} --to gguf --check",
+        f"whet chat {path}",
+        f"whet generate {path} 'a prompt'",
+        f"whet eval {path} --data test.jsonl",
+        f"whet export {path} --to gguf --check",
     ]

@@ -1,4 +1,4 @@
-"""The runs of a directory, a line each; what cannot be read of one is a question mark."""
+"""The list of runs in a directory, one line per run; unreadable values are shown as a question mark."""
 
 import json
 from collections.abc import Sequence
@@ -14,75 +14,100 @@ from whet.runs.metric_series import as_number
 from whet.runs.run_files import RunFiles, Values, is_run, section
 
 _UNKNOWN = "?"
-_LAST_ROWS = 50  # looked at for the last loss: evaluations and torn rows have none
+_LAST_ROWS = 50  # metrics rows to search for the last loss, which evaluations and torn rows lack
 _HEADINGS = ("name", "status", "step", "metric", "size", "age")
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One line."""
+    """One run of the list, with its values as text."""
 
     name: str
     status: str
     step: str
     metric: str
     size: int
-    changed: float  # when its metrics were last written, as the file system counts
+    changed: float  # modification time of its metrics; 0: unknown
 
     def cells(self, now: float) -> tuple[str, ...]:
-        """As they are shown."""
+        """Return the cells of the run's table row; `now` is the time that ages refer to."""
         age = format_age(now - self.changed) if self.changed else _UNKNOWN
-        shown = (self.name, self.status, self.step, self.metric, format_file_size(self.size), age)
-        return tuple(map(visible, shown))
+        cells = (self.name, self.status, self.step, self.metric, format_file_size(self.size), age)
+        return tuple(map(visible, cells))
 
 
 def list_runs(directory: Path) -> list[ListedRun]:
-    """The runs in a directory, the newest first; of a run's own directory, that one."""
+    """Return the runs in a directory, newest first; for the directory of a run, that run.
+
+    The runs of a sweep or an ablation, which are one level deeper, are named SWEEP/RUN.
+    """
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory", hint="name the one that runs are kept in (run.dir)")
+        raise ConfigError(f"{directory} is not a directory", hint="name the directory of the runs (run.dir)")
     try:
-        places = [directory] if is_run(directory) else sorted(directory.iterdir())
+        if is_run(directory):
+            return [_list_run(directory)]
+        children = _subdirectories(directory)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be read: {error.strerror}") from error
-    found = [_listed(place) for place in places if place.is_dir() and not place.name.startswith(".")]
-    return sorted((run for run in found if run is not None), key=lambda run: -run.changed)
+    runs = [run for child in children for run in _list_child(child)]
+    return sorted(runs, key=lambda run: -run.changed)
 
 
-def _listed(place: Path) -> ListedRun | None:
+def _list_child(directory: Path) -> list[ListedRun]:
+    """Return a run, or the runs inside the directory of a sweep."""
     try:
-        if not is_run(place):
-            return None
-        rows = _last_rows(place / METRICS_FILE)
-    except OSError:  # not ours to read: still there
-        return ListedRun(place.name, _UNKNOWN, _UNKNOWN, _UNKNOWN, _bytes_in(place), 0.0)
-    run = RunFiles(place, rows=rows)
-    last = section(rows[-1], "summary") if rows else {}
-    if last:
-        run.summary = last
-    broken = not rows and (place / METRICS_FILE).is_file() and (place / METRICS_FILE).stat().st_size > 0
+        if is_run(directory):
+            return [_list_run(directory)]
+        children = _subdirectories(directory)
+        return [_list_run(child, f"{directory.name}/") for child in children if is_run(child)]
+    except OSError:  # not readable by this user
+        return [_unreadable_run(directory)]
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    paths = sorted(directory.iterdir())
+    return [path for path in paths if path.is_dir() and not path.name.startswith(".")]
+
+
+def _unreadable_run(directory: Path, prefix: str = "") -> ListedRun:
+    name = f"{prefix}{directory.name}"
+    return ListedRun(name, _UNKNOWN, _UNKNOWN, _UNKNOWN, _total_size(directory), 0.0)
+
+
+def _list_run(directory: Path, prefix: str = "") -> ListedRun:
+    try:
+        rows = _last_rows(directory / METRICS_FILE)
+    except OSError:
+        return _unreadable_run(directory, prefix)
+    run = RunFiles(directory, rows=rows)
+    summary = section(rows[-1], "summary") if rows else {}
+    if summary:
+        run.summary = summary
+    metrics = directory / METRICS_FILE
+    is_damaged = not rows and metrics.is_file() and metrics.stat().st_size > 0
     return ListedRun(
-        name=place.resolve().name,
-        status=_UNKNOWN if broken else run.status.partition(":")[0],  # why it stopped is in the report
-        step=_step(rows, last),
-        metric=best_text(last) or _last_loss(rows, last),
-        size=_bytes_in(place),
-        changed=_changed(place),
+        name=f"{prefix}{directory.resolve().name}",
+        status=_UNKNOWN if is_damaged else run.status.partition(":")[0],  # the report has the full reason
+        step=_step(rows, summary),
+        metric=best_text(summary) or _last_loss(rows, summary),
+        size=_total_size(directory),
+        changed=_modification_time(directory),
     )
 
 
 def _last_rows(path: Path) -> list[Values]:
-    """The last rows that can be read."""
+    """Return the valid rows among the last rows of a metrics file."""
     if not path.is_file():
         return []
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[-_LAST_ROWS:]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def _step(rows: Sequence[Values], summary: Values) -> str:
@@ -99,19 +124,19 @@ def _last_loss(rows: Sequence[Values], summary: Values) -> str:
     return _UNKNOWN
 
 
-def _changed(place: Path) -> float:
+def _modification_time(directory: Path) -> float:
     for name in (METRICS_FILE, CONFIG_FILE):
         try:
-            return (place / name).stat().st_mtime
+            return (directory / name).stat().st_mtime
         except OSError:
             continue
     return 0.0
 
 
-def _bytes_in(place: Path) -> int:
-    """Of the files themselves, not of what links point at; those that vanish meanwhile count nothing."""
+def _total_size(directory: Path) -> int:
+    """Return the bytes of all files, without following links; files that vanish meanwhile are skipped."""
     total = 0
-    for path in place.rglob("*"):
+    for path in directory.rglob("*"):
         try:
             total += path.lstat().st_size
         except OSError:
@@ -120,13 +145,13 @@ def _bytes_in(place: Path) -> int:
 
 
 def runs_text(runs: Sequence[ListedRun], now: float) -> str:
-    """The runs as a table."""
+    """Return the list of runs as a table; `now` is the time that ages refer to."""
     rows = [_HEADINGS, *(run.cells(now) for run in runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    numbers = {"step", "size", "age"}
+    right_aligned = {"step", "size", "age"}
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if heading in numbers else cell.ljust(width)
+            cell.rjust(width) if heading in right_aligned else cell.ljust(width)
             for cell, width, heading in zip(row, widths, _HEADINGS, strict=True)
         ).rstrip()
         for row in rows

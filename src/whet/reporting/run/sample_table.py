@@ -1,4 +1,4 @@
-"""What a model said: before and after where it was asked the same, else at first and at last."""
+"""Tables of generated samples: before and after training for equal prompts, else the first and last step."""
 
 from collections.abc import Sequence
 
@@ -6,26 +6,28 @@ from whet.reporting.formatting import format_value
 from whet.reporting.html_page import html_lines, html_text
 from whet.runs.run_files import Values, section
 
-_SHOWN = 6  # of the first step that has some, and of the last
-_LONGEST_TEXT = 2000
+_MAX_SAMPLES = 6  # of the first step with samples, and of the last
+_MAX_TEXT = 2000  # characters
 
 
 def samples_section(samples: Sequence[Values]) -> str:
-    """A table or two, and how many there are."""
+    """Return the sample tables as HTML, with the number of samples."""
     by_step: dict[str, list[Values]] = {}
     for sample in samples:
         by_step.setdefault(format_value(sample.get("step")), []).append(sample)
     steps = list(by_step)
     first, last = by_step[steps[0]], by_step[steps[-1]]
     if len(steps) > 1 and _prompts(first) == _prompts(last):
-        shown = min(len(first), _SHOWN)
-        tables = _before_and_after(steps[0], first[:_SHOWN], steps[-1], last[:_SHOWN])
-        said = f"{shown} of {len(first):,} prompts, at {len(steps):,} steps"
+        shown = min(len(first), _MAX_SAMPLES)
+        tables = _before_and_after(steps[0], first[:_MAX_SAMPLES], steps[-1], last[:_MAX_SAMPLES])
+        note = f"{shown} of {len(first):,} prompts, sampled at {len(steps):,} steps"
     else:
-        chosen = steps[:1] + steps[1:][-1:]
-        tables = "".join(_at_step(step, by_step[step][:_SHOWN]) for step in chosen)
-        said = f"{sum(min(len(by_step[step]), _SHOWN) for step in chosen)} of {len(samples):,}"
-    return f"{tables}<p class='quiet'>{said}; all are in samples.jsonl</p>"
+        selected = steps[:1] + steps[1:][-1:]
+        tables = "".join(_at_step(step, by_step[step][:_MAX_SAMPLES]) for step in selected)
+        note = (
+            f"{sum(min(len(by_step[step]), _MAX_SAMPLES) for step in selected)} of {len(samples):,} samples"
+        )
+    return f"{tables}<p class='quiet'>{note}; all are in samples.jsonl</p>"
 
 
 def _prompts(samples: Sequence[Values]) -> list[object]:
@@ -34,21 +36,26 @@ def _prompts(samples: Sequence[Values]) -> list[object]:
 
 def _before_and_after(before: str, first: Sequence[Values], after: str, last: Sequence[Values]) -> str:
     rows = [
-        (_cut(old.get("prompt")), _answer(old), _answer(new)) for old, new in zip(first, last, strict=True)
+        (_truncate(old.get("prompt")), _completion(old), _completion(new))
+        for old, new in zip(first, last, strict=True)
     ]
     return _table(("prompt", f"before (step {before})", f"after (step {after})"), rows)
 
 
-def _answer(sample: Values) -> str:
+def _completion(sample: Values) -> str:
     reward = _reward(sample)
-    return _cut(sample.get("completion")) + (f"\nreward {reward}" if reward else "")
+    return _truncate(sample.get("completion")) + (f"\nreward {reward}" if reward else "")
 
 
 def _at_step(step: str, samples: Sequence[Values]) -> str:
     rewarded = any(map(_reward, samples))
     head = ("prompt", "completion", *(["reward"] if rewarded else []))
     rows = [
-        (_cut(sample.get("prompt")), _cut(sample.get("completion")), *([_reward(sample)] if rewarded else []))
+        (
+            _truncate(sample.get("prompt")),
+            _truncate(sample.get("completion")),
+            *([_reward(sample)] if rewarded else []),
+        )
         for sample in samples
     ]
     return f"<h3>step {html_text(step)}</h3>{_table(head, rows)}"
@@ -66,8 +73,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table class='grid samples'><tr>{heading}</tr>{lines}</table>"
 
 
-def _cut(text: object) -> str:
+def _truncate(text: object) -> str:
     if not isinstance(text, str):
         return "-"
-    more = len(text) - _LONGEST_TEXT
-    return f"{text[:_LONGEST_TEXT]}… {more:,} more characters" if more > 0 else text
+    more = len(text) - _MAX_TEXT
+    return f"{text[:_MAX_TEXT]}… {more:,} more characters" if more > 0 else text

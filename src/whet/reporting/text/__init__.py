@@ -1,1 +1,1 @@
-"""Terminal tables and plots of other commands."""
+"""Text tables and plots of the commands other than data, report and compare."""

@@ -1,4 +1,4 @@
-"""A comparison of arms: a table, what can be said of it, a file for machines, and a plot."""
+"""The results of an ablation: a text table with significance tests, a JSON file and a plot."""
 
 import dataclasses
 import importlib.util
@@ -16,14 +16,14 @@ log = logging.getLogger("whet")
 
 
 def describe_ablation(ablation: Ablation) -> str:
-    """The table, every comparison, and a sentence for each."""
+    """Return a table of the arms, a table of the pairwise comparisons, and their verdicts."""
     values = ablation.values()
     seeds = len(next(iter(values.values())))
     lines = [f"{METRIC} after {ablation.steps} steps, {seeds} seeds" if ablation.steps else METRIC]
     lines.append(f"{'arm':<12}  {'parameters':>12}  {'mean':>10}  {'std':>10}")
-    for arm, found in values.items():
+    for arm, scores in values.items():
         lines.append(
-            f"{arm:<12}  {ablation.parameters[arm]:>12,}  {mean(found):>10.6f}  {deviation(found):>10.6f}"
+            f"{arm:<12}  {ablation.parameters[arm]:>12,}  {mean(scores):>10.6f}  {deviation(scores):>10.6f}"
         )
     lines.append("")
     lines.append(f"{'pair':<26}  {'difference':>11}  {'Cohen d_z':>10}  {'t':>8}  {'p':>8}  {'p (Holm)':>8}")
@@ -37,22 +37,22 @@ def describe_ablation(ablation: Ablation) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """What a comparison says, in words."""
+    """Return the result of a comparison as a sentence."""
     first, second, p = comparison.first, comparison.second, comparison.p_adjusted
     if not comparison.differs():
-        return f"{first} and {second} cannot be told apart (paired t-test, p = {p:.3g} after Holm)"
+        return f"{first} and {second} do not differ significantly (paired t-test, p = {p:.3g} after Holm)"
     better, worse = (first, second) if comparison.difference < 0 else (second, first)
-    return f"{better} is better than {worse} (paired t-test, p = {p:.3g} after Holm)"
+    return f"{better} is significantly better than {worse} (paired t-test, p = {p:.3g} after Holm)"
 
 
 def write_ablation(ablation: Ablation, directory: Path) -> list[Path]:
-    """ablation.json, and ablation.png where matplotlib is installed."""
+    """Write ablation.json, and ablation.png if matplotlib is installed; return the written paths."""
     values = ablation.values()
-    found = {
+    results = {
         "metric": METRIC,
         "steps": ablation.steps,
         "effect_size": "Cohen's d_z: mean paired difference / its standard deviation",
-        "test": "paired t-test, two-sided; p_adjusted by Holm; arms differ where it is below 0.05",
+        "test": "paired t-test, two-sided; p_adjusted by Holm; arms differ if it is below 0.05",
         "arms": {
             arm: {
                 "parameters": ablation.parameters[arm],
@@ -69,9 +69,9 @@ def write_ablation(ablation: Ablation, directory: Path) -> list[Path]:
         "runs": [dataclasses.asdict(run) for run in ablation.runs],
     }
     path = directory / "ablation.json"
-    replace_text(path, json.dumps(found, indent=2) + "\n")
+    replace_text(path, json.dumps(results, indent=2) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("no plot: matplotlib is not installed (pip install 'whet[report]')")
+        log.info("ablation.png was not written: matplotlib is not installed (pip install 'whet[report]')")
         return [path]
     plot = directory / "ablation.png"
     replace_bytes(plot, _plot(values))
@@ -79,7 +79,7 @@ def write_ablation(ablation: Ablation, directory: Path) -> list[Path]:
 
 
 def _plot(values: dict[str, list[float]]) -> bytes:
-    """A line of dots for each seed over the arms, and each arm's mean: paired, as the test reads them."""
+    """Return a PNG with one line per seed over the arms (the pairs of the test) and the mean of each arm."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,11 +89,11 @@ def _plot(values: dict[str, list[float]]) -> bytes:
     arms = list(values)
     for series in zip(*values.values(), strict=True):
         axes.plot(arms, series, color="0.7", marker="o", markersize=4, linewidth=1)
-    middles = [mean(series) for series in values.values()]
-    spreads = [deviation(series) for series in values.values()]
-    axes.errorbar(arms, middles, yerr=spreads, color="C0", marker="s", linestyle="none", capsize=6)
+    means = [mean(series) for series in values.values()]
+    deviations = [deviation(series) for series in values.values()]
+    axes.errorbar(arms, means, yerr=deviations, color="C0", marker="s", linestyle="none", capsize=6)
     axes.set_ylabel(METRIC)
-    axes.set_title("mean and standard deviation; each grey line is a seed")
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=120)
-    return written.getvalue()
+    axes.set_title("mean and standard deviation; each gray line is a seed")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()

@@ -1,4 +1,4 @@
-"""A diagnosis of number formats as a table, and as JSON."""
+"""The comparison of dtypes as text tables and as JSON."""
 
 import math
 from typing import Any
@@ -6,35 +6,35 @@ from typing import Any
 from whet.reporting.formatting import to_json_number
 from whet.studies.dtype_comparison import COSINE, ComparisonRow, Diagnosis, PathResult
 
-SHOWN = 20  # rows of a routing table, and names in a verdict
+MAX_SHOWN = 20  # rows of the routing table, and parameter names in a verdict
 DIVERGENT = "[ROUTING DIVERGENT]"
 
 
-def describe_diagnosis(found: Diagnosis) -> str:
-    """Everything that was found, for a person."""
-    size = f"batch of {found.batch}, {found.parameters:,} trained parameters"
-    lines = [f"reference {found.reference}: {size}, loss {found.loss:.6f}"]
-    for result in found.results:
-        scale = f", loss x {result.loss_scale:g}" if result.loss_scale != 1 else ""
-        lines += ["", f"{result.path.name}: {_what(result)}{scale}"]
-        lines.append(f"largest difference of the outputs {_number(result.largest_difference)}")
-        lines += _table(found, result)
-    if found.choices:
-        lines += ["", *_routing(found)]
+def describe_diagnosis(diagnosis: Diagnosis) -> str:
+    """Return the gradient tables, the routing table and the verdicts as text."""
+    size = f"batch of {diagnosis.batch}, {diagnosis.parameters:,} trainable parameters"
+    lines = [f"reference {diagnosis.reference}: {size}, loss {diagnosis.loss:.6f}"]
+    for result in diagnosis.results:
+        scale = f", loss scale {result.loss_scale:g}" if result.loss_scale != 1 else ""
+        lines += ["", f"{result.path.name}: {_describe_path(result)}{scale}"]
+        lines.append(f"largest output difference: {_number(result.largest_difference)}")
+        lines += _table(diagnosis, result)
+    if diagnosis.choices:
+        lines += ["", *_routing(diagnosis)]
     lines.append("")
-    lines += [_verdict(found, result) for result in found.results]
-    return "\n".join([*lines, f"verdict: {found.verdict}"])
+    lines += [_verdict(diagnosis, result) for result in diagnosis.results]
+    return "\n".join([*lines, f"verdict: {diagnosis.verdict}"])
 
 
-def _what(result: PathResult) -> str:
+def _describe_path(result: PathResult) -> str:
     if result.path.simulated:
-        return "simulated, every weight and activation rounded"
-    return "as the device computes it"
+        return "simulated by rounding every weight and activation"
+    return "computed by the device"
 
 
-def _table(found: Diagnosis, result: PathResult) -> list[str]:
+def _table(diagnosis: Diagnosis, result: PathResult) -> list[str]:
     width = max(len(row.name) for row in result.rows)
-    head = (result.path.name, found.reference, "ratio", "|delta|", "rel", "cos")
+    head = (result.path.name, diagnosis.reference, "ratio", "|delta|", "rel", "cos")
     lines = [f"{'param':<{width}}  " + "  ".join(f"{name:>12}" for name in head)]
     for row in result.rows:
         cells = (
@@ -60,37 +60,41 @@ def _number(value: float) -> str:
     return f"{value:.3e}" if math.isfinite(value) else "inf"
 
 
-def _routing(found: Diagnosis) -> list[str]:
-    """Rows with their experts on every path, those that differ first."""
-    divergent = {place for result in found.results for place in result.divergent}
-    every = [(router, row) for router, rows in enumerate(found.choices) for row in range(len(rows))]
-    shown = sorted(every, key=lambda place: (place not in divergent, place))[:SHOWN]
-    names = [found.reference, *(result.path.name for result in found.results)]
-    several = len(found.choices) > 1
-    lines = ["experts by row:", f"{'row':<12}  " + "  ".join(f"{name:>10}" for name in names)]
+def _routing(diagnosis: Diagnosis) -> list[str]:
+    """Return a table of the experts selected per row in every dtype, with differing rows first."""
+    divergent = {key for result in diagnosis.results for key in result.divergent}
+    all_rows = [(router, row) for router, rows in enumerate(diagnosis.choices) for row in range(len(rows))]
+    shown = sorted(all_rows, key=lambda key: (key not in divergent, key))[:MAX_SHOWN]
+    names = [diagnosis.reference, *(result.path.name for result in diagnosis.results)]
+    has_several_routers = len(diagnosis.choices) > 1
+    lines = ["selected experts by row:", f"{'row':<12}  " + "  ".join(f"{name:>10}" for name in names)]
     for router, row in shown:
-        sets = [found.choices[router][row], *(result.choices[router][row] for result in found.results)]
+        sets = [
+            diagnosis.choices[router][row],
+            *(result.choices[router][row] for result in diagnosis.results),
+        ]
         cells = "  ".join(f"{','.join(map(str, experts)):>10}" for experts in sets)
-        where = f"{router}:{row}" if several else str(row)
+        label = f"{router}:{row}" if has_several_routers else str(row)
         mark = f"  {DIVERGENT}" if (router, row) in divergent else ""
-        lines.append(f"{where:<12}  {cells}{mark}")
-    if len(every) > len(shown):
-        lines.append(f"... and {len(every) - len(shown)} more")
+        lines.append(f"{label:<12}  {cells}{mark}")
+    if len(all_rows) > len(shown):
+        lines.append(f"... and {len(all_rows) - len(shown)} more rows")
     return lines
 
 
-def _verdict(found: Diagnosis, result: PathResult) -> str:
+def _verdict(diagnosis: Diagnosis, result: PathResult) -> str:
     worst = result.worst
     line = (
         f"{result.path.name}: {result.verdict}; worst ratio {_ratio(worst.ratio)} ({worst.name}), "
         f"lowest cosine {_cosine(result)}"
     )
-    if found.choices:
-        line += f", divergent rows {len(result.divergent)}/{found.routed}"
+    if diagnosis.choices:
+        line += f", divergent rows {len(result.divergent)}/{diagnosis.routed}"
     if result.verdict != "fine":
-        named = [row.name for row in result.rows if row.verdict != "fine"]
-        more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
-        line += f"\n  off by more than 2, or cosine below {COSINE}: {', '.join(named[:SHOWN])}{more}"
+        names = [row.name for row in result.rows if row.verdict != "fine"]
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        listed = f"{', '.join(names[:MAX_SHOWN])}{more}"
+        line += f"\n  norm off by more than a factor of 2, or cosine below {COSINE}: {listed}"
     return line
 
 
@@ -99,14 +103,14 @@ def _cosine(result: PathResult) -> str:
     return "nan" if any(map(math.isnan, cosines)) else f"{min(cosines):.4f}"
 
 
-def diagnosis_json(found: Diagnosis) -> dict[str, Any]:  # Any: JSON values
-    """The same for machines; JSON has no infinity and no NaN, so they are texts."""
+def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:  # Any: JSON values
+    """Return the diagnosis as JSON values; infinities and NaN become strings."""
     return {
-        "verdict": found.verdict,
-        "reference": found.reference,
-        "batch": found.batch,
-        "parameters": found.parameters,
-        "loss": found.loss,
+        "verdict": diagnosis.verdict,
+        "reference": diagnosis.reference,
+        "batch": diagnosis.batch,
+        "parameters": diagnosis.parameters,
+        "loss": diagnosis.loss,
         "paths": [
             {
                 "name": result.path.name,
@@ -117,27 +121,27 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:  # Any: JSON values
                 "loss_scale": result.loss_scale,
                 "largest_output_difference": to_json_number(result.largest_difference),
                 "divergent_rows": len(result.divergent),
-                "routed_rows": found.routed,
+                "routed_rows": diagnosis.routed,
                 "parameters": [_row(row) for row in result.rows],
             }
-            for result in found.results
+            for result in diagnosis.results
         ],
         "routing": [
             {
                 "router": router,
                 "row": row,
-                found.reference: list(experts),
-                **{result.path.name: list(result.choices[router][row]) for result in found.results},
-                "divergent": any((router, row) in result.divergent for result in found.results),
+                diagnosis.reference: list(experts),
+                **{result.path.name: list(result.choices[router][row]) for result in diagnosis.results},
+                "divergent": any((router, row) in result.divergent for result in diagnosis.results),
             }
-            for router, rows in enumerate(found.choices)
+            for router, rows in enumerate(diagnosis.choices)
             for row, experts in enumerate(rows)
         ],
     }
 
 
 def _row(row: ComparisonRow) -> dict[str, Any]:  # Any: JSON values
-    numbers = {
+    values = {
         "norm": row.norm,
         "reference_norm": row.reference,
         "ratio": row.ratio,
@@ -148,5 +152,5 @@ def _row(row: ComparisonRow) -> dict[str, Any]:  # Any: JSON values
     return {
         "name": row.name,
         "verdict": row.verdict,
-        **{name: to_json_number(v) for name, v in numbers.items()},
+        **{name: to_json_number(v) for name, v in values.items()},
     }

@@ -1,4 +1,4 @@
-"""What the checks of muP found: tables, files for machines, and plots."""
+"""The results of the muP checks as text tables, JSON files and plots."""
 
 import importlib.util
 import io
@@ -20,12 +20,12 @@ TITLES: dict[Parametrisation, str] = {"mup": "muP", "standard": "standard"}
 
 
 def describe_check(check: CoordinateCheck) -> str:
-    """Sizes at each width, slopes, and a sentence for each parametrisation."""
-    lines = [f"root mean square after {check.steps} steps, {check.seeds} seed{'s' * (check.seeds > 1)}"]
+    """Return a table of activation sizes and slopes, and a verdict per parametrization."""
+    lines = [f"RMS of activations after {check.steps} steps, {check.seeds} seed{'s' * (check.seeds > 1)}"]
     for parametrisation in PARAMETRISATIONS:
         slopes = check.slopes(parametrisation)
-        wide = "".join(f"{width:>10}" for width in check.widths)
-        lines += ["", f"{TITLES[parametrisation]:<14}{wide}{'slope':>10}"]
+        header = "".join(f"{width:>10}" for width in check.widths)
+        lines += ["", f"{TITLES[parametrisation]:<14}{header}{'slope':>10}"]
         for name, sizes in check.sizes[parametrisation].items():
             row = "".join(f"{size:>10.4g}" for size in sizes.last)
             lines.append(f"{name:<14}{row}{slopes[name]:>+10.3f}")
@@ -36,12 +36,12 @@ def _verdict(check: CoordinateCheck, parametrisation: Parametrisation) -> str:
     slopes = check.slopes(parametrisation)
     steepest = max(slopes, key=lambda name: abs(slopes[name]))
     flat = "flat" if check.is_flat(parametrisation) else "not flat"
-    return f"{TITLES[parametrisation]}: {flat}, the steepest is {steepest} with {slopes[steepest]:+.3f}"
+    return f"{TITLES[parametrisation]}: {flat}; steepest slope {slopes[steepest]:+.3f} ({steepest})"
 
 
 def write_check(check: CoordinateCheck, directory: Path) -> list[Path]:
-    """coord-check.json, and coord-check.png where matplotlib is installed."""
-    found: dict[str, Any] = {  # Any: JSON values
+    """Write coord-check.json, and coord-check.png if matplotlib is installed; return the written paths."""
+    results: dict[str, Any] = {  # Any: JSON values
         "what": "root mean square of activations on the first batch, before and after the steps",
         "slope": f"of log size after the steps over log width, least squares; flat: all below {FLAT}",
         "steps": check.steps,
@@ -63,12 +63,12 @@ def write_check(check: CoordinateCheck, directory: Path) -> list[Path]:
         },
     }
     path = directory / "coord-check.json"
-    replace_text(path, json.dumps(found, indent=2) + "\n")
+    replace_text(path, json.dumps(results, indent=2) + "\n")
     return [path, *_plot(directory / "coord-check.png", lambda axes: _draw_check(axes, check))]
 
 
 def describe_sweep(sweep: LrTransfer) -> str:
-    """Losses by rate and width, the best rate of each width, and how far it moves."""
+    """Return a table of losses by learning rate and width, and the shift of the best learning rate."""
     lines: list[str] = []
     for parametrisation in PARAMETRISATIONS:
         best, widths = sweep.best(parametrisation), sweep.widths(parametrisation)
@@ -76,29 +76,30 @@ def describe_sweep(sweep: LrTransfer) -> str:
         lines += [f"{TITLES[parametrisation]:<10}{''.join(f'{lr:>10.3g}' for lr in lrs)}      best"]
         for width in widths:
             losses = sweep.losses(parametrisation, width).values()
-            found = f"{best[width]:.3g}" if width in best else "-"
-            lines.append(f"{width:<10}{''.join(f'{loss:>10.4f}' for loss in losses)}{found:>10}")
+            best_lr = f"{best[width]:.3g}" if width in best else "-"
+            lines.append(f"{width:<10}{''.join(f'{loss:>10.4f}' for loss in losses)}{best_lr:>10}")
         lines.append("")
-    return "\n".join([*lines, *(_moves(sweep, each) for each in PARAMETRISATIONS)])
+    return "\n".join([*lines, *(_describe_shift(sweep, each) for each in PARAMETRISATIONS)])
 
 
-def _moves(sweep: LrTransfer, parametrisation: Parametrisation) -> str:
+def _describe_shift(sweep: LrTransfer, parametrisation: Parametrisation) -> str:
     title, best, shift = TITLES[parametrisation], sweep.best(parametrisation), sweep.shift(parametrisation)
     if shift is None:
-        having = f"only width {min(best)} has" if best else "no width has"
-        return f"{title}: nothing can be said of how the best rate moves: {having} one"
-    return f"{title}: the best rate moves by a factor of {2**shift:g} from width {min(best)} to {max(best)}"
+        widths = f"only width {min(best)} has" if best else "no width has"
+        return f"{title}: the shift of the best learning rate is unknown: {widths} one"
+    factor = f"a factor of {2**shift:g} from width {min(best)} to {max(best)}"
+    return f"{title}: the best learning rate shifts by {factor}"
 
 
 def plot_sweep(sweep: LrTransfer, directory: Path) -> list[Path]:
-    """lr-sweep.png, where matplotlib is installed."""
+    """Write lr-sweep.png if matplotlib is installed; return the written paths."""
     return _plot(directory / "lr-sweep.png", lambda axes: _draw_sweep(axes, sweep))
 
 
 def _plot(path: Path, draw: Callable[[Any], None]) -> list[Path]:  # Any: matplotlib has no types
-    """A picture with one panel for each parametrisation."""
+    """Write a PNG with one panel per parametrization, and return its path, or nothing without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("no plot: matplotlib is not installed (pip install 'whet[report]')")
+        log.info("%s was not written: matplotlib is not installed (pip install 'whet[report]')", path.name)
         return []
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -111,9 +112,9 @@ def _plot(path: Path, draw: Callable[[Any], None]) -> list[Path]:  # Any: matplo
         axes.grid(visible=True, alpha=0.25)
     draw(dict(zip(PARAMETRISATIONS, panels, strict=True)))
     panels[0].legend(fontsize=8)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=100)
-    replace_bytes(path, written.getvalue())
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100)
+    replace_bytes(path, png.getvalue())
     return [path]
 
 
@@ -124,14 +125,14 @@ def _draw_check(panels: dict[Parametrisation, Any], check: CoordinateCheck) -> N
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("width")
-    panels["mup"].set_ylabel(f"root mean square after {check.steps} steps")
+    panels["mup"].set_ylabel(f"RMS of activations after {check.steps} steps")
 
 
 def _draw_sweep(panels: dict[Parametrisation, Any], sweep: LrTransfer) -> None:  # Any: matplotlib
     for parametrisation, axes in panels.items():
         best = sweep.best(parametrisation)
-        for number, width in enumerate(sweep.widths(parametrisation)):
-            curve, color = sweep.losses(parametrisation, width), f"C{number}"
+        for index, width in enumerate(sweep.widths(parametrisation)):
+            curve, color = sweep.losses(parametrisation, width), f"C{index}"
             axes.plot(
                 *zip(*curve.items(), strict=True),
                 marker="o",
