@@ -323,7 +323,7 @@ def test_eval_reports_loss_and_exact_match(cli, trained, tmp_path):
         "exact_match_known",
         "exact_match_unseen",
     }
-    assert "asked" in err
+    assert "prompt  " in err
     plain = cli("eval", trained, "--data", "synth:house-test:10", "--no-generate")[1]
     assert "eval loss" in plain
     assert "exact match" not in plain
