@@ -50,7 +50,7 @@ def test_train_prints_progress_and_final_model_path(cli, tiny_directory, tmp_pat
     for expected in (
         "fp32: ",
         "whet's native llama",
-        "of which",
+        " trainable (",
         "train: synth:house:24: 24 examples",
         "step 3/3  loss",
     ):
@@ -76,7 +76,7 @@ def test_piped_output_has_no_terminal_codes(cli, tiny_directory, tmp_path):
         ("run.device=warp", "unknown device 'warp'"),
         ("run.device=meta", "unknown device 'meta'"),
         (f"run.name={'x' * 300}", "run.name: the name of a run can have at most 200 bytes"),
-        ("run.dir=/dev/null/runs", "/dev/null/runs/test cannot be made"),
+        ("run.dir=/dev/null/runs", "/dev/null/runs/test cannot be created"),
         ("run.micro_batch_tokens=16", "do not fit run.micro_batch_tokens=16"),
         ("data.train=synth:hose:5", "house"),
         ("eval.early_stop={metric: f1}", "early stopping: evaluations have no metric 'f1'"),
@@ -158,7 +158,7 @@ def test_train_does_not_overwrite_an_existing_run(cli, tiny_directory, tmp_path)
     assert cli("train", config)[0] == 0
     code, _, err = cli("train", config)
     assert code == 2
-    assert "overwrites no run" in err
+    assert "never overwrites a run" in err
 
 
 def test_stopped_run_exits_3_and_resumes(cli, tiny_directory, tmp_path):

@@ -91,7 +91,7 @@ def test_plan_405b_example():
     ("arguments", "message"),
     [
         (["--device", "h1000"], "unknown device 'h1000'"),
-        (["--gpus", "0"], "--gpus 0: there must be at least one"),
+        (["--gpus", "0"], "--gpus 0: it must be at least 1"),
         (["--utilisation", "1.5"], "--utilisation 1.5: must be above 0 and at most 1"),
         (["--gpus", "2"], "2 processes but parallel.kind is none"),
         (["--network", "-1", "--gpus", "2", "parallel.kind=ddp"], "--network -1: it must be positive"),

@@ -122,7 +122,7 @@ def test_create_and_check_ledgers(cli, tmp_path):
     assert (code, "already exists" in err) == (2, True)
     (tmp_path / "file").touch()
     code, out, err = cli("ledger", "create", tmp_path / "file")
-    assert (code, "file cannot be made: File exists" in err) == (2, True)
+    assert (code, "file cannot be created: File exists" in err) == (2, True)
     (tmp_path / "l" / "quality_outcomes.db").write_bytes(b"broken" * 1000)
     code, out, err = cli("ledger", "check", tmp_path / "l")
     assert code == 2

@@ -16,12 +16,12 @@ def test_teach_prints_the_train_command(cli, tiny_directory, tmp_path, monkeypat
     path.write_text(yaml.safe_dump(run_config(tiny_directory, tmp_path, objective=objective)))
     code, _, err = cli("train", path)
     assert code == 2
-    assert "write it with: whet teach CONFIG" in err
+    assert "compute them with: whet teach CONFIG" in err
     overrides = ["data.valid=null", "optim.betas=[0.9, 0.99]"]
     code, out, err = cli("teach", path, *overrides)
     assert code == 0
     command = out.splitlines()[-1].removeprefix("train with: ")
     assert shlex.split(command) == ["whet", "train", str(path), *overrides]
-    assert "the 4 likeliest" in err
+    assert "computing the top 4 tokens of" in err
     shutil.rmtree(tmp_path / "teacher")
     assert cli("train", path, *overrides)[0] == 0

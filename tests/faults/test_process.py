@@ -95,7 +95,7 @@ def test_a_signal_ends_an_evaluation_between_its_batches_and_it_is_done_again(
 
         first = whet.train(run_config(tiny_directory, tmp_path / str(place), **sections), [Send()])
         assert (first.steps, first.unfinished) == (4, True)
-        assert "in an evaluation" in first.stopped_because
+        assert "during an evaluation" in first.stopped_because
         result = whet.resume(first.directory)
         assert result.steps == 6
         case = Case(tmp_path / "reader", run_config(tiny_directory, tmp_path))
@@ -207,6 +207,6 @@ def test_a_taken_name_tells_what_resume_would_do(tiny_directory, tmp_path):
 
     with pytest.raises(RuntimeError):
         whet.train(config, [Die()])
-    with pytest.raises(whet.WhetError, match="overwrites no run") as caught:
+    with pytest.raises(whet.WhetError, match="never overwrites a run") as caught:
         whet.train(config)
-    assert "start it over, as it has no checkpoint yet (whet resume" in caught.value.hint
+    assert "restart it, because it has no checkpoint yet (whet resume" in caught.value.hint

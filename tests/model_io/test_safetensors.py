@@ -103,7 +103,8 @@ def test_invalid_config_is_a_model_error(directory, keys):
 def test_unsupported_rope_type_is_named(directory):
     configure(directory, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(
-        ModelError, match=r"transformers cannot load .*whet's native llama does not support rope type 'spiral'"
+        ModelError,
+        match=r"transformers cannot load .*whet's native llama does not support rope type 'spiral'",
     ):
         whet.load(directory)
 

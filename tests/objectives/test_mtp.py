@@ -441,7 +441,7 @@ def test_invalid_input_is_an_error(tiny, tiny_directory, tmp_path):
         objective={"kind": "mtp", "n_predict": 7}, data={"train": str(tmp_path / "short.jsonl"), "valid": None},
     )  # fmt: skip
     with pytest.raises(
-        DataError, match=r"train: the longest text has \d tokens, and the last of 7 heads needs 9"
+        DataError, match=r"train: the longest text has \d tokens, but the last of 7 heads needs 9"
     ):
         whet.train(short)
     narrow = from_scratch(preset_spec("nano", vocab_size=30), seed=0)

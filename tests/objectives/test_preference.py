@@ -175,7 +175,7 @@ def test_precomputed_and_online_references_give_the_same_run(tiny_directory, tmp
         assert {"reward_margin", "reward_accuracy", "kl", "logprob_chosen"} <= result.metrics.keys()
         said = (result.directory / "log.txt").read_text()
         if reference == "precompute-again":
-            assert "reference: log-probabilities of train from the store" in said
+            assert "reference: using stored log-probabilities of train" in said
     assert losses["precompute"][0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses["precompute"] == pytest.approx(losses["online"], rel=1e-4)
     assert losses["precompute"] == losses["precompute-again"]

@@ -1,4 +1,4 @@
-"""The peak memory that plans predict against what is measured, on configs that nothing was fitted to."""
+"""The predicted peak memory against the measured one, on configs that the estimate was not tuned on."""
 
 import json
 import os
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
 
 
-def compared(cases):
-    """Measured in one process, whose malloc gives back what is freed."""
+def measure(cases):
+    """Return the rows of a benchmark in another process, whose malloc returns freed memory to the system."""
     paths = [str(ROOT), str(ROOT / "src")]
     environment = os.environ | PLAIN_MALLOC | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.plan_memory", "--rows", "--cases", ",".join(cases)]
@@ -22,17 +22,17 @@ def compared(cases):
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-def off(rows):
+def outliers(rows):
     return {name: row["ratio"] for name, row in rows.items() if abs(row["ratio"] - 1) > 0.15}
 
 
-def test_predicted_memory_is_within_15_percent_of_what_is_measured():
-    rows = compared(QUICK)
+def test_predicted_memory_is_within_15_percent_of_measured():
+    rows = measure(QUICK)
     assert len(rows) == 8
     assert all(row["measured_mib"] > 100 for row in rows.values())
-    assert off(rows) == {}
+    assert outliers(rows) == {}
 
 
 @pytest.mark.slow
 def test_predicted_memory_of_every_case():
-    assert off(compared([name for name in CASES if name not in QUICK])) == {}
+    assert outliers(measure([name for name in CASES if name not in QUICK])) == {}

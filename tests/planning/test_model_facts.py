@@ -1,4 +1,4 @@
-"""What is said of a model before its weights are read is what the loaded model says."""
+"""The facts of a model before its weights are read match the loaded model."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def bridged(tmp_path):
 
 
 @pytest.mark.parametrize("make", [native, adapter, bridged])
-def test_facts_are_those_of_the_loaded_model(tmp_path, make):
+def test_facts_match_the_loaded_model(tmp_path, make):
     directory = make(tmp_path)
     model, tokenizer = whet.load(directory, device="cpu")
     facts = model_facts(str(directory), tokens=len(tokenizer))
@@ -47,7 +47,7 @@ def test_facts_are_those_of_the_loaded_model(tmp_path, make):
         assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_facts_of_a_preset_are_those_of_the_new_model():
+def test_facts_of_a_preset_match_the_new_model():
     preset = Preset(preset="nano", layers=2, tokenizer="bytes")
     tokenizer = new_tokenizer(preset, [])
     model = new_model(preset, tokenizer, seed=0)
@@ -58,7 +58,7 @@ def test_facts_of_a_preset_are_those_of_the_new_model():
         model_facts(Preset(preset="nano", vocab_size=100), tokens=256)
 
 
-def test_a_config_that_makes_no_sense_is_named(tmp_path):
+def test_invalid_config_json_is_reported(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
     with pytest.raises(ModelError, match=r"config.json"):
         model_facts(str(tmp_path), tokens=1)

@@ -1,4 +1,4 @@
-"""Plans of runs: parts that add up, sizes that no machine here could hold, clusters, and bad input."""
+"""Plans of runs: memory parts, very large models, clusters, and invalid input."""
 
 import json
 import time
@@ -53,14 +53,14 @@ def config(**sections):
 
 
 @pytest.mark.parametrize(("size", "kind"), [("70b", "lora"), ("70b", "qlora"), ("405b", "full")])
-def test_models_that_fit_no_machine_here_are_planned_in_seconds(size, kind):
-    wanted = config(
+def test_very_large_models_are_planned_in_seconds(size, kind):
+    run_config = config(
         method={"kind": kind}, parallel=FSDP, run={"steps": 9, "batch_tokens": 8192, "grad_checkpoint": True}
     )
     before, times = torch.get_rng_state(), []
     for _ in range(2):  # the first one also imports
         started = time.process_time()
-        plan = plan_run(wanted, device="h100", gpus=512, spec=llama(size))
+        plan = plan_run(run_config, device="h100", gpus=512, spec=llama(size))
         times.append(time.process_time() - started)
     assert min(times) < 5
     assert torch.equal(before, torch.get_rng_state())
@@ -81,7 +81,7 @@ def test_nothing_is_allocated():
     assert psutil.Process().memory_info().rss - before < 500 * 2**20  # of 1.5 TiB
 
 
-def test_parts_are_what_they_must_be():
+def test_memory_parts_match_their_formulas():
     spec = preset_spec("llama-135m")
     full = plan_run(config(), device="a100", spec=spec, suggest=False)
     assert full.memory.weights == full.memory.gradients == 4 * full.total
@@ -105,16 +105,16 @@ def test_parts_are_what_they_must_be():
     }
     assert names.keys() == set(get_args(Optim.model_fields["name"].annotation))
     for name, bytes_a_weight in names.items():
-        found = plan_run(
+        actual = plan_run(
             config(optim={"name": name}), device="a100", spec=spec, suggest=False
         ).memory.optimizer
-        assert found == pytest.approx(bytes_a_weight * full.total, rel=0.01, abs=4e6)
+        assert actual == pytest.approx(bytes_a_weight * full.total, rel=0.01, abs=4e6)
 
 
-def test_recomputing_trades_memory_for_flops():
+def test_gradient_checkpointing_trades_memory_for_flops():
     spec = preset_spec("micro")
     plain = plan_run(config(), device="t4", spec=spec)
-    again = plan_run(
+    checkpointed = plan_run(
         config(
             run={
                 "steps": 1,
@@ -127,23 +127,28 @@ def test_recomputing_trades_memory_for_flops():
         device="t4",
         spec=spec,
     )
-    assert again.memory.activations == pytest.approx(plain.other_activations, rel=1e-5)
-    assert again.memory.activations < plain.memory.activations / 5
-    assert again.other_activations == pytest.approx(plain.memory.activations, rel=1e-5)
-    assert again.flops.computed > 1.2 * plain.flops.computed
-    assert again.fits > 2 * plain.fits
+    assert checkpointed.memory.activations == pytest.approx(plain.other_activations, rel=1e-5)
+    assert checkpointed.memory.activations < plain.memory.activations / 5
+    assert checkpointed.other_activations == pytest.approx(plain.memory.activations, rel=1e-5)
+    assert checkpointed.flops.computed > 1.2 * plain.flops.computed
+    assert checkpointed.fits > 2 * plain.fits
 
 
-def test_what_fits_fits_and_twice_as_much_does_not():
+def test_largest_micro_batch_fits_and_twice_as_much_does_not():
     spec = preset_spec("llama-360m", layers=6)
-    found = plan_run(config(), device="rtx4090", spec=spec)
+    suggested = plan_run(config(), device="rtx4090", spec=spec)
     for times, fits in ((1, True), (2, False)):
-        run = {"steps": 1, "batch_tokens": 2**22, "micro_batch_tokens": times * found.fits, "device": "cpu"}
+        run = {
+            "steps": 1,
+            "batch_tokens": 2**22,
+            "micro_batch_tokens": times * suggested.fits,
+            "device": "cpu",
+        }
         plan = plan_run(config(run=run), device="rtx4090", spec=spec, suggest=False)
         assert (plan.memory.peak < 1.02 * plan.target.room) == fits
 
 
-def test_a_reference_and_a_teacher_are_held(tmp_path):
+def test_reference_and_teacher_memory_is_counted(tmp_path):
     write_tiny_model(tmp_path / "tiny")
     tiny = str(tmp_path / "tiny")
     base = {"model": tiny, "method": {"kind": "full"}}
@@ -161,7 +166,7 @@ def test_a_reference_and_a_teacher_are_held(tmp_path):
     assert teacher.memory.other_models == plain.memory.weights
 
 
-def test_classes_of_transformers_are_planned_from_their_config(tmp_path):
+def test_transformers_models_are_planned_from_their_config(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
     given = {"model_type": "gpt_neox", "vocab_size": 300, "max_position_embeddings": 512, **sizes}
     (tmp_path / "config.json").write_text(json.dumps({**given, "architectures": ["GPTNeoXForCausalLM"]}))
@@ -173,7 +178,7 @@ def test_classes_of_transformers_are_planned_from_their_config(tmp_path):
         assert plan.memory.activations > 0
 
 
-def test_weights_are_cut_into_parts():
+def test_fsdp_shards_weights():
     spec = llama("8b")
     one = plan_run(config(), device="h100", spec=spec, suggest=False)
     eight = plan_run(config(parallel=FSDP), device="h100", gpus=8, spec=spec, suggest=False)
@@ -186,11 +191,11 @@ def test_weights_are_cut_into_parts():
     assert eight.compute_s == pytest.approx(one.compute_s / 8)
 
 
-def test_a_network_between_machines_is_slower():
+def test_network_between_machines_is_slower():
     spec = llama("8b")
-    wanted = config(parallel=FSDP)
-    near = plan_run(wanted, device="h100", gpus=8, spec=spec, suggest=False)
-    far = plan_run(wanted, device="h100", gpus=64, network_gb_s=5, spec=spec, suggest=False)
+    fsdp_config = config(parallel=FSDP)
+    near = plan_run(fsdp_config, device="h100", gpus=8, spec=spec, suggest=False)
+    far = plan_run(fsdp_config, device="h100", gpus=64, network_gb_s=5, spec=spec, suggest=False)
     assert near.traffic.bandwidth_gb_s == 450
     assert far.traffic.bandwidth_gb_s == 40
     assert far.efficiency < near.efficiency
@@ -204,31 +209,31 @@ def mix(**sections):
     return config(data=None, objective={"kind": "mix", "parts": parts}, **sections)
 
 
-def test_the_network_is_that_of_a_mix_too():
-    given = {"device": "h100", "gpus": 64, "spec": llama("8b"), "suggest": False}
-    near, far = (plan_run(mix(parallel=FSDP), network_gb_s=rate, **given) for rate in (50, 5))
+def test_network_bandwidth_applies_to_a_mix():
+    arguments = {"device": "h100", "gpus": 64, "spec": llama("8b"), "suggest": False}
+    near, far = (plan_run(mix(parallel=FSDP), network_gb_s=rate, **arguments) for rate in (50, 5))
     assert (near.traffic.bandwidth_gb_s, far.traffic.bandwidth_gb_s) == (400, 40)
     assert far.efficiency < near.efficiency
 
 
 @pytest.mark.parametrize("tensor", [1, 8])
-def test_a_mix_sends_what_all_its_parts_send(tensor):
-    given = {"device": "h100", "gpus": 64, "spec": llama("8b"), "suggest": False}
-    wanted = mix(parallel={"kind": "fsdp", "tensor": tensor})
-    found = plan_run(wanted, **given)
-    parts = [plan_run(part, **given) for part in wanted.parts().values()]
-    assert found.micro_batches == sum(part.micro_batches for part in parts) > 2
+def test_traffic_of_a_mix_is_the_sum_of_its_parts(tensor):
+    arguments = {"device": "h100", "gpus": 64, "spec": llama("8b"), "suggest": False}
+    mix_config = mix(parallel={"kind": "fsdp", "tensor": tensor})
+    actual = plan_run(mix_config, **arguments)
+    parts = [plan_run(part, **arguments) for part in mix_config.parts().values()]
+    assert actual.micro_batches == sum(part.micro_batches for part in parts) > 2
     for name in ("gathered", "added_up", "layers", "hidden_s", "exposed_s"):
-        assert getattr(found.traffic, name) == sum(getattr(part.traffic, name) for part in parts)
-    copies = plan_run(mix(parallel={"kind": "ddp"}), **given)
+        assert getattr(actual.traffic, name) == sum(getattr(part.traffic, name) for part in parts)
+    copies = plan_run(mix(parallel={"kind": "ddp"}), **arguments)
     assert copies.traffic.added_up == 2 * 63 / 64 * 4 * copies.total  # once a step
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"device": "h1000"}, "unknown device 'h1000'"),
-        ({"gpus": 0}, "at least one"),
+        ({"gpus": 0}, "--gpus 0: it must be at least 1"),
         ({"gpus": 8}, "parallel.kind is none"),
         ({"gpus": 8, "network_gb_s": 0}, "must be positive"),
         ({"gpus": 9, "parallel": {"kind": "fsdp", "tensor": 2}}, "=2 does not divide the 9"),
@@ -236,13 +241,13 @@ def test_a_mix_sends_what_all_its_parts_send(tensor):
         ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "reads whole matrices"),
     ],
 )
-def test_bad_input_gets_one_message(given, said):
-    sections = {name: given.pop(name) for name in ("parallel", "optim") if name in given}
-    with pytest.raises(ConfigError, match=said):
-        plan_run(config(**sections), spec=preset_spec("nano"), **given)
+def test_invalid_input_raises_one_message(arguments, message):
+    sections = {name: arguments.pop(name) for name in ("parallel", "optim") if name in arguments}
+    with pytest.raises(ConfigError, match=message):
+        plan_run(config(**sections), spec=preset_spec("nano"), **arguments)
 
 
-def test_copies_add_up_their_gradients():
+def test_ddp_all_reduces_gradients():
     spec = llama("8b")
     one = plan_run(config(), device="h100", spec=spec, suggest=False)
     eight = plan_run(config(parallel={"kind": "ddp"}), device="h100", gpus=8, spec=spec, suggest=False)
@@ -251,23 +256,23 @@ def test_copies_add_up_their_gradients():
     assert eight.traffic.gathered == 0
 
 
-def test_layers_computed_together_take_a_share_of_the_activations():
+def test_tensor_parallelism_splits_activations():
     spec = llama("8b")
-    alone = plan_run(config(parallel=FSDP), device="h100", gpus=16, spec=spec, suggest=False)
-    wanted = config(parallel={"kind": "fsdp", "tensor": 8})
-    together = plan_run(wanted, device="h100", gpus=16, spec=spec, suggest=False)
-    assert together.memory.weights == alone.memory.weights
-    assert together.memory.activations < 0.7 * alone.memory.activations
-    assert together.traffic.layers > 0 == alone.traffic.layers
-    assert together.traffic.exposed_s > 0
+    fsdp = plan_run(config(parallel=FSDP), device="h100", gpus=16, spec=spec, suggest=False)
+    tensor_config = config(parallel={"kind": "fsdp", "tensor": 8})
+    tensor = plan_run(tensor_config, device="h100", gpus=16, spec=spec, suggest=False)
+    assert tensor.memory.weights == fsdp.memory.weights
+    assert tensor.memory.activations < 0.7 * fsdp.memory.activations
+    assert tensor.traffic.layers > 0 == fsdp.traffic.layers
+    assert tensor.traffic.exposed_s > 0
 
 
-def test_a_model_that_is_not_here_is_not_fetched():
+def test_missing_model_is_not_downloaded():
     with pytest.raises(ModelError, match=r"no config.json of 'nobody/nothing'"):
         plan_run(config(model="nobody/nothing"))
 
 
-def test_a_micro_batch_is_full_of_the_longest_documents():
+def test_micro_batch_is_filled_with_the_longest_documents():
     shape, tokens = batch_shape(config(), StepShape())
     assert (shape.documents, shape.length, tokens) == (4, 512, 4096)
     run = {"steps": 1, "batch_size": 3, "device": "cpu"}
@@ -283,20 +288,20 @@ def test_every_preset_is_planned(preset):
     assert plan.memory.peak > 12 * plan.total
 
 
-def test_the_cache_of_keys_and_values_is_what_generation_allocates(tmp_path):
+def test_kv_cache_size_matches_generation(tmp_path):
     from whet.model_io.load import load
 
     write_tiny_model(tmp_path / "tiny")
-    given = run_config(tmp_path / "tiny", tmp_path)
+    values = run_config(tmp_path / "tiny", tmp_path)
     model, _ = load(str(tmp_path / "tiny"), device="cpu", dtype=torch.float32)
     cache = model.new_cache()
     with torch.no_grad():
         model.hidden(torch.zeros(1, 32, dtype=torch.long), cache=cache)
-    held = sum(t[:, :, :32].nbytes for t in (*cache._keys, *cache._values))
-    assert plan_run(make_config(given), suggest=False).cache_bytes * 32 == held
+    cached_bytes = sum(t[:, :, :32].nbytes for t in (*cache._keys, *cache._values))
+    assert plan_run(make_config(values), suggest=False).cache_bytes * 32 == cached_bytes
 
 
-def test_a_plan_from_python_takes_what_train_takes(tiny_directory, tmp_path):
+def test_plan_accepts_the_same_configs_as_train(tiny_directory, tmp_path):
     values = run_config(tiny_directory, tmp_path, data={"valid": None})
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
@@ -304,7 +309,7 @@ def test_a_plan_from_python_takes_what_train_takes(tiny_directory, tmp_path):
     assert all(plan == plans[0] for plan in plans)
     assert plans[0].steps == 4
     assert plans[0].length < 256  # as counted in the records, not as data.max_length allows
-    with pytest.raises(ConfigError, match="utilisation 2: it is a share"):
+    with pytest.raises(ConfigError, match="utilisation 2: it must be above 0 and at most 1"):
         whet.plan(values, utilisation=2)
     with pytest.raises(ConfigError, match="none.yaml does not exist"):
         whet.plan("none.yaml")

@@ -1,4 +1,4 @@
-"""Whole runs with each kind of adapter: they learn, resume exactly, and end in something PEFT loads."""
+"""Runs with each kind of adapter: they learn, resume exactly, and PEFT loads their result."""
 
 import pytest
 import torch
@@ -36,34 +36,38 @@ class StopAt(Callback):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_learns_resumes_exactly_and_ends_in_what_peft_loads(tiny_directory, tmp_path, name, precision):
+def test_run_learns_resumes_exactly_and_peft_loads_its_adapter(tiny_directory, tmp_path, name, precision):
     sections = {
         "method": METHODS[name] | {"rank": 4},
         "run": {"steps": 6, "precision": precision},
         "eval": {"every": 3},
     }
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
-    losses = [row["eval_loss"] for row in whole.history if "eval_loss" in row]
+    uninterrupted = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
+    losses = [row["eval_loss"] for row in uninterrupted.history if "eval_loss" in row]
     assert losses[-1] < losses[0]
     first = whet.train(run_config(tiny_directory, tmp_path / "parts", **sections), [StopAt(3)])
-    again = whet.resume(first.directory)
-    finals = [load_file(run.directory / "final" / "adapter_model.safetensors") for run in (whole, again)]
+    resumed = whet.resume(first.directory)
+    finals = [
+        load_file(run.directory / "final" / "adapter_model.safetensors") for run in (uninterrupted, resumed)
+    ]
     assert finals[0].keys() == finals[1].keys()
     assert all(torch.equal(finals[0][key], finals[1][key]) for key in finals[0])
-    model, _ = whet.load(whole.directory, dtype=torch.float32, device="cpu")
+    model, _ = whet.load(uninterrupted.directory, dtype=torch.float32, device="cpu")
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     with torch.no_grad():
-        theirs = PeftModel.from_pretrained(base, whole.directory / "final")(input_ids=tokens()).logits
-        torch.testing.assert_close(model(tokens()), theirs, rtol=1e-4, atol=1e-5)
+        peft_logits = PeftModel.from_pretrained(base, uninterrupted.directory / "final")(
+            input_ids=tokens()
+        ).logits
+        torch.testing.assert_close(model(tokens()), peft_logits, rtol=1e-4, atol=1e-5)
 
 
-def test_lora_plus_without_a_b_of_its_own_is_refused_by_its_key(tiny_directory, tmp_path):
+def test_lora_plus_without_lora_b_is_rejected_with_its_key(tiny_directory, tmp_path):
     sections = {"method": {"lr_ratio": 4}, "optim": {"groups": {"lora_": {"lr_scale": 2}}}}
     with pytest.raises(ConfigError, match="^method.lr_ratio: no adapter has a trainable matrix B"):
         whet.train(run_config(tiny_directory, tmp_path, **sections))
 
 
-def test_lora_plus_gives_b_a_rate_of_its_own(tiny, tiny_directory, tmp_path):
+def test_lora_plus_gives_lora_b_a_separate_learning_rate(tiny, tiny_directory, tmp_path):
     method = {"lr_ratio": 16, "rank": 4}
     groups = {"layers.0": {"lr_scale": 0.5}}
     config = make_config(run_config(tiny_directory, tmp_path, method=method, optim={"groups": groups}))
@@ -79,7 +83,7 @@ def test_lora_plus_gives_b_a_rate_of_its_own(tiny, tiny_directory, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
-def test_compiled_layers_with_adapters_compute_the_same(tiny, variant):
+def test_compiled_layers_with_adapters_match_eager_ones(tiny, variant):
     model = shake(whet.attach_lora(tiny[0], rank=4, variant=variant))
     with torch.no_grad():
         plain = model(tokens())

@@ -1,4 +1,4 @@
-"""`whet.Classifier`: steps of one's own, exact accumulation, workers that add up, and files that others open."""
+"""`whet.Classifier`: custom training loops, exact accumulation, data-parallel workers, and saved files."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def weights(classifier):
     return torch.cat([p.detach().flatten() for p in classifier.trainable_parameters()])
 
 
-def test_steps_learn_and_say_what_came_of_them(tiny_directory):
+def test_train_steps_learn_and_return_metrics(tiny_directory):
     classifier = new(tiny_directory, max_length=64)
     before = weights(classifier)
     first = classifier.train_batch(SAMPLES)
@@ -48,35 +48,35 @@ def test_steps_learn_and_say_what_came_of_them(tiny_directory):
     assert step["total"] == 1
 
 
-def test_classes_without_names_are_called_by_their_numbers(tiny_directory):
+def test_classes_without_names_are_named_by_index(tiny_directory):
     classifier = whet.Classifier.load(tiny_directory, 3, **SETTINGS)
     assert classifier.train_batch([("rose", 2), ("rose", "2")])["total"] == 2
-    [found] = classifier.predict(["rose"])
-    assert found in ("0", "1", "2")
-    assert classifier.train_step("rose", found)["total"] == 1
+    [actual] = classifier.predict(["rose"])
+    assert actual in ("0", "1", "2")
+    assert classifier.train_step("rose", actual)["total"] == 1
 
 
-def test_wrong_use_is_named(tiny_directory):
+def test_invalid_use_raises_clear_errors(tiny_directory):
     classifier = new(tiny_directory)
-    with pytest.raises(ConfigError, match="one text where a list of texts belongs"):
+    with pytest.raises(ConfigError, match="texts must be a list of texts, not a single text"):
         classifier.predict("rose")
     for ids, message in (
-        ([999_999], "the id 999999 is outside the model's vocabulary of"),
-        ([-1], "the id -1 is outside"),
-        (5, "5 is neither a text nor its token ids"),
-        ([1.5], "neither a text"),
+        ([999_999], "token id 999999 is outside the model's vocabulary of"),
+        ([-1], "token id -1 is outside"),
+        (5, "5 is neither a string nor a sequence of token ids"),
+        ([1.5], "neither a string"),
     ):
         with pytest.raises(DataError, match=message):
             classifier.predict([ids])
     for sample in ("rose", "ab", ("rose",), ("rose", "red", 1), {"input": "rose", "label": "red"}, 5):
-        with pytest.raises(DataError, match=r"a sample is \(text, label\), not"):
+        with pytest.raises(DataError, match=r"a sample must be \(text, label\), not"):
             classifier.train_batch([("moss", "green"), sample])
     assert classifier.accumulate([]) == 0
-    with pytest.raises(DataError, match="there is no record to evaluate"):
+    with pytest.raises(DataError, match="there are no records to evaluate"):
         classifier.evaluate([])
 
 
-def test_numbers_of_numpy_and_torch_and_paths_are_taken(tiny_directory, tmp_path):
+def test_numpy_and_torch_values_and_paths_are_accepted(tiny_directory, tmp_path):
     classifier = new(tiny_directory)
     for label in (np.int64(1), torch.tensor(1)):
         assert classifier.train_step("moss", label)["total"] == 1
@@ -99,18 +99,18 @@ def test_an_empty_batch_changes_nothing(tiny_directory):
 
 
 @pytest.mark.parametrize("more", [{}, {"class_weights": [3.0, 1.0, 0.5], "normalise": "weights"}])
-def test_accumulated_samples_make_the_update_of_one_batch(tiny_directory, more):
-    """To the bit: the same micro-batches are computed, only gathered in pieces."""
-    whole, pieces = new(tiny_directory, **more), new(tiny_directory, **more)
+def test_accumulated_samples_equal_one_batch(tiny_directory, more):
+    """The update is bit-identical, because the same micro-batches are computed."""
+    batched, pieces = new(tiny_directory, **more), new(tiny_directory, **more)
     for _ in range(3):
-        at_once = whole.train_batch(SAMPLES)
+        at_once = batched.train_batch(SAMPLES)
         assert pieces.accumulate(SAMPLES[:2]) == 2
         assert pieces.accumulate(SAMPLES[2:]) == 5
         assert pieces.apply() == at_once
-    assert torch.equal(weights(whole), weights(pieces))
+    assert torch.equal(weights(batched), weights(pieces))
 
 
-def test_what_trains_and_how_fast(tiny_directory):
+def test_trainable_parameters_and_learning_rate(tiny_directory):
     classifier = new(tiny_directory, bias=True)
     # rank * (in + out) an adapter on q (32 -> 32) and v (32 -> 16), in two layers, and the head
     assert classifier.num_trainable_parameters == 2 * 4 * ((32 + 32) + (32 + 16)) + 3 * 32 + 3
@@ -125,9 +125,9 @@ def test_what_trains_and_how_fast(tiny_directory):
     classifier.train_batch(SAMPLES)
     assert torch.equal(weights(classifier), head)
     classifier = new(tiny_directory, bias=True)
-    said = classifier.summary()
-    assert "4 layers, rank 4, alpha 16" in said
-    assert "995 parameters, 99 of them in the head" in said
+    summary = classifier.summary()
+    assert "4 layers, rank 4, alpha 16" in summary
+    assert "995 parameters, 99 of them in the head" in summary
 
 
 def test_merged_adapters_give_the_same_probabilities(tiny_directory):
@@ -153,18 +153,18 @@ def test_several_classes_and_token_ids(tiny_directory):
     assert report["multi_label"]
 
 
-def test_soft_labels_train_exactly_of_texts_and_of_token_ids(tiny_directory):
+def test_soft_labels_train_exactly_for_texts_and_token_ids(tiny_directory):
     """The loss is binary cross-entropy in float64; the update is the same for a text and for its ids."""
     targets = [0.3, 0.7, 0.9]
     weights_of_classes = [2.0, 1.0, 0.5]
     texts = new(tiny_directory, multi_label=True, class_weights=weights_of_classes)
     ids = new(tiny_directory, multi_label=True, class_weights=weights_of_classes)
     logits = torch.from_numpy(texts.logits(["fire"])).double()
-    wanted = torch.nn.functional.binary_cross_entropy_with_logits(
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(
         logits, torch.tensor([targets]).double(), pos_weight=torch.tensor(weights_of_classes).double()
     )
     one = texts.train_batch([("fire", targets)])
-    assert one["loss"] == pytest.approx(wanted.item(), rel=1e-6)
+    assert one["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert one == ids.train_batch([(ids.tokenizer("fire")["input_ids"], np.array(targets))])
     assert torch.equal(weights(texts), weights(ids))
     for _ in range(150):
@@ -188,14 +188,12 @@ def test_soft_labels_train_exactly_of_texts_and_of_token_ids(tiny_directory):
         (True, 0.5, "label must be a class name or an integer >= 0, not 0.5"),
     ],
 )
-def test_labels_that_cannot_be_are_refused_of_texts_and_of_token_ids(
-    tiny_directory, text, several, label, message
-):
+def test_invalid_labels_are_rejected_for_texts_and_token_ids(tiny_directory, text, several, label, message):
     with pytest.raises(DataError, match=message):
         new(tiny_directory, multi_label=several).train_batch([(text, label)])
 
 
-def test_texts_are_cut_at_the_longest_length(tiny_directory):
+def test_texts_are_truncated_at_max_length(tiny_directory):
     classifier = new(tiny_directory, max_length=5)
     np.testing.assert_array_equal(classifier.predict_proba(["abcdefgh"]), classifier.predict_proba(["abcde"]))
     assert not np.array_equal(classifier.predict_proba(["abcdX"]), classifier.predict_proba(["abcde"]))
@@ -209,26 +207,26 @@ def test_texts_are_cut_at_the_longest_length(tiny_directory):
         (("", 0), "the text has no tokens, so it cannot be classified"),
     ],
 )
-def test_samples_that_cannot_be(tiny_directory, sample, message):
+def test_invalid_samples_are_rejected(tiny_directory, sample, message):
     with pytest.raises(DataError, match=message):
         new(tiny_directory).train_batch([sample])
 
 
-def test_settings_that_cannot_be(tiny_directory):
+def test_invalid_settings_are_rejected(tiny_directory):
     with pytest.raises(ConfigError, match="did you mean 'pooling'"):
         new(tiny_directory, poling="mean")
 
 
-def test_a_schedule_spans_total_steps(tiny_directory):
-    """Rates of cosine and linear schedules by their formulas; after the last update they are held."""
+def test_schedule_spans_total_steps(tiny_directory):
+    """Learning rates match the formulas, and stay constant after the last update."""
     cosine = new(tiny_directory, optim={"lr": 1e-2, "schedule": "cosine", "warmup": 2}, total_steps=10)
     rates = []
     for _ in range(12):
         rates.append(cosine.optimizer_lr())
         cosine.train_step("rose", "red")
-    wanted = [0.005, 0.01]  # the warm-up
-    wanted += [1e-3 + 9e-3 * (1 + np.cos(np.pi * done / 8)) / 2 for done in (*range(1, 9), 8, 8)]
-    np.testing.assert_allclose(rates, wanted)
+    expected = [0.005, 0.01]  # the warm-up
+    expected += [1e-3 + 9e-3 * (1 + np.cos(np.pi * done / 8)) / 2 for done in (*range(1, 9), 8, 8)]
+    np.testing.assert_allclose(rates, expected)
     linear = new(tiny_directory, optim={"lr": 1e-2, "schedule": "linear", "min_lr_ratio": 0}, total_steps=4)
     before = weights(linear)
     rates = []
@@ -239,7 +237,7 @@ def test_a_schedule_spans_total_steps(tiny_directory):
     assert not torch.equal(weights(linear), before)
 
 
-def test_a_schedule_without_total_steps_is_constant_after_its_warm_up(tiny_directory):
+def test_schedule_without_total_steps_is_constant_after_warmup(tiny_directory):
     for schedule in ("cosine", "linear", "wsd", [{"kind": "constant", "steps": 2}, {"kind": "cosine"}]):
         with pytest.raises(ConfigError, match="needs the number of updates") as caught:
             new(tiny_directory, optim={"schedule": schedule})
@@ -256,7 +254,7 @@ def test_a_schedule_without_total_steps_is_constant_after_its_warm_up(tiny_direc
     assert constant.optimizer_lr() == 3e-4
 
 
-def test_a_schedule_continues_after_merging(tiny_directory):
+def test_schedule_continues_after_merging(tiny_directory):
     classifier = new(tiny_directory, optim={"lr": 1e-2, "schedule": "linear"}, total_steps=10)
     for _ in range(3):
         classifier.train_batch(SAMPLES)
@@ -265,7 +263,7 @@ def test_a_schedule_continues_after_merging(tiny_directory):
     assert classifier.optimizer_lr() == rate
 
 
-def test_a_saved_classifier_trains_with_the_settings_given_or_refuses_them(tiny_directory, tmp_path):
+def test_saved_classifier_trains_with_given_settings_or_rejects_them(tiny_directory, tmp_path):
     new(tiny_directory).save(tmp_path / "saved")
     again = whet.Classifier.load(
         tmp_path / "saved", optim={"lr": 2e-3, "schedule": "linear", "min_lr_ratio": 0}, total_steps=2
@@ -275,7 +273,7 @@ def test_a_saved_classifier_trains_with_the_settings_given_or_refuses_them(tiny_
         whet.Classifier.load(tmp_path / "saved", optim={"schedule": "linear"})
     with pytest.raises(ConfigError, match="did you mean 'lr'"):
         whet.Classifier.load(tmp_path / "saved", optim={"lrr": 1})
-    with pytest.raises(ConfigError, match="method, pooling: only for a new head"):
+    with pytest.raises(ConfigError, match="method, pooling: only supported for a new head"):
         whet.Classifier.load(tmp_path / "saved", method={"rank": 2}, pooling="mean")
 
 
@@ -284,32 +282,32 @@ def test_a_saved_classifier_trains_with_the_settings_given_or_refuses_them(tiny_
 
 @pytest.mark.parametrize("cut", [0, 2, 5])
 @pytest.mark.parametrize("more", [{}, {"class_weights": [3.0, 1.0, 0.5]}])
-def test_workers_that_exchange_gradients_make_the_update_of_one(tiny_directory, cut, more):
+def test_workers_that_exchange_gradients_match_a_single_worker(tiny_directory, cut, more):
     optim = {"lr": 1e-2, "clip": 0.5, "schedule": "linear"}
     alone, *workers = (new(tiny_directory, optim=optim, total_steps=5, **more) for _ in range(3))
     for _ in range(3):
         before = weights(workers[0])
-        whole = alone.train_batch(SAMPLES)
+        uninterrupted = alone.train_batch(SAMPLES)
         shards = (SAMPLES[:cut], SAMPLES[cut:])
         parts = [w.collect_gradients(s, total=len(SAMPLES)) for w, s in zip(workers, shards, strict=True)]
         assert torch.equal(weights(workers[0]), before), "nothing is updated yet"
         vectors, results = zip(*parts, strict=True)
-        assert sum(result["loss"] for result in results) == pytest.approx(whole["loss"], rel=1e-5)
+        assert sum(result["loss"] for result in results) == pytest.approx(uninterrupted["loss"], rel=1e-5)
         for key in ("correct", "total"):
-            assert sum(result[key] for result in results) == whole[key]
+            assert sum(result[key] for result in results) == uninterrupted[key]
         rate = workers[0].optimizer_lr()
         updates = [worker.apply_gradients(sum(vectors)) for worker in workers]
         assert updates[0] == updates[1]
         assert updates[0]["lr"] == rate
-        assert updates[0]["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+        assert updates[0]["grad_norm"] == pytest.approx(uninterrupted["grad_norm"], rel=1e-4)
         assert torch.equal(weights(workers[0]), weights(workers[1]))
     assert workers[0].optimizer_lr() == alone.optimizer_lr()
     # the order of the sums differs from one worker's, and Adam's first steps magnify it
     assert (weights(workers[0]) - weights(alone)).norm() <= 1e-3 * weights(alone).norm()
 
 
-def test_collected_gradients_are_those_of_autograd(tiny_directory):
-    """In float64, of the formula: the mean of w[label] * -log p over the samples."""
+def test_collected_gradients_match_autograd(tiny_directory):
+    """The reference is autograd in float64 of the mean of w[label] * -log p over the samples."""
     classifier = new(tiny_directory, bias=True, class_weights=[3.0, 1.0, 0.5])
     vector, result = classifier.collect_gradients(SAMPLES)
     assert all(parameter.grad is None for parameter in classifier.trainable_parameters())
@@ -322,8 +320,8 @@ def test_collected_gradients_are_those_of_autograd(tiny_directory):
     classes = batch.column("values")[:, 0].long()  # the texts of a batch are in an order of its own
     assert sorted(classes.tolist()) == [0, 1, 1, 2, 2]
     loss = (torch.tensor([3.0, 1.0, 0.5]).double()[classes] * -logp[range(5), classes]).mean()
-    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, (weight, bias))])
-    torch.testing.assert_close(vector[-wanted.numel() :].double(), wanted, rtol=1e-4, atol=1e-6)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, (weight, bias))])
+    torch.testing.assert_close(vector[-expected.numel() :].double(), expected, rtol=1e-4, atol=1e-6)
     assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
     before = weights(classifier)
     with pytest.raises(RunError, match="not finite"):
@@ -336,7 +334,7 @@ def test_collected_gradients_are_those_of_autograd(tiny_directory):
 
 
 def reference_gradient(tiny_directory, classifier, samples, class_weights):
-    """The gradient of the summed loss, by transformers in float64 on plain weights.
+    """Return the gradient of the summed loss, computed by transformers in float64 on merged weights.
 
     At the start B is zero, so the update of a matrix W is scale * B A with dL/dB = scale * dL/dW A^T, dL/dA = 0.
     """
@@ -362,12 +360,12 @@ def reference_gradient(tiny_directory, classifier, samples, class_weights):
 
 @pytest.mark.parametrize("normalise", ["samples", "weights"])
 @pytest.mark.parametrize("cut", [0, 2])
-def test_gradients_of_two_halves_are_those_of_the_batch(tiny_directory, cut, normalise):
+def test_gradients_of_two_halves_sum_to_the_batch_gradient(tiny_directory, cut, normalise):
     class_weights = [3.0, 1.0, 0.5]
     more = {"class_weights": class_weights, "normalise": normalise, "optim": {"name": "sgd", "lr": 0.1}}
     alone, *workers = (new(tiny_directory, **more) for _ in range(3))
     count = 5 if normalise == "samples" else 3.0 + 1.0 + 0.5 + 0.5 + 1.0
-    wanted, summed = reference_gradient(tiny_directory, alone, SAMPLES, class_weights)
+    expected, summed = reference_gradient(tiny_directory, alone, SAMPLES, class_weights)
     assert alone.loss(SAMPLES) == pytest.approx(summed / count, rel=1e-5)
     for step in range(4):
         parts = [
@@ -377,33 +375,33 @@ def test_gradients_of_two_halves_are_those_of_the_batch(tiny_directory, cut, nor
         flat, n = sum(part for part, _ in parts), sum(n for _, n in parts)
         assert (flat.ndim, flat.dtype, n) == (1, torch.float32, pytest.approx(count))
         if step == 0:
-            torch.testing.assert_close(flat.double(), wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(flat.double(), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(flat.double(), alone.gradients(SAMPLES)[0].double(), rtol=1e-4, atol=1e-5)
         before = alone.loss(SAMPLES)
-        whole = alone.train_batch(SAMPLES)
-        assert whole["loss"] == pytest.approx(before, rel=1e-6)
+        uninterrupted = alone.train_batch(SAMPLES)
+        assert uninterrupted["loss"] == pytest.approx(before, rel=1e-6)
         first, second = workers[0].apply_gradients(flat, n), workers[1].apply_gradients(flat.numpy(), n)
         assert first == second
-        assert first["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+        assert first["grad_norm"] == pytest.approx(uninterrupted["grad_norm"], rel=1e-4)
         assert torch.equal(weights(workers[0]), weights(workers[1]))
         torch.testing.assert_close(weights(workers[0]), weights(alone), rtol=1e-5, atol=1e-6)
     assert not torch.equal(weights(alone), weights(new(tiny_directory, **more)))
 
 
-def test_gradients_that_cannot_be_applied(tiny_directory):
+def test_invalid_gradients_are_rejected(tiny_directory):
     classifier = new(tiny_directory)
     before = weights(classifier)
     flat, n = classifier.gradients([])
     assert (flat.abs().sum(), n) == (0, 0)
     with pytest.raises(ConfigError, match="n must be above 0, not 0"):
         classifier.apply_gradients(flat, n)
-    with pytest.raises(DataError, match="no sample"):
+    with pytest.raises(DataError, match="an empty list of samples"):
         classifier.loss([])
     assert torch.equal(weights(classifier), before)
     assert classifier.counts()["steps"] == 0
 
 
-def test_the_summary_counts_everything(tiny_directory, tmp_path):
+def test_summary_contains_all_counts(tiny_directory, tmp_path):
     classifier = new(
         tiny_directory, optim={"lr": 1e-2, "schedule": "linear", "min_lr_ratio": 0}, total_steps=4
     )
@@ -434,14 +432,14 @@ def test_the_summary_counts_everything(tiny_directory, tmp_path):
         "steps": 3,
         "samples_seen": 10,
     }
-    said = classifier.summary()
-    assert f"{base + 96:,} parameters with the head" in said
-    assert "3 updates, 10 samples" in said
-    assert str(tiny_directory) in said
-    assert re.search(r"method +lora", said)
+    summary = classifier.summary()
+    assert f"{base + 96:,} parameters with the head" in summary
+    assert "3 updates, 10 samples" in summary
+    assert str(tiny_directory) in summary
+    assert re.search(r"method +lora", summary)
 
 
-def test_the_loss_of_one_sample_and_its_class(tiny_directory):
+def test_forward_only_returns_loss_and_class(tiny_directory):
     weights_of_classes = [3.0, 1.0, 0.5]
     classifier = new(tiny_directory, class_weights=weights_of_classes)
     before = weights(classifier)
@@ -454,7 +452,7 @@ def test_the_loss_of_one_sample_and_its_class(tiny_directory):
     assert torch.equal(weights(classifier), before)
 
 
-def test_a_corpus_is_read_as_samples(tiny_directory, tmp_path):
+def test_load_corpus_reads_samples(tiny_directory, tmp_path):
     path = tmp_path / "corpus.jsonl"
     rows = [{"input": "rose", "label": "red"}, {"text": "sea", "label": 2}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -473,7 +471,7 @@ def test_a_corpus_is_read_as_samples(tiny_directory, tmp_path):
 
 
 def worker_step(worker, shard, step):
-    """One worker's part of a step: gradients of its shard, divided by the weight of the whole step."""
+    """Return the gradients of a worker's shard, divided by the weight of the step."""
     own = [worker._example(*sample) for sample in shard]
     everything = worker.batches([worker._example(*sample) for sample in step])
     total = total_weights(worker.objective, everything)
@@ -489,7 +487,7 @@ def worker_step(worker, shard, step):
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 4])
 @pytest.mark.parametrize("more", [{}, {"class_weights": [3.0, 1.0, 0.5], "normalise": "weights"}])
-def test_workers_that_add_up_their_gradients_make_the_update_of_one(tiny_directory, cut, more):
+def test_workers_that_sum_gradients_match_a_single_worker(tiny_directory, cut, more):
     alone = new(tiny_directory, **more)
     workers = [new(tiny_directory, **more), new(tiny_directory, **more)]
     for _ in range(3):
@@ -504,7 +502,7 @@ def test_workers_that_add_up_their_gradients_make_the_update_of_one(tiny_directo
     assert (weights(workers[0]) - weights(alone)).norm() <= 1e-3 * weights(alone).norm()
 
 
-def test_the_flat_vector_has_adapters_by_layer_then_the_head(tiny_directory):
+def test_flat_gradient_has_adapters_by_layer_then_head(tiny_directory):
     classifier = new(tiny_directory, bias=True)
     worker_step(classifier, SAMPLES, SAMPLES)
     named = dict(classifier.trainer.learner.named_parameters())
@@ -535,7 +533,7 @@ def trained(directory, tmp_path, **more):
 
 
 @pytest.mark.parametrize("more", [{}, {"method": {"kind": "full"}}, {"pooling": "mean", "bias": True}])
-def test_saved_classifiers_come_back_to_the_bit(tiny_directory, tmp_path, more):
+def test_saved_classifier_loads_bit_exactly(tiny_directory, tmp_path, more):
     classifier = trained(tiny_directory, tmp_path, **more)
     again = whet.Classifier.load(tmp_path / "saved", device="cpu", precision="fp32")
     np.testing.assert_array_equal(again.predict_proba(TEXTS), classifier.predict_proba(TEXTS))
@@ -543,7 +541,7 @@ def test_saved_classifiers_come_back_to_the_bit(tiny_directory, tmp_path, more):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_saved_classifiers_keep_their_precision(tiny_directory, tmp_path, precision):
+def test_saved_classifier_keeps_its_precision(tiny_directory, tmp_path, precision):
     trained(tiny_directory, tmp_path, precision=precision)
     again = whet.Classifier.load(tmp_path / "saved", device="cpu")
     assert again.settings.precision == precision
@@ -551,24 +549,24 @@ def test_saved_classifiers_keep_their_precision(tiny_directory, tmp_path, precis
     other.save(tmp_path / "other")
     assert whet.Classifier.load(tmp_path / "other").settings.precision == "bf16-pure"
     info = tmp_path / "saved" / "classifier.json"
-    kept = json.loads(info.read_text())
-    info.write_text(json.dumps({name: kept[name] for name in kept if name != "precision"}))
+    stored = json.loads(info.read_text())
+    info.write_text(json.dumps({name: stored[name] for name in stored if name != "precision"}))
     assert whet.Classifier.load(tmp_path / "saved").settings.precision == "auto"
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"class_weights": "inverse"}, "class_weights: inverse needs the counts of a training set"),
+        ({"class_weights": "inverse"}, "class_weights: inverse needs the class counts of a training set"),
         ({"class_weights": "sqrt_inverse"}, "class_weights: sqrt_inverse needs"),
         ({"class_weights": "effective"}, "class_weights: effective needs"),
-        ({"oversample": True}, "oversample is for runs"),
-        ({"calibrate": True}, "calibrate is for runs"),
-        ({"valid_share": 0.3}, "valid_share is for runs"),
-        ({"probe": True}, "probe is for runs"),
+        ({"oversample": True}, "oversample is only supported in runs"),
+        ({"calibrate": True}, "calibrate is only supported in runs"),
+        ({"valid_share": 0.3}, "valid_share is only supported in runs"),
+        ({"probe": True}, "probe is only supported in runs"),
     ],
 )
-def test_keys_that_need_a_run_are_refused(tiny_directory, more, message):
+def test_run_only_keys_are_rejected(tiny_directory, more, message):
     with pytest.raises(ConfigError, match=message):
         new(tiny_directory, **more)
 
@@ -589,16 +587,16 @@ def peft_probabilities(directory, base, classes=3):
 
 
 @pytest.mark.parametrize("targets", ["qv", "all-linear"])
-def test_peft_and_transformers_give_the_same_probabilities(tiny_directory, tmp_path, targets):
+def test_peft_and_transformers_give_equal_probabilities(tiny_directory, tmp_path, targets):
     classifier = trained(tiny_directory, tmp_path, method={"rank": 4, "targets": targets})
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS"
     assert config["modules_to_save"] == ["score"]
-    found = peft_probabilities(tmp_path / "saved", tiny_directory)
-    np.testing.assert_allclose(found, classifier.predict_proba(TEXTS), atol=1e-5)
+    actual = peft_probabilities(tmp_path / "saved", tiny_directory)
+    np.testing.assert_allclose(actual, classifier.predict_proba(TEXTS), atol=1e-5)
 
 
-def test_peft_loads_a_classifier_on_a_bridge_model(tmp_path):
+def test_peft_loads_classifier_on_bridge_model(tmp_path):
     from transformers import OPTConfig, OPTForCausalLM
 
     directory = tmp_path / "opt"
@@ -624,7 +622,7 @@ def test_peft_loads_a_classifier_on_a_bridge_model(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_whole_model_is_a_classifier_of_transformers(tmp_path, tied):
+def test_transformers_loads_full_model_classifier(tmp_path, tied):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
@@ -633,11 +631,11 @@ def test_a_whole_model_is_a_classifier_of_transformers(tmp_path, tied):
     assert type(model).__name__ == "LlamaForSequenceClassification"
     assert [model.config.id2label[number] for number in range(3)] == CLASSES
     with torch.no_grad():
-        found = model(**padded(AutoTokenizer.from_pretrained(tmp_path / "saved"), TEXTS)).logits.softmax(-1)
-    np.testing.assert_allclose(found.numpy(), classifier.predict_proba(TEXTS), atol=1e-5)
+        actual = model(**padded(AutoTokenizer.from_pretrained(tmp_path / "saved"), TEXTS)).logits.softmax(-1)
+    np.testing.assert_allclose(actual.numpy(), classifier.predict_proba(TEXTS), atol=1e-5)
 
 
-def test_a_head_that_transformers_cannot_have_is_kept_by_whet_alone(tiny_directory, tmp_path):
+def test_head_unsupported_by_transformers_is_saved_for_whet_only(tiny_directory, tmp_path):
     trained(tiny_directory, tmp_path, pooling="mean")
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert config["modules_to_save"] is None
@@ -646,7 +644,7 @@ def test_a_head_that_transformers_cannot_have_is_kept_by_whet_alone(tiny_directo
         whet.load(tmp_path / "saved")
 
 
-def test_the_head_of_a_classifier_is_none_of_muons_matrices(tiny_directory):
+def test_muon_does_not_update_the_classification_head(tiny_directory):
     model = new(tiny_directory, method={"kind": "full"}, optim={"name": "muon", "lr": 1e-3})
     names = {id(p): name for name, p in model.trainer.learner.named_parameters()}
     groups = model.trainer.optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Runs that classify: everything moves, nothing is lost, records are held out, mistakes are named."""
+"""Classification runs: training, held-out records, calibration, reports and errors."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ import whet
 from tiny import run_config
 from whet.config.load_config import load_config, make_config
 from whet.errors import ConfigError, DataError, ModelError
-from whet.recipes.classify.calibration import fitted_temperature
+from whet.recipes.classify.calibration import fit_temperature
 from whet.runs.assemble import assembled
 from whet.runs.inspect_data import view_data
 from whet.training.checkpoint import checkpoint_path
@@ -53,7 +53,7 @@ def weights_at(run, step):
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_every_parameter_that_trains_moves_and_is_kept(tiny_directory, tmp_path, method):
+def test_every_trainable_parameter_changes_and_is_saved(tiny_directory, tmp_path, method):
     result = whet.train(
         config(
             tiny_directory,
@@ -70,22 +70,22 @@ def test_every_parameter_that_trains_moves_and_is_kept(tiny_directory, tmp_path,
     if method != "full":
         assert sorted({name.split(".")[-2] for name in first if "lora" in name}) == ["q_proj", "v_proj"]
         assert len(first) == 2 * 2 * 2 + 2
-    kept = load_file(result.directory / "final" / "classifier.safetensors")
-    assert torch.equal(kept["score.weight"], last["heads.score.weight"])
-    assert torch.equal(kept["score.bias"], last["heads.score.bias"])
+    stored = load_file(result.directory / "final" / "classifier.safetensors")
+    assert torch.equal(stored["score.weight"], last["heads.score.weight"])
+    assert torch.equal(stored["score.bias"], last["heads.score.bias"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-def test_the_head_stays_float32_in_other_precisions(tiny_directory, tmp_path, precision):
+def test_head_stays_float32_in_other_precisions(tiny_directory, tmp_path, precision):
     result = whet.train(config(tiny_directory, tmp_path, run={"precision": precision}, eval={"every": 2}))
-    kept = weights_at(result.directory, 4)
-    assert kept["heads.score.weight"].dtype == torch.float32
+    stored = weights_at(result.directory, 4)
+    assert stored["heads.score.weight"].dtype == torch.float32
     report = json.loads((result.directory / "classification.json").read_text())
     assert 0 < report["log_loss"] < 10
     assert whet.Classifier.load(result.directory).precision.compute == torch.bfloat16
 
 
-def test_a_bridge_model_classifies(tmp_path):
+def test_bridge_model_classifies(tmp_path):
     from transformers import FalconConfig, FalconForCausalLM
 
     from tiny import write_tokenizer
@@ -110,9 +110,7 @@ def test_a_bridge_model_classifies(tmp_path):
 @pytest.mark.parametrize(
     ("method", "several"), [("lora", False), ("qlora", False), ("full", False), ("lora", True)]
 )
-def test_evaluating_after_reload_is_evaluating_before_save_to_the_bit(
-    tiny_directory, tmp_path, method, several
-):
+def test_evaluation_after_reload_is_bit_exact(tiny_directory, tmp_path, method, several):
     valid = write_records(tmp_path / "valid.jsonl", 30, several=several, seed=9)
     settings = config(
         tiny_directory,
@@ -135,11 +133,11 @@ def test_evaluating_after_reload_is_evaluating_before_save_to_the_bit(
     assert moved.evaluate(str(valid))["log_loss"] == pytest.approx(before["log_loss"], rel=1e-5)
 
 
-def test_records_are_held_out_of_each_class_and_named_in_the_run(tiny_directory, tmp_path):
+def test_held_out_records_are_stratified_and_listed_in_the_run(tiny_directory, tmp_path):
     result = whet.train(config(tiny_directory, tmp_path, eval={"every": 2}))
-    kept = json.loads((result.directory / "held_out.json").read_text())
-    assert len(kept["valid"]) == 12  # a fifth of 60
-    assert all(len(text) == 64 for text in kept["valid"])
+    stored = json.loads((result.directory / "held_out.json").read_text())
+    assert len(stored["valid"]) == 12  # a fifth of 60
+    assert all(len(text) == 64 for text in stored["valid"])
     report = json.loads((result.directory / "classification.json").read_text())
     assert report["split"] == "valid"
     assert {name: each["support"] for name, each in report["per_class"].items()} == {
@@ -151,28 +149,26 @@ def test_records_are_held_out_of_each_class_and_named_in_the_run(tiny_directory,
     assert {"accuracy", "balanced_accuracy", "f1_macro", "mcc"} <= row.keys()
     assert "eval_perplexity" not in row
     again = whet.train(config(tiny_directory, tmp_path, run={"name": "again"}))
-    assert json.loads((again.directory / "held_out.json").read_text()) == kept
+    assert json.loads((again.directory / "held_out.json").read_text()) == stored
     other = whet.train(config(tiny_directory, tmp_path, run={"name": "other", "seed": 1}))
-    assert json.loads((other.directory / "held_out.json").read_text())["valid"] != kept["valid"]
+    assert json.loads((other.directory / "held_out.json").read_text())["valid"] != stored["valid"]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tiny_directory, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tiny_directory, tmp_path):
     sections = {"checkpoint": {"every": 2, "keep": 9}, "objective": {"oversample": True}}
-    whole = whet.train(config(tiny_directory, tmp_path, **sections))
+    uninterrupted = whet.train(config(tiny_directory, tmp_path, **sections))
     half = tmp_path / "runs" / "half"
-    shutil.copytree(whole.directory, half)
+    shutil.copytree(uninterrupted.directory, half)
     shutil.rmtree(half / "final")
     shutil.rmtree(checkpoint_path(half, 4))
     (half / "config.yaml").write_text((half / "config.yaml").read_text().replace("name: test", "name: half"))
     resumed = whet.resume(half)
     assert resumed.steps == 4
-    one, other = weights_at(whole.directory, 4), weights_at(half, 4)
+    one, other = weights_at(uninterrupted.directory, 4), weights_at(half, 4)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_soft_labels_from_a_file_are_trained_weighted_held_out_probed_calibrated_and_reported(
-    tiny_directory, tmp_path, caplog
-):
+def test_soft_labels_from_a_file_work_throughout_a_run(tiny_directory, tmp_path, caplog):
     caplog.set_level("INFO", logger="whet")
     rng = np.random.default_rng(1)
     rows = [{"input": f"text {n}", "labels": rng.random(3).round(3).tolist()} for n in range(40)]
@@ -189,19 +185,19 @@ def test_soft_labels_from_a_file_are_trained_weighted_held_out_probed_calibrated
     one, other = weights_at(result.directory, 4), weights_at(same.directory, 4)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
-    held = set(json.loads((result.directory / "held_out.json").read_text())["valid"])
+    held_out = set(json.loads((result.directory / "held_out.json").read_text())["valid"])
     tokenizer = whet.Classifier.load(result.directory).tokenizer
     hashes = [hash_of(tokenizer, text) for text, _ in cells]
-    learned = np.array([v for (_, v), h in zip(cells, hashes, strict=True) if h not in held])
-    kept = json.loads((result.directory / "final" / "class_weights.json").read_text())
-    np.testing.assert_allclose(list(kept.values()), (1 - learned).sum(0) / learned.sum(0))
+    learned = np.array([v for (_, v), h in zip(cells, hashes, strict=True) if h not in held_out])
+    stored = json.loads((result.directory / "final" / "class_weights.json").read_text())
+    np.testing.assert_allclose(list(stored.values()), (1 - learned).sum(0) / learned.sum(0))
     assert "linear probe of the untrained model" in caplog.text
 
     report = json.loads((result.directory / "classification.json").read_text())
-    texts, targets = zip(*(c for c, h in zip(cells, hashes, strict=True) if h in held), strict=True)
+    texts, targets = zip(*(c for c, h in zip(cells, hashes, strict=True) if h in held_out), strict=True)
     chances = torch.from_numpy(whet.Classifier.load(result.directory).predict_proba(list(texts)))
-    wanted = torch.nn.functional.binary_cross_entropy(chances, torch.tensor(targets).double())
-    assert report["log_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    expected = torch.nn.functional.binary_cross_entropy(chances, torch.tensor(targets).double())
+    assert report["log_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert [each["support"] for each in report["per_class"].values()] == (
         (np.array(targets) > 0.5).sum(0).tolist()
     )
@@ -212,10 +208,8 @@ def hash_of(tokenizer, text):
     return hashlib.sha256(np.array([*ids, ids[-1]], dtype=np.int64).tobytes()).hexdigest()
 
 
-def test_a_store_that_left_soft_labels_out_as_bad_records_is_not_used_again(
-    tiny_directory, tmp_path, monkeypatch, caplog
-):
-    """Earlier versions skipped such records; a store of theirs must not pass for the whole file."""
+def test_old_token_store_without_soft_labels_is_not_reused(tiny_directory, tmp_path, monkeypatch, caplog):
+    """Earlier versions skipped such records; their token store must not be mistaken for the complete file."""
     from whet.data.class_labels import Labels
     from whet.data.tokens import prepare_dataset
 
@@ -240,7 +234,7 @@ def test_a_store_that_left_soft_labels_out_as_bad_records_is_not_used_again(
     assert "of 12 training records, stratified by class" in caplog.text
 
 
-def test_early_stopping_on_a_metric_takes_its_best_weights(tiny_directory, tmp_path):
+def test_early_stopping_on_a_metric_restores_its_best_weights(tiny_directory, tmp_path):
     result = whet.train(
         config(
             tiny_directory,
@@ -252,13 +246,13 @@ def test_early_stopping_on_a_metric_takes_its_best_weights(tiny_directory, tmp_p
     )
     assert result.best["metric"] == "f1_macro"
     best = weights_at(result.directory, result.best["step"])
-    kept = load_file(result.directory / "final" / "classifier.safetensors")
-    assert torch.equal(kept["score.weight"], best["heads.score.weight"])
+    stored = load_file(result.directory / "final" / "classifier.safetensors")
+    assert torch.equal(stored["score.weight"], best["heads.score.weight"])
     report = json.loads((result.directory / "classification.json").read_text())
     assert report["f1_macro"] == pytest.approx(result.best["value"])
 
 
-def test_a_tiny_model_learns_to_tell_words_apart(tiny_directory, tmp_path):
+def test_tiny_model_learns_to_distinguish_words(tiny_directory, tmp_path):
     write_records(tmp_path / "train.jsonl", 240)
     valid = write_records(tmp_path / "valid.jsonl", 60, seed=5)
     result = whet.train(
@@ -278,21 +272,21 @@ def test_a_tiny_model_learns_to_tell_words_apart(tiny_directory, tmp_path):
     assert report["baselines"]["majority"]["accuracy"] == pytest.approx(0.5)
     model = whet.Classifier.load(result.directory)
     assert model.predict(["7: rose", "8: moss", "9: ice"]) == CLASSES
-    kept = load_file(result.directory / "final" / "classifier.safetensors")["score.weight"]
+    stored = load_file(result.directory / "final" / "classifier.safetensors")["score.weight"]
     trained = weights_at(result.directory, 60)["heads.score.weight"]
-    torch.testing.assert_close(kept * report["calibration"]["temperature"], trained)
+    torch.testing.assert_close(stored * report["calibration"]["temperature"], trained)
 
 
-def test_a_temperature_undoes_what_was_scaled():
+def test_fitted_temperature_undoes_scaling():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4000, 3))
     chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     labels = np.array([rng.choice(3, p=row) for row in chances])
-    assert fitted_temperature((2.5 * logits).astype(np.float32), labels, multi_label=False) == pytest.approx(
+    assert fit_temperature((2.5 * logits).astype(np.float32), labels, multi_label=False) == pytest.approx(
         2.5, rel=0.1
     )
     marks = (rng.random((4000, 3)) < 1 / (1 + np.exp(-logits))).astype(np.float64)
-    assert fitted_temperature((0.5 * logits).astype(np.float32), marks, multi_label=True) == pytest.approx(
+    assert fit_temperature((0.5 * logits).astype(np.float32), marks, multi_label=True) == pytest.approx(
         0.5, rel=0.1
     )
 
@@ -317,7 +311,7 @@ def test_a_temperature_undoes_what_was_scaled():
         ),
     ],
 )
-def test_bad_records_are_named_with_their_line(tiny_directory, tmp_path, line, message):
+def test_bad_records_are_reported_with_their_line(tiny_directory, tmp_path, line, message):
     settings = config(tiny_directory, tmp_path)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(line + "\n")
@@ -360,12 +354,12 @@ def test_csv_and_text_fields_are_read(tiny_directory, tmp_path):
         ({"objective": {"pooling": "max"}}, "pooling"),
     ],
 )
-def test_configs_that_make_no_sense(tiny_directory, tmp_path, sections, message):
+def test_invalid_configs_are_rejected(tiny_directory, tmp_path, sections, message):
     with pytest.raises(ConfigError, match=message):
         make_config(config(tiny_directory, tmp_path, **sections))
 
 
-def test_a_text_that_is_too_long_is_refused_by_its_own_length(tiny_directory, tmp_path):
+def test_too_long_text_is_rejected_with_its_length(tiny_directory, tmp_path):
     rows = [{"input": "x" * (64 + number), "label": CLASSES[number]} for number in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = config(tiny_directory, tmp_path, data={"too_long": "error"}, objective={"valid_share": 0})
@@ -380,7 +374,7 @@ def test_a_text_that_is_too_long_is_refused_by_its_own_length(tiny_directory, tm
     )
 
 
-def test_adapters_go_on_q_and_v_unless_the_config_says_otherwise(tiny_directory, tmp_path):
+def test_adapters_target_q_and_v_by_default(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path)
     assert make_config(settings).method.targets == "qv"
     path = tmp_path / "again.yaml"
@@ -393,19 +387,22 @@ def test_adapters_go_on_q_and_v_unless_the_config_says_otherwise(tiny_directory,
     assert make_config(run_config(tiny_directory, tmp_path)).method.targets == "all-linear"
 
 
-def test_imbalance_is_weighted_and_said_aloud(tiny_directory, tmp_path, caplog):
+def test_class_imbalance_is_weighted_and_logged(tiny_directory, tmp_path, caplog):
     caplog.set_level("INFO", logger="whet")
     rows = [{"input": f"{n}", "label": CLASSES[0 if n < 40 else 1 if n < 55 else 2]} for n in range(60)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     whet.train(config(tiny_directory, tmp_path))
-    assert "class weights: sqrt_inverse, as the largest class is 8.0 times the smallest" in caplog.text
+    assert (
+        "class weights: sqrt_inverse, because the largest class has 8.0 times as many texts as the smallest"
+        in caplog.text
+    )
     caplog.clear()
     whet.train(config(tiny_directory, tmp_path, run={"name": "over"}, objective={"oversample": True}))
     assert "sqrt_inverse" not in caplog.text
     assert "oversampled: 96 examples from 48" in caplog.text
 
 
-def test_a_classifier_is_not_opened_as_a_language_model(tiny_directory, tmp_path):
+def test_classifier_is_not_loaded_as_a_language_model(tiny_directory, tmp_path):
     for method in ("lora", "full"):
         result = whet.train(config(tiny_directory, tmp_path, method={"kind": method}, run={"name": method}))
         for place in (result.directory, result.directory / "final", checkpoint_path(result.directory, 4)):
@@ -415,10 +412,10 @@ def test_a_classifier_is_not_opened_as_a_language_model(tiny_directory, tmp_path
         whet.Classifier.load(tiny_directory)
 
 
-def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
+def test_damaged_head_is_rejected(tiny_directory, tmp_path):
     result = whet.train(config(tiny_directory, tmp_path))
     info = result.directory / "final" / "classifier.json"
-    whole = json.loads(info.read_text())
+    valid_info = json.loads(info.read_text())
     for changed, message in (
         ({"classes": CLASSES[1:]}, "is not a head for 2 classes"),
         ({"classes": "red"}, "classes has the invalid value 'red'"),
@@ -427,61 +424,61 @@ def test_a_damaged_head_is_refused(tiny_directory, tmp_path):
         ({"max_length": 0}, "max_length has the invalid value '0'"),
         ({"odd": 1}, "classifier.json is invalid"),
     ):
-        info.write_text(json.dumps({**whole, **changed}))
+        info.write_text(json.dumps({**valid_info, **changed}))
         with pytest.raises(ModelError, match=message):
             whet.Classifier.load(result.directory / "final")
-    info.write_text(json.dumps(whole))
+    info.write_text(json.dumps(valid_info))
     (result.directory / "final" / "classifier.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match="cannot be read"):
         whet.Classifier.load(result.directory)
 
 
-def test_yaml_lists_of_numbers_are_weights(tiny_directory, tmp_path):
+def test_yaml_list_of_numbers_sets_class_weights(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path, objective={"class_weights": [1, 2, 3]})
     assert make_config(yaml.safe_load(yaml.safe_dump(settings))).objective.class_weights == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 50.0])
-def test_a_temperature_may_be_far_from_one(scale):
+def test_fitted_temperature_may_be_far_from_one(scale):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4000, 3))
     chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     labels = np.array([rng.choice(3, p=row) for row in chances])
-    found = fitted_temperature((scale * logits).astype(np.float32), labels, multi_label=False)
-    assert found == pytest.approx(scale, rel=0.1)
+    actual = fit_temperature((scale * logits).astype(np.float32), labels, multi_label=False)
+    assert actual == pytest.approx(scale, rel=0.1)
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize(("scale", "bound"), [(-1.0, 100.0), (1e-4, 0.01)])
-def test_a_temperature_at_its_bound_is_said_aloud(scale, bound, multi_label, caplog):
-    """Logits that are worse than none ask for an infinite temperature; tiny ones for one near 0."""
+def test_temperature_at_its_bound_warns(scale, bound, multi_label, caplog):
+    """Logits worse than none need an infinite temperature, tiny ones a temperature near 0."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4000, 3))
     chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     labels = np.array([rng.choice(3, p=row) for row in chances])
     labels = np.eye(3)[labels] if multi_label else labels
-    found = fitted_temperature((scale * logits).astype(np.float32), labels, multi_label=multi_label)
-    assert found == bound
-    assert f"the best temperature is beyond its bound, and {bound:g} is used" in caplog.text
+    actual = fit_temperature((scale * logits).astype(np.float32), labels, multi_label=multi_label)
+    assert actual == bound
+    assert f"the best temperature is out of bounds, and {bound:g} is used" in caplog.text
 
 
-def test_soft_labels_are_calibrated_even_where_all_are_on_the_right_side():
+def test_soft_labels_are_calibrated_even_if_all_predictions_are_correct():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(500, 3))
     targets = 1 / (1 + np.exp(-logits))
-    found = fitted_temperature((4 * logits).astype(np.float32), targets, multi_label=True)
-    assert found == pytest.approx(4, rel=1e-3)
+    actual = fit_temperature((4 * logits).astype(np.float32), targets, multi_label=True)
+    assert actual == pytest.approx(4, rel=1e-3)
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_where_all_is_right_no_temperature_is_fitted(multi_label, caplog):
+def test_no_temperature_is_fitted_if_all_predictions_are_correct(multi_label, caplog):
     logits = np.array([[2.0, -1.0], [-1.0, 3.0]], dtype=np.float32)
     labels = (logits > 0).astype(np.float64) if multi_label else np.array([0, 1])
-    assert fitted_temperature(logits, labels, multi_label=multi_label) == 1.0
-    assert "every label is the likeliest already" in caplog.text
+    assert fit_temperature(logits, labels, multi_label=multi_label) == 1.0
+    assert "every validation record is classified correctly" in caplog.text
 
 
-def test_a_classifier_on_a_quantised_base_has_the_layout_of_transformers(tiny_directory, tmp_path):
+def test_classifier_on_quantized_base_has_transformers_layout(tiny_directory, tmp_path):
     lines = [{"input": f"text {i}", "label": i % 2} for i in range(12)]
     (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = run_config(
@@ -505,14 +502,12 @@ def with_hard_records(tiny_directory, tmp_path, rows, **sections):
     return make_config(config(tiny_directory, tmp_path, data=data, **sections))
 
 
-def test_class_weights_and_the_probe_are_of_all_that_is_learned_hard_records_too(
-    tiny_directory, tmp_path, monkeypatch
-):
+def test_class_weights_and_probe_use_hard_records_too(tiny_directory, tmp_path, monkeypatch):
     from whet.recipes.classify import classifier_report
 
     rows = [{"input": f"hard {number}", "label": "red"} for number in range(21)]
     valid = write_records(tmp_path / "valid.jsonl", 30, seed=9)
-    wanted = with_hard_records(
+    run_config = with_hard_records(
         tiny_directory,
         tmp_path,
         rows,
@@ -527,14 +522,14 @@ def test_class_weights_and_the_probe_are_of_all_that_is_learned_hard_records_too
             return super().fit(x, y)
 
     monkeypatch.setattr(classifier_report, "LinearProbe", Probe)
-    with assembled(wanted) as work:
+    with assembled(run_config) as work:
         inverse = 1 / np.array([15 + 21, 15, 30])
         assert work.build.objective.class_weights.tolist() == pytest.approx(list(inverse / inverse.mean()))
-    whet.train(wanted)
+    whet.train(run_config)
     assert [counts.tolist() for counts in seen] == [[36, 15, 30]]
 
 
-def test_hard_records_that_equal_a_held_out_one_are_not_learned(tiny_directory, tmp_path):
+def test_hard_records_equal_to_held_out_ones_are_not_trained_on(tiny_directory, tmp_path):
     path = write_records(tmp_path / "train.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     with assembled(with_hard_records(tiny_directory, tmp_path, rows)) as work:
@@ -544,13 +539,13 @@ def test_hard_records_that_equal_a_held_out_one_are_not_learned(tiny_directory, 
         }
         assert [len(splits[name]) for name in ("train", "valid", "hard")] == [48, 12, 48]
         assert not splits["valid"] & splits["hard"]
-        held = [row for row in rows if tuple(work.data.tokenizer(row["input"]).input_ids) in
+        held_out = [row for row in rows if tuple(work.data.tokenizer(row["input"]).input_ids) in
                 {tokens[:-1] for tokens in splits["valid"]}]  # fmt: skip
-    assert len(held) == 12
-    wanted = with_hard_records(tiny_directory, tmp_path, held, run={"name": "all"})
+    assert len(held_out) == 12
+    run_config = with_hard_records(tiny_directory, tmp_path, held_out, run={"name": "all"})
     with (
         pytest.raises(DataError, match="every hard record equals a training record that was held out"),
-        assembled(wanted),
+        assembled(run_config),
     ):
         pass
 
@@ -559,14 +554,14 @@ SAMPLES = [("1: fire", "red"), ("2: moss", "green"), ("3: sky", "blue"), ("4: ic
 
 
 def plain_loss(classifier, weights):
-    """The weighted cross-entropy of the samples, by its formula."""
+    """Return the weighted cross-entropy of the samples, from its formula."""
     logp = torch.from_numpy(classifier.logits([text for text, _ in SAMPLES])).double().log_softmax(1)
     classes = [CLASSES.index(name) for _, name in SAMPLES]
     return sum(-weights[c] * logp[row, c].item() for row, c in enumerate(classes)) / len(SAMPLES)
 
 
 @pytest.mark.parametrize("kind", ["auto", "inverse", "sqrt_inverse", [3.0, 1.0, 0.5]])
-def test_a_loaded_classifier_trains_on_with_the_weights_of_its_run(tiny_directory, tmp_path, kind):
+def test_loaded_classifier_keeps_the_class_weights_of_its_run(tiny_directory, tmp_path, kind):
     settings = config(
         tiny_directory, tmp_path, objective={"class_weights": kind}, checkpoint={"every": 2, "keep": 9}
     )
@@ -581,35 +576,37 @@ def test_a_loaded_classifier_trains_on_with_the_weights_of_its_run(tiny_director
         assert again.train_batch(SAMPLES)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_weights_that_were_counted_and_not_kept_must_be_given(tiny_directory, tmp_path):
+def test_computed_class_weights_that_are_not_stored_must_be_passed(tiny_directory, tmp_path):
     run = whet.train(config(tiny_directory, tmp_path, objective={"class_weights": "inverse"})).directory
-    kept = run / "final" / "class_weights.json"
-    assert json.loads(kept.read_text()).keys() == set(CLASSES)
-    kept.unlink()
+    stored = run / "final" / "class_weights.json"
+    assert json.loads(stored.read_text()).keys() == set(CLASSES)
+    stored.unlink()
     for place in (run, checkpoint_path(run, 4)):
         old = whet.Classifier.load(place)
         assert old.predict_proba(["1: fire"]).shape == (1, 3)
-        with pytest.raises(ConfigError, match="class_weights: inverse was counted in a run"):
+        with pytest.raises(
+            ConfigError, match="class_weights: inverse was computed from a run's training set"
+        ):
             old.train_batch(SAMPLES)
         again = whet.Classifier.load(place, class_weights=[3.0, 1.0, 0.5])
         expected = plain_loss(again, [3.0, 1.0, 0.5])
         assert again.train_batch(SAMPLES)["loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ConfigError, match="one number above 0 for each of the 3 classes"):
         whet.Classifier.load(run, class_weights=[1.0])
-    kept.write_text(json.dumps({"red": 1}))
+    stored.write_text(json.dumps({"red": 1}))
     with pytest.raises(ModelError, match="does not contain a positive number for each of 3 classes"):
         whet.Classifier.load(run)
 
 
 @pytest.mark.parametrize(("length", "warmup"), [({"steps": 4}, 1), ({"epochs": 1, "steps": None}, 0)])
-def test_a_loaded_classifier_trains_at_a_constant_rate(tiny_directory, tmp_path, length, warmup):
+def test_loaded_classifier_trains_at_a_constant_learning_rate(tiny_directory, tmp_path, length, warmup):
     optim = {"lr": 3e-3, "warmup": warmup, "schedule": "cosine"}
     run = whet.train(config(tiny_directory, tmp_path, optim=optim, run=length)).directory
     trainer = whet.Classifier.load(run).trainer
     assert [trainer.lr_at(step) for step in (1, 2, 50)] == [3e-3] * 3
 
 
-def test_after_merging_the_head_trains_without_the_rates_of_the_adapters(tiny_directory, tmp_path):
+def test_head_trains_without_adapter_learning_rates_after_merging(tiny_directory, tmp_path):
     groups = {"lora_A": {"lr_scale": 0.5}, "score": {"lr_scale": 2.0}}
     settings = config(
         tiny_directory, tmp_path, method={"kind": "lora", "rank": 4, "lr_ratio": 4}, optim={"groups": groups}

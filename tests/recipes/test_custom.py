@@ -1,4 +1,4 @@
-"""Objectives of one's own in a config: nothing is imported before a run, and what cannot be used is named."""
+"""Custom objectives in a config: when they are imported, and errors for those that cannot be used."""
 
 import json
 
@@ -23,7 +23,7 @@ from whet.training.callbacks import Callback, StopRun
 
 
 class Smoothed(whet.Objective):
-    """Next-token loss with label smoothing; with none it is whet's own."""
+    """Next-token loss with label smoothing; without smoothing it equals SFT."""
 
     likelihood = True
 
@@ -48,7 +48,7 @@ class OwnRecipe(SFTRecipe):
 
 class StopAt(Callback):
     def on_step_end(self, step, metrics):
-        return StopRun("the test says so", unfinished=True) if step == 2 else None
+        return StopRun("stopped by the test", unfinished=True) if step == 2 else None
 
 
 def section(kind, **keys):
@@ -60,7 +60,7 @@ def losses(directory):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_a_config_keeps_the_keys_and_imports_nothing(tmp_path):
+def test_config_keeps_custom_keys_and_imports_nothing(tmp_path):
     keys = {"strength": 0.5, "layers": [1, 2], "nested": {"deep": None, "on": True}}
     objective = {"kind": "no_such_package.module:Objective", **keys}
     config = make_config(
@@ -98,7 +98,7 @@ def test_a_config_keeps_the_keys_and_imports_nothing(tmp_path):
         ({"strength": 1}, "objective: kind is missing"),
     ],
 )
-def test_what_is_no_objective_is_refused(objective, message):
+def test_non_objectives_are_rejected(objective, message):
     config = {"model": "nano", "data": {"train": "a"}, "run": {"name": "x", "steps": 1, "batch_size": 1}}
     with pytest.raises(ConfigError, match=message):
         make_config({**config, "objective": objective})
@@ -107,7 +107,7 @@ def test_what_is_no_objective_is_refused(objective, message):
 HERE = f"{__name__}:"
 
 
-def test_a_class_is_built_with_its_keys_and_a_recipe_is_not():
+def test_objective_class_is_constructed_and_recipe_class_is_not():
     built = load_custom(section(f"{HERE}Smoothed", smoothing=0.2), Given())
     assert (type(built), built.smoothing) == (Smoothed, 0.2)
     assert load_custom(section(f"{HERE}OwnRecipe", any_key=1), Given()) is OwnRecipe
@@ -124,47 +124,49 @@ def test_a_class_is_built_with_its_keys_and_a_recipe_is_not():
         ("no_such_module_at_all:X", {}, "objective.kind no_such_module_at_all:X cannot be used: .*No module"),
         ("nowhere.py:X", {}, "nowhere.py is not a file"),
         (f"{HERE}Nothing", {}, r"has no class 'Nothing' \(it has: .*Smoothed"),
-        (f"{HERE}Smoothed", {"smooting": 1}, r"refuses its keys \(smooting\): TypeError: .*'smooting'"),
+        (f"{HERE}Smoothed", {"smooting": 1}, r"does not accept its keys \(smooting\): TypeError: .*'smooting'"),
         (f"{HERE}StopAt", {}, "is neither an objective nor a recipe: StopAt"),
         ("math:floor", {}, "is neither an objective nor a recipe"),
-        ("python:Smoothed", {}, r"stands for an object that is passed from Python.*\n.*objective=\.\.\."),
+        ("python:Smoothed", {}, r"is a placeholder for a Python object, and no object was passed\n.*objective=\.\.\."),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_named(kind, keys, message):
+def test_unusable_kinds_raise_clear_errors(kind, keys, message):
     with pytest.raises(ConfigError, match=message):
         load_custom(section(kind, **keys), Given())
 
 
-def test_keys_for_an_object_that_is_built_already_are_refused():
-    with pytest.raises(ConfigError, match=r"is built already: it takes no keys \(smoothing\)"):
+def test_keys_for_an_objective_instance_are_rejected():
+    with pytest.raises(ConfigError, match=r"is an object, not a class, and cannot accept keys \(smoothing\)"):
         load_custom(section("python:Smoothed", smoothing=1), Given(objective=Smoothed()))
 
 
-def test_a_recipe_of_ones_own_runs_the_config(tiny_directory, tmp_path):
+def test_custom_recipe_runs_the_config(tiny_directory, tmp_path):
     config = make_config(run_config(tiny_directory, tmp_path, objective={"kind": f"{HERE}OwnRecipe"}))
     assert type(recipe_for(config)) is OwnRecipe
 
 
-def test_a_run_is_that_of_sft_where_the_loss_is_and_is_resumed_with_the_same_object(tiny_directory, tmp_path):
+def test_custom_loss_equal_to_sft_gives_the_same_run_and_resumes(tiny_directory, tmp_path):
     plain = whet.train(run_config(tiny_directory, tmp_path / "sft"))
     named = {"kind": f"{HERE}Smoothed", "smoothing": 0.0}
     by_name = whet.train(run_config(tiny_directory, tmp_path / "named", objective=named))
     assert losses(by_name.directory) == pytest.approx(losses(plain.directory), rel=1e-5)
     config = run_config(tiny_directory, tmp_path / "given")
-    whole = train(config, given=collect_given(objective=Smoothed(0.1)))
-    assert losses(whole.directory) != pytest.approx(losses(plain.directory), rel=1e-3)
+    uninterrupted = train(config, given=collect_given(objective=Smoothed(0.1)))
+    assert losses(uninterrupted.directory) != pytest.approx(losses(plain.directory), rel=1e-3)
     config = run_config(tiny_directory, tmp_path / "parts")
     first = train(config, [StopAt()], given=collect_given(objective=Smoothed(0.1)))
     with pytest.raises(CheckpointError, match="objective 'Smoothed' has changed") as caught:
         resume(first.directory, given=collect_given(objective=Smoothed(0.2)))
     assert caught.value.hint.endswith("objective=Smoothed(...))")
     second = resume(first.directory, given=collect_given(objective=Smoothed(0.1)))
-    mine, theirs = (load_file(r.directory / "final" / "adapter_model.safetensors") for r in (second, whole))
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    resumed_weights, expected_weights = (
+        load_file(r.directory / "final" / "adapter_model.safetensors") for r in (second, uninterrupted)
+    )
+    assert all(torch.equal(resumed_weights[name], expected_weights[name]) for name in expected_weights)
 
 
-def test_a_custom_run_is_opened_reported_and_listed_without_its_code(tiny_directory, tmp_path):
-    """Its module raises when it is imported: nothing imports it."""
+def test_custom_run_is_loaded_reported_and_listed_without_its_code(tiny_directory, tmp_path):
+    """The module raises when it is imported, so a passing test shows that nothing imports it."""
     run = whet.train(run_config(tiny_directory, tmp_path)).directory
     trap = tmp_path / "trap"
     trap.mkdir()

@@ -1,4 +1,4 @@
-"""run.fp8: training in 8 bits learns what training in 16 does, and says no where it cannot."""
+"""run.fp8: training in fp8 learns like training in bf16, and is rejected where it is not supported."""
 
 import pytest
 
@@ -32,8 +32,8 @@ def losses(found):
     return [row["loss"] for row in found.history if "loss" in row]
 
 
-def test_the_loss_follows_that_of_plain_training(tmp_path):
-    """Within a twentieth of what is learned; and it is not the same numbers."""
+def test_fp8_loss_follows_plain_training(tmp_path):
+    """The losses differ by less than a twentieth of the improvement, and are not identical."""
     plain = losses(whet.train(make_config(config(tmp_path, "plain"))))
     eight = losses(whet.train(make_config(config(tmp_path, "eight", fp8=True))))
     learned = plain[0] - plain[-1]
@@ -44,14 +44,14 @@ def test_the_loss_follows_that_of_plain_training(tmp_path):
     assert not any(getattr(module, "fp8", False) for module in model.modules())
 
 
-def test_only_layers_of_blocks_that_fit_are_changed():
+def test_only_block_layers_with_suitable_shapes_use_fp8():
     model = from_scratch(preset_spec("nano", layers=1, d_model=64, heads=2, width=40, vocab_size=96), seed=0)
     assert "4 of 7 linear layers" in use_fp8(model, "full")
     assert model.layers[0].self_attn.q_proj.fp8
     assert not model.layers[0].mlp.up_proj.fp8
 
 
-def test_where_it_does_not_go(tmp_path, tiny_directory):
+def test_unsupported_settings_are_rejected(tmp_path, tiny_directory):
     given = run_config(tiny_directory, tmp_path, run={"fp8": True, "steps": 1, "batch_size": 2})
     with pytest.raises(ConfigError, match="run.fp8 trains all weights"):
         whet.train(make_config({**given, "data": {"train": "synth:house:8"}}))

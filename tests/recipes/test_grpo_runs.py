@@ -1,4 +1,4 @@
-"""Whole GRPO runs: their rows, samples and evaluations, exact resume, and what they refuse."""
+"""GRPO runs: metrics rows, samples, evaluations, exact resume, and errors."""
 
 import json
 
@@ -23,12 +23,12 @@ METHODS = {
 
 @pytest.fixture
 def before():
-    """The processes that tests before this one have left: helpers of other files, say."""
+    """The child processes that exist before the test, such as those of other tests."""
     return set(psutil.Process().children())
 
 
 def grpo_config(tiny_directory, tmp_path, **sections):
-    """Rewarded for few characters: even a random model differs in that."""
+    """Return a config with a reward for short completions, in which even a random model varies."""
     objective = {
         "kind": "grpo",
         "rewards": [SHORT],
@@ -51,10 +51,10 @@ class StopAt(Callback):
         self.step = step
 
     def on_step_end(self, step, metrics):
-        return StopRun("the test says so", unfinished=True) if step == self.step else None
+        return StopRun("stopped by the test", unfinished=True) if step == self.step else None
 
 
-def test_rows_samples_and_evaluations(tiny_directory, tmp_path, before):
+def test_metrics_rows_samples_and_evaluations(tiny_directory, tmp_path, before):
     sections = {
         "data": {"valid": "synth:sums-valid:5", "test": "synth:sums-valid:4"},
         "objective": {
@@ -105,7 +105,7 @@ def test_rows_samples_and_evaluations(tiny_directory, tmp_path, before):
 
 # rollouts of two steps, twice over: 3 and 5 are inside one, 4 between two
 @pytest.mark.parametrize(("method", "pack"), [("lora", True), ("full", False)])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_directory, tmp_path, method, pack):
+def test_resumed_run_is_bit_identical_to_uninterrupted_run(tiny_directory, tmp_path, method, pack):
     sections = {
         **METHODS[method],
         "data": {"pack": pack},
@@ -118,7 +118,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_directory, t
         },
         "run": {"steps": 7, "micro_batch_tokens": 64},
     }
-    whole = whet.train(grpo_config(tiny_directory, tmp_path / "whole", **sections))
+    uninterrupted = whet.train(grpo_config(tiny_directory, tmp_path / "whole", **sections))
     first = whet.train(grpo_config(tiny_directory, tmp_path / "parts", **sections), [StopAt(3)])
     assert first.unfinished
     assert whet.resume(first.directory, [StopAt(4)]).unfinished
@@ -126,17 +126,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_directory, t
     last = whet.resume(first.directory)
     assert last.steps == 7
     name = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
-    expected, found = load_file(whole.directory / "final" / name), load_file(last.directory / "final" / name)
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    expected, actual = (
+        load_file(uninterrupted.directory / "final" / name),
+        load_file(last.directory / "final" / name),
+    )
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
     timed = ("step_s", "elapsed_s", "peak_gib", "generation_s", "reward_s")
-    for a, b in zip(rows(whole.directory)[:-1], rows(last.directory)[:-1], strict=True):
+    for a, b in zip(rows(uninterrupted.directory)[:-1], rows(last.directory)[:-1], strict=True):
         assert a.keys() == b.keys()
         for key in a:
             assert a[key] == b[key] or key in timed or key.endswith("_per_s"), key
-    assert rows(whole.directory, "samples.jsonl") == rows(last.directory, "samples.jsonl")
+    assert rows(uninterrupted.directory, "samples.jsonl") == rows(last.directory, "samples.jsonl")
 
 
-def test_samples_after_the_checkpoint_are_set_aside(tiny_directory, tmp_path):
+def test_samples_after_the_checkpoint_are_moved_aside(tiny_directory, tmp_path):
     sections = {"objective": {"samples_every": 1, "samples": 1}}
     first = whet.train(grpo_config(tiny_directory, tmp_path, **sections), [StopAt(2)])
     with (first.directory / "samples.jsonl").open("a") as file:
@@ -146,7 +149,7 @@ def test_samples_after_the_checkpoint_are_set_aside(tiny_directory, tmp_path):
     assert "lost" in (first.directory / "samples.superseded.jsonl").read_text()
 
 
-def test_a_resumed_run_with_other_rewards_is_refused(tiny_directory, tmp_path):
+def test_resume_with_changed_rewards_is_rejected(tiny_directory, tmp_path):
     first = whet.train(grpo_config(tiny_directory, tmp_path), [StopAt(2)])
     path = first.directory / "config.yaml"
     path.write_text(path.read_text().replace("margin: 20", "margin: 10"))
@@ -155,7 +158,7 @@ def test_a_resumed_run_with_other_rewards_is_refused(tiny_directory, tmp_path):
 
 
 def stream_of(monkeypatch, tiny_directory, tmp_path, **sections):
-    """The stream of a run that is stopped before its first step."""
+    """Return the stream of a run that is stopped before its first step."""
     seen = {}
 
     def remember(stream):
@@ -168,7 +171,7 @@ def stream_of(monkeypatch, tiny_directory, tmp_path, **sections):
     return seen["stream"]
 
 
-def test_every_prompt_comes_once_in_an_epoch_and_steps_are_counted(monkeypatch, tiny_directory, tmp_path):
+def test_every_prompt_occurs_once_per_epoch_and_steps_are_counted(monkeypatch, tiny_directory, tmp_path):
     sections = {"objective": {"minibatches": 2, "inner_epochs": 3}, "run": {"steps": None, "epochs": 3}}
     stream = stream_of(monkeypatch, tiny_directory, tmp_path, **sections)
     asked = []
@@ -180,13 +183,13 @@ def test_every_prompt_comes_once_in_an_epoch_and_steps_are_counted(monkeypatch, 
     assert [stream.steps_in(epoch) for epoch in range(3)] == [18, 12, 18]
 
 
-def test_completions_have_seeds_of_their_own():
+def test_every_completion_has_its_seed():
     seeds = {row_seed(seed, rollout, row) for seed in range(3) for rollout in range(3) for row in range(3)}
     assert len(seeds) == 27
 
 
-def test_the_first_step_learns_what_was_sampled_whole_groups_together(tiny_directory, tmp_path, monkeypatch):
-    """Tokens, masks and advantages of the batches belong to the same completion, in every cut."""
+def test_first_step_trains_on_complete_sampled_groups(tiny_directory, tmp_path, monkeypatch):
+    """Tokens, masks and advantages of a batch belong to the same completion, for every micro-batch size."""
     seen = []
     original = RolloutStream.__next__
 
@@ -231,8 +234,8 @@ def test_the_first_step_learns_what_was_sampled_whole_groups_together(tiny_direc
 
 
 @pytest.mark.parametrize("advantage", ["group", "reinforce"])
-def test_a_reward_that_can_be_earned_is_learned(tiny_directory, tmp_path, advantage):
-    """From a random model: more digits."""
+def test_reachable_reward_increases(tiny_directory, tmp_path, advantage):
+    """A random model learns to write more digits."""
     (tmp_path / "digits.py").write_text(
         "def digits(prompt, completion, record):\n    return sum(c.isdigit() for c in completion) / 6\n"
     )
@@ -250,7 +253,7 @@ def test_a_reward_that_can_be_earned_is_learned(tiny_directory, tmp_path, advant
     assert history[-1]["reward_mean"] > history[0]["reward_mean"] + 0.25
 
 
-def test_truncated_completions_are_left_out_where_asked(tiny_directory, tmp_path):
+def test_truncated_completions_are_masked_if_configured(tiny_directory, tmp_path):
     sections = {"objective": {"mask_truncated": True, "max_new_tokens": 1}}
     with pytest.raises(
         RunError, match="none of the 6 completions of rollout 1 ended within .*max_new_tokens=1"
@@ -272,18 +275,18 @@ def test_truncated_completions_are_left_out_where_asked(tiny_directory, tmp_path
         patch.setattr(RolloutStream, "_measure", spy)
         patch.setattr("whet.rl.rollout_sampler.stop_tokens", lambda *_: set(range(40)))
         result = whet.train(grpo_config(tiny_directory, tmp_path, **sections))
-    for kept, row in zip(seen, result.history, strict=True):
-        assert kept == round(16 * (1 - row["truncated_fraction"])) < 16
+    for count, row in zip(seen, result.history, strict=True):
+        assert count == round(16 * (1 - row["truncated_fraction"])) < 16
 
 
-def test_a_sampler_that_is_not_the_trained_policy_is_an_error(tiny_directory, tmp_path, monkeypatch):
+def test_sampler_that_differs_from_the_policy_raises(tiny_directory, tmp_path, monkeypatch):
     original = rollouts.Sampler.complete
 
     def other(sampler, *args, **kwargs):
-        found = original(sampler, *args, **kwargs)
-        for completion in found:
+        actual = original(sampler, *args, **kwargs)
+        for completion in actual:
             completion.logprobs[:] = [value - 0.1 for value in completion.logprobs]
-        return found
+        return actual
 
     monkeypatch.setattr(rollouts.Sampler, "complete", other)
     with pytest.raises(RunError, match="the sampler and the trainer disagree: .* 0.1 apart"):
@@ -294,7 +297,7 @@ def test_a_sampler_that_is_not_the_trained_policy_is_an_error(tiny_directory, tm
     )
 
 
-def test_a_policy_that_changes_by_itself_is_an_error(tiny_directory, tmp_path, monkeypatch):
+def test_policy_that_changes_between_passes_raises(tiny_directory, tmp_path, monkeypatch):
     original = RolloutStream._measure
 
     def off(stream, examples):
@@ -319,12 +322,12 @@ def test_a_policy_that_changes_by_itself_is_an_error(tiny_directory, tmp_path, m
         ({"data": {"max_length": 12}}, DataError, "synth:sums:10#1: a prompt of 9 tokens and objective.max_new_tokens=6 exceed data.max_length of 12 tokens"),
         ({"objective": {"max_new_tokens": 510}, "data": {"max_length": 2048}}, DataError, "=510 exceed the model's context of 512 tokens"),
         ({"run": {"micro_batch_tokens": 12}}, DataError, "do not fit run.micro_batch_tokens=12"),
-        ({"run": {"batch_size": None, "batch_tokens": 64}}, ConfigError, "counts prompts: set run.batch_size"),
+        ({"run": {"batch_size": None, "batch_tokens": 64}}, ConfigError, "counts a step in prompts: set run.batch_size"),
         ({"method": {"dropout": 0.1}}, ConfigError, "method.dropout must be 0"),
-        ({"data": {"curriculum": {"kind": "length"}}}, ConfigError, "no data.curriculum"),
+        ({"data": {"curriculum": {"kind": "length"}}}, ConfigError, "does not support data.curriculum"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_with_one_message(
+def test_invalid_settings_are_rejected_with_one_message(
     tiny_directory, tmp_path, sections, error, message, before
 ):
     (tmp_path / "empty.jsonl").write_text("")
@@ -335,15 +338,15 @@ def test_what_cannot_work_is_refused_with_one_message(
     assert set(psutil.Process().children()) <= before
 
 
-def test_prompts_that_are_too_long_may_be_left_out(tiny_directory, tmp_path, caplog):
+def test_too_long_prompts_can_be_dropped(tiny_directory, tmp_path, caplog):
     long, short = ({"prompt": text, "completion": "x"} for text in ("y" * 300, "hi"))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (long, short)))
     sections = {"data": {"train": f"{tmp_path}/prompts.jsonl", "too_long": "drop"}, "run": {"steps": 1}}
     assert whet.train(grpo_config(tiny_directory, tmp_path, **sections)).steps == 1
-    assert "1 prompts are too long and left out" in caplog.text
+    assert "1 prompts are too long and are left out" in caplog.text
 
 
-def test_a_reward_that_fails_ends_the_run_with_its_completion(tiny_directory, tmp_path, before):
+def test_failing_reward_stops_the_run_and_shows_the_completion(tiny_directory, tmp_path, before):
     (tmp_path / "bad.py").write_text("def bad(prompt, completion, record):\n    return 1 / 0\n")
     sections = {"objective": {"rewards": [f"{tmp_path}/bad.py:bad"]}}
     with pytest.raises(RunError, match="the reward bad failed: ZeroDivisionError(.|\n)*completion: "):
@@ -358,7 +361,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_completion(tiny_directory, tm
     assert {row["eval_reward_errors"] for row in history if "eval_reward_errors" in row} == {5}
 
 
-def test_questions_with_an_answer_beside_them_are_matched_exactly_by_group(tiny_directory, tmp_path):
+def test_prompts_with_reference_answers_report_exact_match_by_group(tiny_directory, tmp_path):
     path = tmp_path / "questions.jsonl"
     records = [{"question": f"{n}+1?", "answer": str(n + 1), "group": "sums"} for n in range(4)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,4 +1,4 @@
-"""The SQLite ledgers: what a joined row becomes, and files that are broken or mean harm."""
+"""The SQLite ledgers: the values of a joined row, and broken or malicious files."""
 
 import sqlite3
 
@@ -12,7 +12,7 @@ SIZES = (9, 11, 14, 7, 5, 16, 8, 4)
 
 
 def write(directory, decisions, outcomes):
-    """Ledgers with exactly these rows."""
+    """Write ledgers with exactly these rows."""
     directory.mkdir(exist_ok=True)
     for ledger, rows in zip(LEDGERS, (decisions, outcomes), strict=True):
         database = sqlite3.connect(directory / ledger.file)
@@ -33,8 +33,8 @@ def outcome(key, label=0, aux=(0,) * 8):
     return (key, label, *aux)
 
 
-def test_a_joined_row_by_hand(tmp_path):
-    """Hard one-hot categories, milli-units over 1000, a one-hot outcome and eight scaled numbers."""
+def test_joined_row_has_expected_values(tmp_path):
+    """Categories and the outcome are one-hot, and milli-units are divided by 1000."""
     choices = (8, 0, 13, 3, 4, 15, 0, 2)
     millis = (*range(0, 1001, 50), 1000)
     write(
@@ -56,16 +56,16 @@ def test_a_joined_row_by_hand(tmp_path):
     assert check_ledgers(tmp_path).summary().startswith("3 decisions, 3 outcomes, 2 joined; 1 decisions")
 
 
-def test_created_ledgers_are_valid_and_nothing_is_overwritten(tmp_path):
+def test_created_ledgers_are_valid_and_never_overwrite(tmp_path):
     create_ledgers(tmp_path / "new", 50)
-    found = check_ledgers(tmp_path / "new")
-    assert (found.decisions, found.outcomes, found.joined) == (50, 45, 45)
+    actual = check_ledgers(tmp_path / "new")
+    assert (actual.decisions, actual.outcomes, actual.joined) == (50, 45, 45)
     assert all(0 <= x <= 1 for r in open_source(str(tmp_path / "new")) for x in r.fields["features"])
     with pytest.raises(Exception, match="already exists"):
         create_ledgers(tmp_path / "new", 50)
 
 
-def test_the_files_are_opened_read_only(tmp_path):
+def test_ledgers_are_opened_read_only(tmp_path):
     create_ledgers(tmp_path, 20)
     before = {ledger.file: (tmp_path / ledger.file).read_bytes() for ledger in LEDGERS}
     for ledger in LEDGERS:
@@ -77,7 +77,7 @@ def test_the_files_are_opened_read_only(tmp_path):
     assert open_source(str(tmp_path)).digest() == first
 
 
-def test_the_digest_changes_with_a_value(tmp_path):
+def test_digest_changes_with_a_value(tmp_path):
     write(tmp_path / "one", [decision("a")], [outcome("a")])
     write(tmp_path / "two", [decision("a")], [outcome("a", 1)])
     assert open_source(str(tmp_path / "one")).digest() != open_source(str(tmp_path / "two")).digest()
@@ -86,25 +86,25 @@ def test_the_digest_changes_with_a_value(tmp_path):
 @pytest.mark.parametrize(
     ("decisions", "outcomes", "message"),
     [
-        ([decision("a", millis=(1001,) * 22)], [outcome("a")], "milli_1 must be a whole number from 0 to 1000, not 1001"),
+        ([decision("a", millis=(1001,) * 22)], [outcome("a")], "milli_1 must be an integer from 0 to 1000, not 1001"),
         ([decision("a", millis=(0.5,) * 22)], [outcome("a")], "not 0.5"),
         ([decision("a", millis=(None,) * 22)], [outcome("a")], "not None"),
-        ([decision("a", choices=(9,) * 8)], [outcome("a")], "category_1 must be a whole number from 0 to 8"),
+        ([decision("a", choices=(9,) * 8)], [outcome("a")], "category_1 must be an integer from 0 to 8"),
         ([decision("a", choices=(-1,) * 8)], [outcome("a")], "not -1"),
         ([decision("a", choices=("x" * 500,) * 8)], [outcome("a")], "not 'xxx"),
-        ([decision("a")], [outcome("a", 12)], "outcome must be a whole number from 0 to 11, not 12"),
-        ([decision("a"), decision("a")], [outcome("a")], "'a' is there more than once"),
-        ([decision("a")], [outcome("a"), outcome("a")], "'a' is there more than once"),
-        ([decision(7)], [outcome(7)], "decision_group_id must be a text, not 7"),
+        ([decision("a")], [outcome("a", 12)], "outcome must be an integer from 0 to 11, not 12"),
+        ([decision("a"), decision("a")], [outcome("a")], "'a' occurs more than once"),
+        ([decision("a")], [outcome("a"), outcome("a")], "'a' occurs more than once"),
+        ([decision(7)], [outcome(7)], "decision_group_id must be a non-empty text, not 7"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_named_with_its_decision(decisions, outcomes, message, tmp_path):
+def test_invalid_value_is_reported_with_its_decision(decisions, outcomes, message, tmp_path):
     write(tmp_path, decisions, outcomes)
     with pytest.raises(DataError, match=message):
         check_ledgers(tmp_path)
 
 
-def test_nothing_joined_is_an_error(tmp_path):
+def test_ledgers_without_joined_rows_raise(tmp_path):
     write(tmp_path, [decision("a")], [outcome("b")])
     with pytest.raises(DataError, match="no decision has an outcome"):
         check_ledgers(tmp_path)
@@ -121,7 +121,7 @@ def replace_table(path, *statements):
     database.close()
 
 
-def test_broken_and_hostile_files_are_one_clear_error(tmp_path):
+def test_broken_and_malicious_files_raise_one_clear_error(tmp_path):
     create_ledgers(tmp_path, 20)
     path = tmp_path / "quality_decisions.db"
     good = path.read_bytes()
@@ -150,14 +150,14 @@ def test_broken_and_hostile_files_are_one_clear_error(tmp_path):
     path.write_bytes(good)
     computed = columns.replace("category_1,", "category_1 AS (length(hex(zeroblob(100000000)))),")
     replace_table(path, f"CREATE TABLE decisions (decision_group_id TEXT, {computed})")
-    with pytest.raises(DataError, match="category_1 is computed"):
+    with pytest.raises(DataError, match="category_1 is a generated column"):
         check_ledgers(tmp_path)
     path.unlink()
     with pytest.raises(DataError, match="has no quality_decisions.db"):
         check_ledgers(tmp_path)
 
 
-def test_a_damaged_page_never_crashes(tmp_path):
+def test_damaged_page_never_crashes(tmp_path):
     create_ledgers(tmp_path, 60)
     path = tmp_path / "quality_decisions.db"
     good = path.read_bytes()
@@ -171,7 +171,7 @@ def test_a_damaged_page_never_crashes(tmp_path):
     assert refused
 
 
-def test_a_directory_with_one_of_the_files_is_meant_to_have_both(tmp_path):
+def test_directory_with_one_ledger_reports_the_missing_one(tmp_path):
     create_ledgers(tmp_path, 20)
     (tmp_path / "quality_outcomes.db").unlink()
     assert DIRECTORY_READERS.keys() == {ledger.file for ledger in LEDGERS}

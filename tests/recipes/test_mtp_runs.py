@@ -1,4 +1,4 @@
-"""Runs with heads: trained by every method, kept in checkpoints, resumed exactly, and not in what a run leaves."""
+"""MTP runs: heads train with every method, are in checkpoints, resume exactly, and are not in final/."""
 
 import json
 
@@ -27,7 +27,7 @@ class StopAt(Callback):
         self.step = step
 
     def on_step_end(self, step, metrics):
-        return StopRun("the test says so", unfinished=True) if step == self.step else None
+        return StopRun("stopped by the test", unfinished=True) if step == self.step else None
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -59,39 +59,39 @@ def test_heads_train_with_every_method_and_are_only_in_checkpoints(tiny_director
 
 
 @pytest.mark.parametrize(("method", "pack"), [("full", True), ("lora", False)])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_directory, tmp_path, method, pack):
+def test_resumed_run_is_bit_identical_to_uninterrupted_run(tiny_directory, tmp_path, method, pack):
     sections = {
         **METHODS[method],
         "objective": {**MTP, "block": {"heads": 2, "width": 40}},
         "data": {"pack": pack, "train": "synth:house:10"},
         "run": {"steps": 5, "micro_batch_tokens": 300},
     }
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
+    uninterrupted = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
     first = whet.train(run_config(tiny_directory, tmp_path / "parts", **sections), [StopAt(3)])
     second = whet.resume(first.directory)
     assert second.steps == 5
     name = "checkpoints/step-000005/weights.safetensors"
-    expected, found = load_file(whole.directory / name), load_file(second.directory / name)
+    expected, actual = load_file(uninterrupted.directory / name), load_file(second.directory / name)
     assert any(key.startswith("heads.") for key in expected)
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
-    assert expected.keys() == found.keys()
-    for a, b in zip(rows(whole.directory), rows(second.directory), strict=True):
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
+    assert expected.keys() == actual.keys()
+    for a, b in zip(rows(uninterrupted.directory), rows(second.directory), strict=True):
         for key in ("step", "loss", "main_loss", "mtp_loss", "grad_norm", "eval_loss"):
             assert a.get(key) == b.get(key)
 
 
 @pytest.mark.slow  # half a minute of compiling
-def test_compiled_layers_train_like_plain_ones(tiny_directory, tmp_path):
-    """Those of the model: the heads run as they are."""
-    found = []
+def test_compiled_layers_train_like_eager_ones(tiny_directory, tmp_path):
+    """Only the layers of the model are compiled, not the heads."""
+    actual = []
     for compiled in (False, True):
         keys = {**METHODS["full"], "objective": MTP, "run": {"compile": compiled, "steps": 2}}
         result = whet.train(run_config(tiny_directory, tmp_path / str(compiled), **keys))
-        found.append([row["total_loss"] for row in rows(result.directory) if "lr" in row])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+        actual.append([row["total_loss"] for row in rows(result.directory) if "lr" in row])
+    assert actual[0] == pytest.approx(actual[1], rel=1e-4)
 
 
-def test_bf16_and_checkpointed_gradients_run_too(tiny_directory, tmp_path):
+def test_bf16_and_gradient_checkpointing_run(tiny_directory, tmp_path):
     for name, method, run in (
         ("bf16", "lora", {"precision": "bf16"}),
         ("pure", "full", {"precision": "bf16-pure", "grad_checkpoint": True}),

@@ -1,4 +1,4 @@
-"""Whole runs under muP: equal to others at the base width, resumable, and refused where it has no rule."""
+"""Runs with muP: identical at the base width, resumable, and rejected where there is no rule."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def weights(result):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_a_run_at_the_base_width_is_the_usual_run_to_the_bit(tmp_path, name):
+def test_run_at_base_width_is_bit_identical_to_a_run_without_mup(tmp_path, name):
     usual = weights(whet.train(mup_config(tmp_path / "usual", name=name, base=None)))
     same = weights(whet.train(mup_config(tmp_path / "same", name=name, base=32)))
     other = weights(whet.train(mup_config(tmp_path / "other", name=name, base=16)))
@@ -61,21 +61,21 @@ class StopAt3(Callback):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_a_resumed_run_equals_an_uninterrupted_one_and_its_checkpoint_opens(tmp_path, name):
-    whole = whet.train(mup_config(tmp_path / "whole", name=name))
+def test_resumed_run_equals_uninterrupted_run_and_its_checkpoint_loads(tmp_path, name):
+    uninterrupted = whet.train(mup_config(tmp_path / "whole", name=name))
     part = whet.train(mup_config(tmp_path / "part", name=name), [StopAt3()])
     checkpoint, _ = whet.load(part.directory / "checkpoints" / "step-000003", device="cpu")
     assert checkpoint.spec.logit_scale == 0.5
     done = whet.resume(part.directory)
-    a, b = weights(whole), weights(done)
+    a, b = weights(uninterrupted), weights(done)
     assert all(torch.equal(a[key], b[key]) for key in a)
-    losses = [row["loss"] for row in whole.history if "loss" in row]
+    losses = [row["loss"] for row in uninterrupted.history if "loss" in row]
     assert losses[-1] < losses[0] - 0.5
-    assert "muP lr x" in (whole.directory / "log.txt").read_text()
+    assert "muP lr x" in (uninterrupted.directory / "log.txt").read_text()
 
 
 @pytest.mark.slow
-def test_compiled_layers_train_like_plain_ones(tmp_path):
+def test_compiled_layers_train_like_eager_ones(tmp_path):
     plain, compiled = (
         weights(whet.train(mup_config(tmp_path / str(on), run={"compile": on, "steps": 3})))
         for on in (False, True)
@@ -84,7 +84,7 @@ def test_compiled_layers_train_like_plain_ones(tmp_path):
         torch.testing.assert_close(plain[key], compiled[key], rtol=1e-3, atol=1e-4)
 
 
-def test_a_model_made_with_mup_is_trained_on_with_it_and_with_no_other(tmp_path):
+def test_mup_model_is_only_fine_tuned_with_its_own_mup_settings(tmp_path):
     first = whet.train(mup_config(tmp_path))
     final = str(first.directory / "final")
     assert json.loads((Path(final) / "config.json").read_text())["model_type"] == "granite"
@@ -96,7 +96,7 @@ def test_a_model_made_with_mup_is_trained_on_with_it_and_with_no_other(tmp_path)
     assert not (tmp_path / "runs" / "other").exists()
 
 
-def test_a_model_that_knows_nothing_of_mup_is_refused(tiny_directory, tmp_path):
+def test_model_without_mup_is_rejected(tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, method={"kind": "full"}, optim={"mup": {"base_width": 16}})
     with pytest.raises(ConfigError, match="was not built with muP"):
         whet.train(config)
@@ -115,13 +115,13 @@ def test_a_model_that_knows_nothing_of_mup_is_refused(tiny_directory, tmp_path):
         ({"optim": {"mup": {"base_with": 3, "base_width": 4}}}, "did you mean 'base_width'?"),
     ],
 )  # fmt: skip
-def test_what_mup_has_no_rule_for_is_refused(tmp_path, sections, message):
+def test_settings_without_a_mup_rule_are_rejected(tmp_path, sections, message):
     with pytest.raises(ConfigError) as caught:
         make_config(mup_config(tmp_path, **sections))
     assert message in str(caught.value)
 
 
-def test_rows_of_numbers_have_no_mup():
+def test_tabular_models_do_not_support_mup():
     with pytest.raises(ConfigError, match="optim.mup needs a language model"):
         make_config({"model": {"quality": "nano"}, "optim": {"mup": {"base_width": 4}}})
 
@@ -133,13 +133,13 @@ def test_rows_of_numbers_have_no_mup():
         ({"attention": "latent"}, 16, "optim.mup does not support latent attention"),
     ],
 )
-def test_shapes_that_have_no_base_are_refused_before_anything_is_written(tmp_path, model, base, message):
+def test_shapes_without_a_base_are_rejected_before_anything_is_written(tmp_path, model, base, message):
     with pytest.raises(ConfigError, match=message):
         whet.train(mup_config(tmp_path, base=base, model=model))
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_example_runs_with_a_base_below_its_width(tmp_path):
+def test_example_runs_with_a_base_below_its_width(tmp_path):
     overrides = [f"run.dir={tmp_path}", "run.steps=2", "run.device=cpu", "run.precision=fp32"]
     config = load_config(EXAMPLE, overrides)
     assert config.optim.mup.base_width < config.model.d_model

@@ -1,4 +1,4 @@
-"""Offline teachers: what `whet teach` wrote trains as the teacher itself would, and is never silently wrong."""
+"""Offline teachers: stored log-probabilities train like the online teacher, and stale ones are rejected."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def losses(result):
 
 
 @pytest.mark.parametrize("how", [{"pack": True}, {"pack": False}, {"max_length": 60, "too_long": "split"}])
-def test_all_tokens_give_the_run_of_the_teacher_itself(tiny_directory, tmp_path, teacher, how, monkeypatch):
+def test_storing_all_tokens_equals_the_online_teacher(tiny_directory, tmp_path, teacher, how, monkeypatch):
     online = whet.train(config(tiny_directory, tmp_path, teacher, offline=None, name="online", data=how))
     settings = config(tiny_directory, tmp_path, teacher, offline=1000, name="offline", data=how)
     teach(make_config(settings))
@@ -54,20 +54,20 @@ def test_all_tokens_give_the_run_of_the_teacher_itself(tiny_directory, tmp_path,
     offline = whet.train(settings)
     assert losses(offline) == pytest.approx(losses(online), rel=1e-5)
     assert offline.metrics["eval_loss"] == pytest.approx(online.metrics["eval_loss"], rel=1e-5)
-    assert "what" in (offline.directory / "log.txt").read_text()
+    assert "using stored log-probabilities of" in (offline.directory / "log.txt").read_text()
 
 
-def test_few_tokens_bound_the_loss_from_below_and_the_student_learns(tiny_directory, tmp_path, teacher):
+def test_top_k_loss_is_a_lower_bound_and_the_student_learns(tiny_directory, tmp_path, teacher):
     how = {"objective": {"temperature": 1.0, "alpha": 1.0}, "method": {"kind": "full"}}
-    found = {}
+    actual = {}
     for top_k in (4, 64, None):
         settings = config(tiny_directory, tmp_path, teacher, offline=top_k, name=f"k-{top_k}", **how)
         if top_k:
             teach(make_config(settings))
-        found[top_k] = whet.train(settings)
-    first = {top_k: run.history[0]["eval_loss"] for top_k, run in found.items()}
+        actual[top_k] = whet.train(settings)
+    first = {top_k: run.history[0]["eval_loss"] for top_k, run in actual.items()}
     assert first[4] < first[64] < first[None]
-    assert found[64].metrics["eval_loss"] < 0.9 * first[64]
+    assert actual[64].metrics["eval_loss"] < 0.9 * first[64]
 
 
 def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
@@ -82,7 +82,7 @@ def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
-def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory, tmp_path, teacher):
+def test_stored_logprobs_match_the_teacher_and_sum_to_one(tiny_directory, tmp_path, teacher):
     from whet.data.run_data import Needs, RunData
 
     settings = make_config(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 80}))
@@ -90,7 +90,7 @@ def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory,
     model, tokenizer = whet.load(teacher, dtype=torch.float32, device="cpu")
     data = RunData(settings, Needs())
     data.prepare(tokenizer)
-    [found] = teachers.find_teachings(
+    [actual] = teachers.open_teacher_logprobs(
         {"train": data.examples["train"]}, settings.objective, student="it", vocab_size=260
     )["train"]
     for index in (0, 5, 11):
@@ -98,12 +98,12 @@ def test_what_is_stored_is_what_the_teacher_says_and_sums_to_one(tiny_directory,
         logs = model(torch.tensor(np.asarray(example.tokens[:-1]))[None])[0].double().log_softmax(-1)
         logs = logs[torch.tensor(np.asarray(example.supervised[1:]))]
         best = logs.topk(8)
-        assert found[index].ids.tolist() == best.indices.tolist()
-        assert found[index].logprobs[:, :-1] == pytest.approx(best.values.detach().numpy(), rel=1e-4)
-        assert np.exp(found[index].logprobs).sum(-1) == pytest.approx(1, abs=1e-5)
+        assert actual[index].ids.tolist() == best.indices.tolist()
+        assert actual[index].logprobs[:, :-1] == pytest.approx(best.values.detach().numpy(), rel=1e-4)
+        assert np.exp(actual[index].logprobs).sum(-1) == pytest.approx(1, abs=1e-5)
 
 
-def test_an_offline_run_resumes_exactly_and_a_mix_can_have_one(tiny_directory, tmp_path, teacher):
+def test_offline_run_resumes_exactly_and_works_in_a_mix(tiny_directory, tmp_path, teacher):
     from whet.training.callbacks import Callback, StopRun
 
     class StopAt(Callback):
@@ -117,43 +117,43 @@ def test_an_offline_run_resumes_exactly_and_a_mix_can_have_one(tiny_directory, t
         return {**settings, "objective": {"kind": "mix", "parts": [part, other]}}
 
     teach(make_config(mixed("whole")))
-    whole = whet.train(mixed("whole"))
+    uninterrupted = whet.train(mixed("whole"))
     part = whet.train(mixed("part"), [StopAt()])
-    assert losses(part) + losses(whet.resume(part.directory)) == losses(whole)
+    assert losses(part) + losses(whet.resume(part.directory)) == losses(uninterrupted)
 
 
-def test_what_is_missing_or_no_longer_true_is_refused(tiny_directory, tmp_path, teacher):
+def test_missing_or_outdated_logprobs_are_rejected(tiny_directory, tmp_path, teacher):
     settings = config(tiny_directory, tmp_path, teacher, offline=8)
-    with pytest.raises(DataError, match="says of the train records is not in the store") as caught:
+    with pytest.raises(DataError, match="no stored log-probabilities of .* for the train records") as caught:
         whet.train(settings)
-    assert caught.value.hint == "write it with: whet teach CONFIG"
+    assert caught.value.hint == "compute them with: whet teach CONFIG"
     teach(make_config(settings))
-    with pytest.raises(DataError, match="not in the store"):
+    with pytest.raises(DataError, match="no stored log-probabilities of"):
         whet.train(config(tiny_directory, tmp_path, teacher, offline=9))
-    with pytest.raises(DataError, match="not in the store"):
+    with pytest.raises(DataError, match="no stored log-probabilities of"):
         whet.train(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 100}))
     for path in (tmp_path / "tokens").rglob("teacher-*.bin"):
         content = path.read_bytes()
         path.write_bytes(content[:-4])
-    with pytest.raises(DataError, match="not in the store"):
+    with pytest.raises(DataError, match="no stored log-probabilities of"):
         whet.train(settings)
     teach(make_config(settings))
     torch.manual_seed(3)
     write_tiny_model(tmp_path / "new", hidden_size=48, intermediate_size=80, initializer_range=0.1)
     shutil.copy(tmp_path / "new" / "model.safetensors", teacher / "model.safetensors")
-    with pytest.raises(DataError, match="has other weights than when it was asked") as caught:
+    with pytest.raises(DataError, match="the weights of .* changed after its log-probabilities of") as caught:
         whet.train(settings)
     assert "whet teach" in caught.value.hint
     shutil.rmtree(teacher)  # it is not needed at all
     assert whet.train(settings).steps == 4
 
 
-def test_teachers_with_other_tokens_are_refused_before_they_are_asked(tiny_directory, tmp_path, teacher):
+def test_teachers_with_another_vocabulary_are_rejected_first(tiny_directory, tmp_path, teacher):
     write_tiny_model(tmp_path / "wider", vocab_size=300)
-    with pytest.raises(ModelError, match="has a vocabulary of 300, and .* of 260"):
+    with pytest.raises(ModelError, match="has a vocabulary of 300, but .* of 260"):
         teach(make_config(config(tiny_directory, tmp_path, tmp_path / "wider", offline=8)))
     assert not list((tmp_path / "tokens").rglob("teacher-*"))
-    with pytest.raises(ConfigError, match="no teacher of this config is to be asked"):
+    with pytest.raises(ConfigError, match="this config has no offline teacher"):
         teach(make_config(config(tiny_directory, tmp_path, teacher, offline=None)))
     with pytest.raises(ConfigError, match="objective.offline.top_k: Input should be greater than 0"):
         make_config(
@@ -161,10 +161,10 @@ def test_teachers_with_other_tokens_are_refused_before_they_are_asked(tiny_direc
         )
 
 
-def test_another_config_of_the_same_weights_is_another_teacher(tiny_directory, tmp_path, teacher):
+def test_changed_config_of_the_same_weights_is_another_teacher(tiny_directory, tmp_path, teacher):
     settings = config(tiny_directory, tmp_path, teacher, offline=8)
     teach(make_config(settings))
     changed = json.loads((teacher / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
     (teacher / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(DataError, match="has other config than when it was asked"):
+    with pytest.raises(DataError, match="the config of .* changed after its log-probabilities of"):
         whet.train(settings)

@@ -1,4 +1,4 @@
-"""The sheaf-padic router: what is a tie, what noise can and cannot swap, and what its gates and gradients are."""
+"""The sheaf-padic router: ties, robustness to noise, gates and gradients."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ SHAPES = st.sampled_from([(2, 10, 3), (3, 8, 8), (5, 6, 4), (5, 8, 1), (2, 20, 7
 
 
 def digits_of(number, base, count):
-    """Leading digit first."""
-    return [number // base**place % base for place in reversed(range(count))]
+    """Return the digits of a number, leading digit first."""
+    return [number // base**power % base for power in reversed(range(count))]
 
 
 def choose_digit_by_digit(numbers, padic):
-    """The rule in words, one pair at a time: digits of the distance, from the leading one."""
+    """Apply the rule literally: compare the leading digits of the distance to the best expert."""
     left, chosen = list(range(len(numbers))), []
     for _ in range(TOP_K):
         best = max(numbers[e] for e in left)
@@ -38,18 +38,18 @@ def choose_digit_by_digit(numbers, padic):
 
 @settings(deadline=None)
 @given(LOGITS, SHAPES, st.sampled_from([0.5, 1.0, 8.0, 1000.0]))
-def test_experts_are_chosen_digit_by_digit(logits, shape, clamp):
+def test_experts_are_selected_digit_by_digit(logits, shape, clamp):
     padic = Padic(*shape, clamp=clamp)
     numbers = padic.encode(torch.tensor([logits]))
     assert int(numbers.min()) >= 0
     assert int(numbers.max()) <= padic.largest
-    found = top_by_digits(numbers, tie=padic.tie)
-    assert found[0].tolist() == choose_digit_by_digit(numbers[0].tolist(), padic)
+    actual = top_by_digits(numbers, tie=padic.tie)
+    assert actual[0].tolist() == choose_digit_by_digit(numbers[0].tolist(), padic)
 
 
 @settings(max_examples=400, deadline=None)
 @given(LOGITS, SHAPES)
-def test_decoding_is_near_and_encoding_what_was_decoded_changes_nothing(logits, shape):
+def test_decoding_is_close_and_encoding_is_idempotent(logits, shape):
     padic = Padic(*shape)
     given_ = torch.tensor(logits)
     numbers = padic.encode(given_)
@@ -59,7 +59,7 @@ def test_decoding_is_near_and_encoding_what_was_decoded_changes_nothing(logits, 
     assert padic.encode(decoded).tolist() == numbers.tolist()
 
 
-def test_the_ends_of_the_range_and_beyond():
+def test_logits_at_and_beyond_the_range():
     numbers = PADIC.encode(torch.tensor([-8.0, 8.0, -9.0, 1e38, float("inf"), float("-inf"), 0.0]))
     assert numbers.tolist() == [0, PADIC.largest, 0, PADIC.largest, PADIC.largest, 0, PADIC.largest // 2]
 
@@ -70,8 +70,8 @@ def test_the_ends_of_the_range_and_beyond():
     gaps=st.lists(st.floats(-1e-3, 1e-3), min_size=EXPERTS, max_size=EXPERTS),
     noise=st.lists(st.floats(-4e-3, 4e-3), min_size=EXPERTS, max_size=EXPERTS),
 )
-def test_nearly_equal_experts_are_never_swapped_by_noise(middle, gaps, noise):
-    """Wherever they lie: not near an edge of any grid, either."""
+def test_noise_never_swaps_nearly_equal_experts(middle, gaps, noise):
+    """This holds everywhere, also near the edge of a grid."""
     logits = middle + torch.tensor([gaps])
     for noisy in (logits, logits + torch.tensor([noise])):
         assert top_by_digits(PADIC.encode(noisy), tie=PADIC.tie).tolist() == [[0, 1]]
@@ -82,7 +82,7 @@ def test_nearly_equal_experts_are_never_swapped_by_noise(middle, gaps, noise):
     logits=st.lists(st.floats(-6, 6), min_size=EXPERTS, max_size=EXPERTS),
     noise=st.lists(st.floats(-2e-3, 2e-3), min_size=EXPERTS, max_size=EXPERTS),
 )
-def test_only_a_distance_of_about_a_ties_width_lets_noise_change_the_choice(logits, noise):
+def test_noise_only_changes_choices_at_distances_near_the_tie_width(logits, noise):
     clean = torch.tensor([logits])
     width, step = PADIC.tie * 16 / PADIC.largest, 16 / PADIC.largest
     apart = (clean[..., None] - clean[..., None, :]).abs()
@@ -93,8 +93,8 @@ def test_only_a_distance_of_about_a_ties_width_lets_noise_change_the_choice(logi
     assert one.tolist() == other.tolist()
 
 
-def test_rounding_to_a_grid_does_not_give_this():
-    """Neither all digits nor the leading ones: next to an edge of the grid the least noise swaps two experts."""
+def test_rounding_to_a_grid_lets_noise_swap_experts():
+    """Comparing all digits or the leading ones lets the least noise swap two experts next to a grid edge."""
     step = 16 / PADIC.largest
     edge = -8 + (312 * PADIC.tie - 0.5) * step  # where the number, and its leading digits, change
     swapped = {"digits": 0, "all digits": 0, "leading digits": 0, "softmax": 0}
@@ -110,20 +110,20 @@ def test_rounding_to_a_grid_does_not_give_this():
             answers["all digits"].add(tuple(top_by_value(numbers)[0].tolist()))
             answers["leading digits"].add(tuple(top_by_value(numbers // PADIC.tie)[0].tolist()))
             answers["softmax"].add(tuple(top_by_value(noisy)[0].tolist()))
-        for name, found in answers.items():
-            swapped[name] += len(found) > 1
+        for name, actual in answers.items():
+            swapped[name] += len(actual) > 1
     assert swapped["digits"] == 0
     assert min(swapped["all digits"], swapped["leading digits"]) > 20
     assert swapped["softmax"] > 50
 
 
-def test_equal_logits_go_to_the_lowest_index_in_both_routers():
+def test_equal_logits_select_the_lowest_index_in_both_routers():
     equal = torch.zeros(3, EXPERTS)
     assert top_by_value(equal).tolist() == [[0, 1]] * 3
     assert top_by_digits(PADIC.encode(equal), tie=PADIC.tie).tolist() == [[0, 1]] * 3
 
 
-def test_gates_are_decoded_and_gradients_go_straight_through():
+def test_gates_are_decoded_and_gradients_are_straight_through():
     torch.manual_seed(0)
     router = PadicRouter(PADIC)
     rows = torch.randn(16, 96)
@@ -139,7 +139,7 @@ def test_gates_are_decoded_and_gradients_go_straight_through():
     torch.testing.assert_close(router.weight.grad, slope.T @ rows)
 
 
-def test_a_logit_beyond_the_clamp_still_has_a_gradient():
+def test_logit_beyond_the_clamp_still_has_a_gradient():
     router = PadicRouter(PADIC)
     with torch.no_grad():
         router.bias.copy_(torch.tensor([20.0, 0.0, 0.0, 0.0]))
@@ -147,7 +147,7 @@ def test_a_logit_beyond_the_clamp_still_has_a_gradient():
     assert router.bias.grad[0] != 0
 
 
-def test_a_nan_is_not_hidden():
+def test_nan_is_not_hidden():
     router = PadicRouter(PADIC)
     with torch.no_grad():
         router.bias[0] = float("nan")
@@ -155,8 +155,8 @@ def test_a_nan_is_not_hidden():
 
 
 @pytest.mark.parametrize("padic", [None, PADIC])
-def test_metrics_of_a_routing(padic):
-    """Entropy of the weights as they are, not renormalised; the leader has the largest, the lowest of equals."""
+def test_routing_entropy_and_leaders(padic):
+    """Entropy uses weights that are not renormalized; the leader is the first expert with the largest weight."""
     torch.manual_seed(1)
     router = PadicRouter(padic)
     routing = router.route(torch.zeros(2, 96))

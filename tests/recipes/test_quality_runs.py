@@ -1,4 +1,4 @@
-"""Runs of the quality task: on the common trainer, exact, resumed bit for bit, and with the files it promises."""
+"""Runs of the quality task: exact losses, bit-exact resume, metrics and files."""
 
 import json
 import math
@@ -39,25 +39,25 @@ def rows_of(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_config_may_say_no_more_than_the_size():
-    found = make_config({"model": {"quality": "nano"}})
-    assert (found.run.steps, found.run.batch_size, found.method.kind) == (20, 128, "full")
-    assert (found.optim.lr, found.optim.clip, found.optim.warmup, found.optim.min_lr_ratio) == (
+def test_config_needs_only_the_size():
+    actual = make_config({"model": {"quality": "nano"}})
+    assert (actual.run.steps, actual.run.batch_size, actual.method.kind) == (20, 128, "full")
+    assert (actual.optim.lr, actual.optim.clip, actual.optim.warmup, actual.optim.min_lr_ratio) == (
         0.01,
         0.5,
         5,
         0.1,
     )
-    assert found.optim.groups[r"^router\."].lr_scale == 0.1
-    assert found.data.train == "synth:quality:512"
+    assert actual.optim.groups[r"^router\."].lr_scale == 0.1
+    assert actual.data.train == "synth:quality:512"
     steps = {size: make_config({"model": {"quality": size}}).run.steps for size in ("tiny", "medium", "full")}
     assert steps == {"tiny": 50, "medium": 100, "full": 100}
     dense = make_config({"model": {"quality": "nano", "arm": "dense"}, "optim": {"name": "sgd"}})
     assert (dense.optim.groups, dense.optim.weight_decay) == ({}, 0.0)
-    kept = make_config(
+    stored = make_config(
         {"model": {"quality": "nano"}, "optim": {"lr": 1.0, "groups": {}}, "run": {"epochs": 2}}
     )
-    assert (kept.optim.lr, kept.optim.groups, kept.run.steps, kept.optim.clip) == (1.0, {}, None, 0.5)
+    assert (stored.optim.lr, stored.optim.groups, stored.run.steps, stored.optim.clip) == (1.0, {}, None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_a_config_may_say_no_more_than_the_size():
         ({"data": {"max_length": 512}}, "data.max_length only applies to text"),
     ],
 )
-def test_what_does_not_fit_is_refused(sections, message, tmp_path):
+def test_incompatible_settings_are_rejected(sections, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         make_config(config(tmp_path, **sections))
 
 
-def test_a_language_model_has_no_regression(tiny_directory):
+def test_language_model_does_not_support_regression(tiny_directory):
     with pytest.raises(ConfigError, match="regression needs a model for rows of numbers"):
         make_config(
             {
@@ -107,10 +107,10 @@ def test_a_language_model_has_no_regression(tiny_directory):
 
 @pytest.mark.parametrize("gluing", [0.0, 0.5])
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
-def test_the_loss_is_a_plain_mean_and_its_gradient_does_not_depend_on_micro_batches(arm, gluing):
+def test_loss_is_a_mean_and_gradient_does_not_depend_on_micro_batches(arm, gluing):
     spec = QualitySpec.from_config(make_config({"model": {"quality": "nano", "arm": arm}}).model)
     rows = read_rows(open_source("synth:quality:24"), inputs=96, outputs=20)
-    found = {}
+    actual = {}
     for micro in (24, 7):
         model = new_quality_model(spec, seed=0).double()
         settings = StepSettings(24, None, micro, pack=True)
@@ -127,7 +127,7 @@ def test_the_loss_is_a_plain_mean_and_its_gradient_does_not_depend_on_micro_batc
             share = sum(objective.coefficients[t] * value / weights for t, value in loss.sums.items())
             share.backward()
             total += float(share.detach())
-        found[micro] = total, [p.grad.clone() for p in model.parameters()]
+        actual[micro] = total, [p.grad.clone() for p in model.parameters()]
     with torch.no_grad():
         decision = model.decide(rows.features.double())
         expected = ((decision.outputs - rows.outcomes) ** 2).mean()
@@ -135,13 +135,13 @@ def test_the_loss_is_a_plain_mean_and_its_gradient_does_not_depend_on_micro_batc
             a, b = decision.sections.unbind(1)
             apart = ((a - b) ** 2).sum(1) / ((a**2).sum(1) + (b**2).sum(1))
             expected = expected + gluing * apart.mean()
-    assert found[24][0] == pytest.approx(float(expected), rel=1e-6)
-    assert found[7][0] == pytest.approx(found[24][0], rel=1e-6)
-    for one, other in zip(found[24][1], found[7][1], strict=True):
+    assert actual[24][0] == pytest.approx(float(expected), rel=1e-6)
+    assert actual[7][0] == pytest.approx(actual[24][0], rel=1e-6)
+    for one, other in zip(actual[24][1], actual[7][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
 
 
-def test_the_metrics_of_a_step_are_those_of_its_rows(tmp_path):
+def test_step_metrics_match_its_rows(tmp_path):
     result = whet.train(config(tmp_path, run={"micro_batch_tokens": 10}))
     first = result.history[1]
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
@@ -153,8 +153,8 @@ def test_the_metrics_of_a_step_are_those_of_its_rows(tmp_path):
         weights = model.router(batch.column("features")).softmax(1).double().numpy()
         decision = model.decide(batch.column("features"))
     top = np.argsort(-weights, axis=1)[:, :2]
-    kept = np.take_along_axis(weights, top, axis=1)
-    assert first["router_entropy_mean"] == pytest.approx(-(kept * np.log(kept)).sum(1).mean(), rel=1e-5)
+    stored = np.take_along_axis(weights, top, axis=1)
+    assert first["router_entropy_mean"] == pytest.approx(-(stored * np.log(stored)).sum(1).mean(), rel=1e-5)
     assert first["per_expert_share"] == [(top[:, 0] == expert).mean() for expert in range(4)]
     assert sum(first["pair_share"]) == pytest.approx(1)
     sections = decision.sections.double().numpy()
@@ -171,7 +171,7 @@ def test_the_metrics_of_a_step_are_those_of_its_rows(tmp_path):
 @pytest.mark.parametrize(
     ("arm", "optimizer"), [("softmax", "adamw"), ("sheaf-padic", "sgd"), ("dense", "adamw")]
 )
-def test_a_finished_run_leaves_what_it_promises(arm, optimizer, tmp_path):
+def test_finished_run_writes_all_files(arm, optimizer, tmp_path):
     model = {"quality": "nano", "arm": arm}
     result = whet.train(config(tmp_path, model=model, optim={"name": optimizer}))
     final = result.directory / "final"
@@ -198,28 +198,28 @@ def test_a_finished_run_leaves_what_it_promises(arm, optimizer, tmp_path):
     inputs = torch.rand(8, 96)
     with torch.no_grad():
         assert torch.equal(loaded(inputs), other(inputs))
-    said = rows[-1]["summary"]["quality"]
-    assert said["total_params"] == spec.parameter_count()
-    assert said["fingerprint"] == spec.fingerprint()
-    assert (said["last_router_entropy"] == "nan") == (arm == "dense")
+    summary = rows[-1]["summary"]["quality"]
+    assert summary["total_params"] == spec.parameter_count()
+    assert summary["fingerprint"] == spec.fingerprint()
+    assert (summary["last_router_entropy"] == "nan") == (arm == "dense")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
-def test_every_precision_trains_and_its_model_comes_back(precision, tmp_path):
+def test_every_precision_trains_and_its_model_loads(precision, tmp_path):
     result = whet.train(config(tmp_path, run={"precision": precision, "steps": 2}))
     assert math.isfinite(result.metrics["eval_loss"])
     dtype = torch.bfloat16 if precision == "bf16-pure" else torch.float32
     assert load_quality(result.directory).router.weight.dtype == dtype
 
 
-def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(tmp_path):
+def test_nonfinite_step_stops_the_run_and_reports_its_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"features": [3e38] * 96, "target": [0.0] * 20}
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(RunError, match="step 1: loss"):
         whet.train(config(tmp_path, data={"train": str(path), "valid": None}, run={"batch_size": 1}))
-    found = json.loads((tmp_path / "q" / "nonfinite-step-000001.json").read_text())
-    assert found["micro_batches"] == [{"records": [f"{path}:1"], "tokens": [[0]]}]
+    actual = json.loads((tmp_path / "q" / "nonfinite-step-000001.json").read_text())
+    assert actual["micro_batches"] == [{"records": [f"{path}:1"], "tokens": [[0]]}]
 
 
 class StopAt(Callback):
@@ -231,22 +231,24 @@ class StopAt(Callback):
 
 
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(arm, tmp_path):
+def test_resumed_run_is_bit_identical_to_uninterrupted_run(arm, tmp_path):
     model = {"quality": "nano", "arm": arm}
-    whole = whet.train(config(tmp_path, model=model, run={"name": "whole", "micro_batch_tokens": 20}))
+    uninterrupted = whet.train(config(tmp_path, model=model, run={"name": "whole", "micro_batch_tokens": 20}))
     broken = config(tmp_path, model=model, run={"name": "broken", "micro_batch_tokens": 20})
     part = whet.train(broken, [StopAt(2)])
     assert part.unfinished
     again = whet.resume(part.directory)
-    files = [run.directory / "final" / "model.safetensors" for run in (whole, again)]
+    files = [run.directory / "final" / "model.safetensors" for run in (uninterrupted, again)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    tkp1 = [run.directory / "final" / "checkpoint.tkp1" for run in (whole, again)]
+    tkp1 = [run.directory / "final" / "checkpoint.tkp1" for run in (uninterrupted, again)]
     assert tkp1[0].read_bytes() == tkp1[1].read_bytes()
-    losses = [[row["loss"] for row in rows_of(run.directory) if "loss" in row] for run in (whole, again)]
+    losses = [
+        [row["loss"] for row in rows_of(run.directory) if "loss" in row] for run in (uninterrupted, again)
+    ]
     assert losses[0] == losses[1]
 
 
-def test_a_run_does_not_go_on_with_other_rows(tmp_path):
+def test_run_does_not_resume_with_other_rows(tmp_path):
     ledgers = tmp_path / "ledgers"
     create_ledgers(ledgers, 60)
     data = {"train": str(ledgers), "valid": str(ledgers)}
@@ -254,22 +256,24 @@ def test_a_run_does_not_go_on_with_other_rows(tmp_path):
     for path in ledgers.iterdir():
         path.unlink()
     create_ledgers(ledgers, 70)
-    with pytest.raises(CheckpointError, match="data.train, data.valid is no longer"):
+    with pytest.raises(CheckpointError, match="data.train, data.valid: the records are not the ones that"):
         whet.resume(part.directory)
 
 
-def test_ledgers_train_and_their_valid_rows_are_others(tmp_path):
+def test_ledgers_are_split_into_disjoint_train_and_valid_rows(tmp_path):
     create_ledgers(tmp_path / "ledgers", 200)
     data = {"train": str(tmp_path / "ledgers"), "valid": str(tmp_path / "ledgers")}
     result = whet.train(config(tmp_path, data=data))
     assert math.isfinite(result.metrics["eval_loss"])
-    said = (result.directory / "log.txt").read_text()
-    train, valid = (int(found) for found in re.findall(r"(?:train|valid): .*: (\d+) rows$", said, flags=re.M))
+    log_text = (result.directory / "log.txt").read_text()
+    train, valid = (
+        int(actual) for actual in re.findall(r"(?:train|valid): .*: (\d+) rows$", log_text, flags=re.M)
+    )
     assert train + valid == 180
     assert valid < 40
 
 
-def test_the_router_learns_at_its_own_rate_found_by_name(tmp_path):
+def test_router_learning_rate_is_scaled_by_name(tmp_path):
     settings = make_config(config(tmp_path, run={"steps": 1}, optim={"warmup": 0}))
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
     trainer = Trainer(model, Regression(), [[]], settings)
@@ -281,8 +285,8 @@ def test_the_router_learns_at_its_own_rate_found_by_name(tmp_path):
     assert {name for name, scale in names.items() if scale == 0.1} == {"router.weight", "router.bias"}
 
 
-def test_router_lr_scale_multiplies_the_rate_of_the_router_alone(tmp_path):
-    """Plain SGD moves a weight by lr * scale * gradient: the gradients are those of an independent backward."""
+def test_router_lr_scale_only_scales_the_router(tmp_path):
+    """Plain SGD changes a weight by lr * scale * gradient; the gradients are from an independent backward."""
     optim = {"name": "sgd", "momentum": 0.0, "lr": 0.5, "warmup": 0, "schedule": "constant", "clip": None}
     settings = config(tmp_path, optim={**optim, "router_lr_scale": 0.25}, run={"steps": 1, "batch_size": 96})
     assert make_config(settings).optim.groups == {}, "the key stands for the task's default group"
@@ -297,7 +301,7 @@ def test_router_lr_scale_multiplies_the_rate_of_the_router_alone(tmp_path):
         torch.testing.assert_close(trained[name].detach(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_have_the_names_that_parsers_of_the_task_expect(tmp_path):
+def test_rows_have_the_metric_names_of_the_published_runner(tmp_path):
     result = whet.train(config(tmp_path))
     rows = rows_of(result.directory)
     trained = [row for row in rows if "loss" in row]
@@ -309,20 +313,20 @@ def test_rows_have_the_names_that_parsers_of_the_task_expect(tmp_path):
     times = [row["elapsed_ms"] for row in trained]
     assert times == sorted(times)
     assert times[0] > 0
-    said = rows[-1]["summary"]["quality"]
-    assert said["final_loss"] == trained[-1]["final_loss"]
-    assert said["metrics_path"] == str(result.directory / "metrics.jsonl")
-    assert said["arch_path"] == str(result.directory / "arch.json")
+    summary = rows[-1]["summary"]["quality"]
+    assert summary["final_loss"] == trained[-1]["final_loss"]
+    assert summary["metrics_path"] == str(result.directory / "metrics.jsonl")
+    assert summary["arch_path"] == str(result.directory / "arch.json")
 
 
 @pytest.mark.parametrize("gluing", [0.0, 0.5])
-def test_a_finished_run_is_evaluated_on_any_rows(tmp_path, gluing):
+def test_finished_run_is_evaluated_on_any_rows(tmp_path, gluing):
     settings = config(tmp_path, objective={"kind": "regression", "gluing": gluing})
     result = whet.train(settings)
     same = evaluate_quality(result.directory, "synth:quality-valid:32")
     assert same["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
     create_ledgers(tmp_path / "ledgers", 60)
-    found = evaluate_quality(result.directory / "final", str(tmp_path / "ledgers"))
+    actual = evaluate_quality(result.directory / "final", str(tmp_path / "ledgers"))
     rows = read_rows(open_source(str(tmp_path / "ledgers")), inputs=96, outputs=20)
     model = load_quality(result.directory).double()
     with torch.no_grad():
@@ -330,12 +334,12 @@ def test_a_finished_run_is_evaluated_on_any_rows(tmp_path, gluing):
         expected = ((decision.outputs - rows.outcomes) ** 2).mean()
         a, b = decision.sections.unbind(1)
         apart = ((a - b) ** 2).sum(1) / ((a**2).sum(1) + (b**2).sum(1))
-    assert found["eval_loss"] == pytest.approx(float(expected + gluing * apart.mean()), rel=1e-4)
-    assert sum(found["eval_per_expert_share"]) == pytest.approx(1)
-    assert set(found["eval_gluing_residual"]) <= {"0-1", "0-2", "0-3", "1-2", "1-3", "2-3"}
+    assert actual["eval_loss"] == pytest.approx(float(expected + gluing * apart.mean()), rel=1e-4)
+    assert sum(actual["eval_per_expert_share"]) == pytest.approx(1)
+    assert set(actual["eval_gluing_residual"]) <= {"0-1", "0-2", "0-3", "1-2", "1-3", "2-3"}
 
 
-def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
+def test_dry_run_writes_every_file_without_building_a_model(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was built")
 
@@ -376,11 +380,11 @@ def test_a_dry_run_writes_every_file_and_builds_no_model(tmp_path, monkeypatch):
     assert load_config(directory / "config.yaml") == settings
     assert not (tmp_path / "q").exists()  # the run's own name stays free
     (directory / "provenance.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no dry run"):
+    with pytest.raises(ConfigError, match="is not a dry run"):
         dry_run(settings, provenance)
 
 
-def test_early_stopping_and_epochs_come_from_the_trainer(tmp_path):
+def test_early_stopping_and_epochs_work(tmp_path):
     early = {"every": 1, "early_stop": {"patience": 1, "min_delta": 10.0}}
     run = {"dir": str(tmp_path), "name": "q", "epochs": 3, "batch_size": 32}
     result = whet.train({**config(tmp_path, eval=early), "run": run})
@@ -391,8 +395,8 @@ def test_early_stopping_and_epochs_come_from_the_trainer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
-def test_a_nano_model_learns_more_than_a_linear_one_can(arm, tmp_path):
-    """Measured after 300 steps: 0.043, 0.044 and 0.021; the best linear answer has 0.0657, the mean 0.0894."""
+def test_nano_model_beats_a_linear_model(arm, tmp_path):
+    """Losses after 300 steps were 0.043, 0.044 and 0.021; the best linear model has 0.0657, the mean 0.0894."""
     data = {"train": "synth:quality:4096", "valid": "synth:quality-valid:512"}
     tables = []
     for spec in data.values():

@@ -1,4 +1,4 @@
-"""A reference by name: another model that preferences and rewards are compared with."""
+"""Named reference models of DPO and GRPO."""
 
 import json
 import math
@@ -24,7 +24,7 @@ PAIRS = {"train": "synth:house-pairs:6", "valid": "synth:house-pairs-valid:4", "
 
 @pytest.fixture
 def other(tmp_path):
-    """A model of another size with the same tokens."""
+    """A model of another size with the same vocabulary."""
     write_tiny_model(tmp_path / "other", hidden_size=48, intermediate_size=80)
     return tmp_path / "other"
 
@@ -46,7 +46,7 @@ def grpo_config(model, tmp_path, objective, **sections):
 
 class StopAt(Callback):
     def on_step_end(self, step, metrics):
-        return StopRun("the test says so", unfinished=True) if step == 1 else None
+        return StopRun("stopped by the test", unfinished=True) if step == 1 else None
 
 
 def losses(result):
@@ -59,17 +59,17 @@ def weights(result):
 
 
 def chosen_and_rejected(tokenizer, source):
-    """Tokens of each pair's two texts, and where the answers begin."""
+    """Yield the tokens of each pair's two texts, and the position where the completion starts."""
     for record in open_source(source):
         prompt = record.fields["prompt"]
         ask = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         for side in ("chosen", "rejected"):
-            whole = [*prompt, *record.fields[side]]
-            yield tokenizer.apply_chat_template(whole, return_dict=False), len(ask)
+            messages = [*prompt, *record.fields[side]]
+            yield tokenizer.apply_chat_template(messages, return_dict=False), len(ask)
 
 
 def answer_logprob(model, tokens, start):
-    """log p of an answer by transformers, in float64."""
+    """Return the log-probability of a completion, computed by transformers in float64."""
     ids = torch.tensor([tokens])
     logprobs = model(ids).logits[0, :-1].log_softmax(-1)
     return float(logprobs.gather(1, ids[0, 1:, None])[start - 1 :].sum())
@@ -77,7 +77,7 @@ def answer_logprob(model, tokens, start):
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
 @pytest.mark.parametrize("how", ["precompute", "online"])
-def test_the_loss_is_the_formula_with_the_named_reference(tiny_directory, other, tmp_path, kind, how):
+def test_loss_matches_the_formula_with_the_named_reference(tiny_directory, other, tmp_path, kind, how):
     objective = {"kind": kind, "reference_model": str(other), "reference": how}
     result = whet.train(dpo_config(tiny_directory, tmp_path, objective, method={"kind": "full"}))
     _, tokenizer = whet.load(tiny_directory)
@@ -100,7 +100,7 @@ def test_the_loss_is_the_formula_with_the_named_reference(tiny_directory, other,
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["kind"])
 @pytest.mark.parametrize("how", ["precompute", "online"])
-def test_naming_the_start_gives_the_same_run_bit_for_bit(tiny_directory, tmp_path, method, how):
+def test_naming_the_base_model_as_reference_gives_an_identical_run(tiny_directory, tmp_path, method, how):
     runs = [
         whet.train(
             dpo_config(
@@ -118,7 +118,7 @@ def test_naming_the_start_gives_the_same_run_bit_for_bit(tiny_directory, tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_run_and_a_checkpoint_are_references(tiny_directory, tmp_path):
+def test_run_and_checkpoint_can_be_references(tiny_directory, tmp_path):
     sft = {"method": {"kind": "lora", "rank": 4}, "run": {"name": "sft", "steps": 2}}
     start = whet.train(run_config(tiny_directory, tmp_path, **sft)).directory
     stored = {}
@@ -157,7 +157,7 @@ def test_grpo_measures_the_kl_to_the_named_reference(tiny_directory, other, tmp_
         assert result.history[0]["kl"] > 0, "in the first step the policy is not the reference"
 
 
-def test_grpo_with_the_start_named_is_the_same_run(tiny_directory, tmp_path):
+def test_grpo_with_the_base_model_as_reference_is_the_same_run(tiny_directory, tmp_path):
     runs = [
         whet.train(
             grpo_config(
@@ -174,47 +174,47 @@ def test_grpo_with_the_start_named_is_the_same_run(tiny_directory, tmp_path):
 
 
 @pytest.mark.parametrize("make", [dpo_config, grpo_config])
-def test_other_tokens_are_refused(tiny_directory, tmp_path, make):
+def test_reference_with_another_vocabulary_is_rejected(tiny_directory, tmp_path, make):
     write_tiny_model(tmp_path / "larger", vocab_size=300)
     objective = {"beta": 0.1, "reference_model": str(tmp_path / "larger")}
-    with pytest.raises(ModelError, match="larger has a vocabulary of 300, and .*: both must have the same"):
+    with pytest.raises(ModelError, match="larger has a vocabulary of 300, but .*: both must have the same"):
         whet.train(make(tiny_directory, tmp_path, objective))
     write_tiny_model(tmp_path / "short", max_position_embeddings=4)
     objective["reference_model"] = str(tmp_path / "short")
-    with pytest.raises(ModelError, match="short reads at most 4 tokens, and the longest text has"):
+    with pytest.raises(ModelError, match="short supports at most 4 tokens, but the longest text has"):
         whet.train(make(tiny_directory, tmp_path, objective))
 
 
 @pytest.mark.parametrize(
     ("make", "how"), [(dpo_config, "precompute"), (dpo_config, "online"), (grpo_config, None)]
 )
-def test_a_run_does_not_resume_with_another_reference(tiny_directory, other, tmp_path, make, how):
+def test_run_does_not_resume_with_another_reference(tiny_directory, other, tmp_path, make, how):
     objective = {"beta": 0.1, "reference_model": str(other), **({"reference": how} if how else {})}
     settings = make(tiny_directory, tmp_path, objective)
     part = whet.train(settings, [StopAt()])
     assert part.unfinished
     stored = json.loads((part.directory / "provenance.json").read_text())
     assert list(stored["other_models"]) == [str(other)]
-    kept = other.rename(tmp_path / "kept")
+    original = other.rename(tmp_path / "kept")
     write_tiny_model(other, hidden_size=32)
-    with pytest.raises(CheckpointError, match="other is no longer the model .* began with"):
+    with pytest.raises(CheckpointError, match="started with a different version of .*other"):
         whet.resume(part.directory)
     for path in other.iterdir():
         path.unlink()
     other.rmdir()
-    kept.rename(other)
+    original.rename(other)
     assert not whet.resume(part.directory).unfinished
 
 
-def test_a_distilled_run_does_not_resume_with_another_teacher(tiny_directory, other, tmp_path):
+def test_distillation_run_does_not_resume_with_another_teacher(tiny_directory, other, tmp_path):
     objective = {"kind": "distill", "teacher": str(other)}
     part = whet.train(run_config(tiny_directory, tmp_path, objective=objective), [StopAt()])
     write_tiny_model(other, hidden_size=48, intermediate_size=80, initializer_range=0.3)
-    with pytest.raises(CheckpointError, match="other is no longer the model"):
+    with pytest.raises(CheckpointError, match="started with a different version of .*other"):
         whet.resume(part.directory)
 
 
-def test_runs_that_recorded_no_reference_resume(tiny_directory, tmp_path):
+def test_old_runs_without_a_recorded_reference_resume(tiny_directory, tmp_path):
     part = whet.train(dpo_config(tiny_directory, tmp_path, {}), [StopAt()])
     path = part.directory / "provenance.json"
     stored = json.loads(path.read_text())
@@ -223,7 +223,7 @@ def test_runs_that_recorded_no_reference_resume(tiny_directory, tmp_path):
     assert not whet.resume(part.directory).unfinished
 
 
-def test_a_reference_that_nothing_reads_is_named(tmp_path):
+def test_unused_reference_is_reported(tmp_path):
     objective = {"reference_model": "other"}
     for given, choice in (
         ({"kind": "orpo"}, "objective.kind: orpo"),
@@ -236,7 +236,7 @@ def test_a_reference_that_nothing_reads_is_named(tmp_path):
     assert unread(make_config(grpo_config("tiny", tmp_path, {**objective, "beta": 0.1}))) == {}
 
 
-def test_the_plan_holds_the_reference(tiny_directory, other, tmp_path):
+def test_plan_includes_the_reference(tiny_directory, other, tmp_path):
     size = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(other).parameters()) * 4
     run = {"device": "cpu", "precision": "fp32"}
 

@@ -1,4 +1,4 @@
-"""Whatever kind of objective or optimizer a config may name is built as itself, never as a default."""
+"""Every objective and optimizer of a config is built as configured, never as a default."""
 
 from types import SimpleNamespace
 from typing import get_args, get_origin
@@ -19,17 +19,17 @@ from whet.training.optim import optimizers
 SECTIONS = [*get_args(get_args(AnyObjective)[0]), MixObjective]
 
 
-class Unheard(Section):
-    """A kind that somebody adds to the union and to nothing else."""
+class UnregisteredObjective(Section):
+    """An objective kind without a recipe."""
 
-    kind: str = "unheard"
+    kind: str = "unregistered"
 
 
 def kinds_of(section):
     return get_args(section.model_fields["kind"].annotation)
 
 
-def test_the_registry_covers_every_objective_of_a_config():
+def test_registry_covers_every_objective_kind():
     kinds = {kind for section in SECTIONS for kind in kinds_of(section)}
     assert registry.RECIPES.keys() == kinds
     for reference in registry.RECIPES.values():
@@ -37,22 +37,22 @@ def test_the_registry_covers_every_objective_of_a_config():
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_objective_of_a_config_has_a_recipe_that_takes_its_section(section):
-    """A section is handed to the recipe declared for it, and no other: none falls back to SFT."""
+def test_every_objective_has_a_recipe_for_its_section(section):
+    """Each section is passed to the recipe that is declared for it, and none falls back to SFT."""
     for kind in kinds_of(section):
         recipe = load_object(registry.RECIPES[kind])
         [base] = [base for base in recipe.__orig_bases__ if get_origin(base) is Recipe]
         assert get_args(base) == (section,)
 
 
-def test_an_objective_without_a_recipe_is_not_taken_for_sft():
-    config = SimpleNamespace(objective=Unheard())
+def test_objective_without_a_recipe_does_not_fall_back_to_sft():
+    config = SimpleNamespace(objective=UnregisteredObjective())
     for build in (recipe_for, needs_of):
-        with pytest.raises(KeyError, match="unheard"):
+        with pytest.raises(KeyError, match="unregistered"):
             build(config)
 
 
-def test_every_optimizer_of_a_config_has_a_branch():
+def test_every_optimizer_name_has_a_branch():
     assert optimizers.OPTIMIZERS.keys() == set(get_args(Optim.model_fields["name"].annotation))
     kinds = {}
     for name in get_args(Optim.model_fields["name"].annotation):
@@ -62,7 +62,7 @@ def test_every_optimizer_of_a_config_has_a_branch():
     assert len(set(kinds.values())) == len(kinds), kinds
 
 
-def test_an_optimizer_without_a_branch_is_not_taken_for_adamw():
-    section = Optim().model_copy(update={"name": "unheard"})
-    with pytest.raises(KeyError, match="unheard"):
+def test_optimizer_without_a_branch_does_not_fall_back_to_adamw():
+    section = Optim().model_copy(update={"name": "unregistered"})
+    with pytest.raises(KeyError, match="unregistered"):
         optimizers._create(section, [], nn.Linear(2, 2))

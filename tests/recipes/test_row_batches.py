@@ -1,4 +1,4 @@
-"""Made-up rows and their statistics, rows as batches, and one source divided between splits."""
+"""Synthetic rows and their statistics, batches of rows, and one source divided between splits."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def rows_of(spec):
     return read_rows(open_source(spec), inputs=INPUTS, outputs=OUTPUTS)
 
 
-def test_quality_rows_are_as_described():
+def test_quality_rows_have_the_documented_statistics():
     features, targets = table("synth:quality:800")
     assert (INPUTS, OUTPUTS, sum(CATEGORIES)) == (96, 20, 74)
     start, neighbours = 0, 0
@@ -47,7 +47,7 @@ def test_quality_rows_are_as_described():
 
 
 @pytest.mark.parametrize("name", ["quality", "regression"])
-def test_fewer_rows_are_the_first_of_more_and_valid_rows_are_others(name):
+def test_fewer_rows_are_a_prefix_and_valid_rows_differ(name):
     few, _ = table(f"synth:{name}:20")
     many, _ = table(f"synth:{name}:300")
     valid, _ = table(f"synth:{name}-valid:300")
@@ -55,16 +55,16 @@ def test_fewer_rows_are_the_first_of_more_and_valid_rows_are_others(name):
     assert not {row.tobytes() for row in many} & {row.tobytes() for row in valid}
 
 
-def test_the_weights_of_the_regression_come_back_in_closed_form():
+def test_regression_weights_are_recovered_in_closed_form():
     features, targets = table("synth:regression:2000")
-    found, *_ = np.linalg.lstsq(features, targets, rcond=None)
-    assert np.abs(found - regression_weights()).max() < 0.01
-    residual = targets - features @ found
+    weights, *_ = np.linalg.lstsq(features, targets, rcond=None)
+    assert np.abs(weights - regression_weights()).max() < 0.01
+    residual = targets - features @ weights
     assert 0.009 < residual.std() < 0.011
     assert (features.min(), features.max()) == pytest.approx((-0.5, 0.5), abs=1e-4)
 
 
-def test_every_row_comes_once_an_epoch_in_a_new_order_each_time():
+def test_every_row_occurs_once_per_epoch_in_a_new_order():
     rows = rows_of("synth:quality:50")
     stream = RowStream(rows, StepSettings(16, None, None, pack=True), seed=3)
     assert stream.steps_in(0) == 4
@@ -82,7 +82,7 @@ def test_every_row_comes_once_an_epoch_in_a_new_order_each_time():
     assert torch.equal(one[0].column("features"), other[0].column("features"))
 
 
-def test_a_batch_holds_the_rows_it_names():
+def test_batch_contains_the_requested_rows():
     rows = rows_of("synth:quality:9")
     [batch] = row_batches(rows, [7, 2, 5], StepSettings(3, None, None, pack=True))
     places = batch.tokens.flatten()
@@ -95,7 +95,7 @@ def test_a_batch_holds_the_rows_it_names():
     assert [half.supervised for half in halves] == [4, 4, 1]
 
 
-def test_a_stream_does_not_take_the_place_of_another():
+def test_stream_rejects_the_position_of_another():
     rows = rows_of("synth:quality:9")
     stream = RowStream(rows, StepSettings(3, None, None, pack=True), seed=0)
     other = RowStream(rows, StepSettings(4, None, None, pack=True), seed=0)
@@ -103,27 +103,27 @@ def test_a_stream_does_not_take_the_place_of_another():
         other.seek(stream.state())
 
 
-def test_one_source_for_several_splits_is_divided_and_stays_so():
+def test_shared_source_is_divided_between_splits_consistently():
     rows, more = rows_of("synth:quality:400"), rows_of("synth:quality:800")
     among = ["train", "valid", "test"]
-    parts = {part: set(rows.only(part, among=among).keys) for part in among}
+    parts = {part: set(rows.select_split(part, splits=among).keys) for part in among}
     assert set.union(*parts.values()) == set(rows.keys)
     assert sum(map(len, parts.values())) == 400
     assert 20 < len(parts["valid"]) < 60
     assert 20 < len(parts["test"]) < 60
     for part in among:
-        assert parts[part] <= set(more.only(part, among=among).keys)
-    both = rows.only("train", among=["train", "valid"])
+        assert parts[part] <= set(more.select_split(part, splits=among).keys)
+    both = rows.select_split("train", splits=["train", "valid"])
     assert set(both.keys) == parts["train"] | parts["test"]
 
 
-def test_records_that_are_no_rows_or_too_short_are_named(tmp_path):
+def test_non_tabular_or_short_records_are_reported(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"features": [1, 2], "target": [1]}\n')
-    with pytest.raises(DataError, match="rows.jsonl:1: 2 features, and the model has 96"):
+    with pytest.raises(DataError, match="rows.jsonl:1: 2 features, but the model has 96"):
         read_rows(open_source(str(path)), inputs=96, outputs=20)
     path.write_text('{"features": [1, 2], "target": 1}\n')
-    with pytest.raises(DataError, match="rows.jsonl:1: 1 targets, and the model has 20"):
+    with pytest.raises(DataError, match="rows.jsonl:1: 1 targets, but the model has 20"):
         read_rows(open_source(str(path)), inputs=2, outputs=20)
     with pytest.raises(DataError, match="a messages record"):
         read_rows(open_source("synth:house:3"), inputs=96, outputs=20)
@@ -136,7 +136,7 @@ def test_records_that_are_no_rows_or_too_short_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["quality", "quality-valid", "regression", "regression-valid"])
-def test_a_seed_draws_other_rows_of_the_same_task(name):
+def test_seed_draws_other_rows_of_the_same_task(name):
     features, targets = table(f"synth:{name}:200:7")
     again, _ = table(f"synth:{name}:300:7")
     assert np.array_equal(again[:200], features), "fewer rows are the first of more"
@@ -149,10 +149,10 @@ def test_a_seed_draws_other_rows_of_the_same_task(name):
     assert len(digests) == 3
 
 
-def test_the_right_answer_to_a_row_does_not_depend_on_the_seed():
+def test_targets_do_not_depend_on_the_seed():
     features, targets = table("synth:regression:2000:3")
-    found = np.linalg.lstsq(features, targets, rcond=None)[0]
-    assert np.abs(found - regression_weights()).max() < 0.01
+    weights = np.linalg.lstsq(features, targets, rcond=None)[0]
+    assert np.abs(weights - regression_weights()).max() < 0.01
     (train, _), (valid, _) = table("synth:quality:50:3"), table("synth:quality-valid:50:3")
     assert not np.array_equal(train, valid)
 
@@ -167,6 +167,6 @@ def test_the_right_answer_to_a_row_does_not_depend_on_the_seed():
         ("synth:house:8:1", "house does not accept a seed"),
     ],
 )
-def test_wrong_seeds_are_named(spec, message):
+def test_invalid_seeds_are_reported(spec, message):
     with pytest.raises(DataError, match=message):
         list(open_source(spec))

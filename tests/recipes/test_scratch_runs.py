@@ -1,4 +1,4 @@
-"""Training from random weights: presets in a config, tokenizers made for a run, and what is refused."""
+"""Training from scratch: presets in a config, tokenizers trained for a run, and errors."""
 
 import json
 
@@ -38,7 +38,7 @@ def scratch_config(tmp_path, model, **sections):
     return config
 
 
-def test_the_config_and_the_registries_know_the_same_names():
+def test_config_and_registries_have_the_same_names():
     fields = Preset.model_fields
 
     def names(key):
@@ -61,18 +61,18 @@ def test_the_config_and_the_registries_know_the_same_names():
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe:300"])
-def test_a_run_from_scratch_learns_and_transformers_opens_its_result(tmp_path, tokenizer):
+def test_run_from_scratch_learns_and_transformers_loads_its_result(tmp_path, tokenizer):
     result = whet.train(scratch_config(tmp_path, {"tokenizer": tokenizer}, run={"steps": 12}))
     losses = [row["loss"] for row in result.history if "loss" in row]
     assert losses[-1] < losses[0] - 0.5
     final = result.directory / "final"
     tokens = torch.tensor([AutoTokenizer.from_pretrained(final)("the cat").input_ids])
-    theirs = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)(tokens).logits
-    ours, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
-    torch.testing.assert_close(ours(tokens), theirs, rtol=0, atol=2e-4)
+    hf_logits = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)(tokens).logits
+    model, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(model(tokens), hf_logits, rtol=0, atol=2e-4)
 
 
-def test_the_seed_decides_the_first_weights_and_a_resumed_run_keeps_its_tokenizer(tmp_path):
+def test_seed_determines_initial_weights_and_resume_keeps_the_tokenizer(tmp_path):
     from whet.training.callbacks import Callback, StopRun
 
     class StopAtTwo(Callback):
@@ -80,14 +80,14 @@ def test_the_seed_decides_the_first_weights_and_a_resumed_run_keeps_its_tokenize
             return StopRun("enough", unfinished=True) if step == 2 else None
 
     model = {"tokenizer": "bpe:300", "pattern": "wl", "window": 16}
-    whole = whet.train(scratch_config(tmp_path, model, run={"name": "whole"}))
+    uninterrupted = whet.train(scratch_config(tmp_path, model, run={"name": "whole"}))
     stopped = whet.train(scratch_config(tmp_path, model, run={"name": "stopped"}), [StopAtTwo()])
     assert (stopped.directory / "tokenizer" / "tokenizer.json").is_file()
     resumed = whet.resume(stopped.directory)
-    for path in (whole.directory / "final").iterdir():
+    for path in (uninterrupted.directory / "final").iterdir():
         assert path.read_bytes() == (resumed.directory / "final" / path.name).read_bytes(), path.name
     other = whet.train(scratch_config(tmp_path, model, run={"name": "other", "seed": 1}))
-    assert other.history[0]["loss"] != whole.history[0]["loss"]
+    assert other.history[0]["loss"] != uninterrupted.history[0]["loss"]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_the_seed_decides_the_first_weights_and_a_resumed_run_keeps_its_tokenize
         ({"model": {"preset": "nano"}, "method": {"kind": "lora"}}, "model.preset starts from random weights"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_from_scratch_is_refused(tmp_path, changes, message):
+def test_invalid_from_scratch_configs_are_rejected(tmp_path, changes, message):
     config = {**scratch_config(tmp_path, {}), **changes}
     with pytest.raises(ConfigError) as caught:
         whet.train(config)
     assert message in str(caught.value)
 
 
-def test_names_may_look_like_numbers_and_paths_may_be_paths(tmp_path):
+def test_numeric_run_names_and_path_objects_are_accepted(tmp_path):
     config = make_config(
         {
             "model": tmp_path,

@@ -1,4 +1,4 @@
-"""The quality models: their counts, their shape against a plain formula, arms that differ, files that come back."""
+"""The quality models: parameter counts, outputs against a plain formula, arms, and saved files."""
 
 import json
 
@@ -19,10 +19,10 @@ from whet.recipes.quality.tabular_model import (
     disagreement,
     load_quality,
     new_quality_model,
+    one_hot_pairs,
     quality_costs,
     read_spec,
     save_quality,
-    shared_by,
 )
 
 ARMS = ("softmax", "sheaf-padic", "dense")
@@ -46,7 +46,7 @@ def spec_of(size="nano", arm="softmax"):
         ("full", "dense", 706_053_140, 676),
     ],
 )
-def test_every_size_has_its_count_on_the_meta_device_and_by_the_formula(size, arm, count, tensors):
+def test_parameter_counts_match_the_meta_model_and_the_formula(size, arm, count, tensors):
     spec = spec_of(size, arm)
     with torch.device("meta"):
         parameters = list(TabularModel(spec).parameters())
@@ -54,14 +54,14 @@ def test_every_size_has_its_count_on_the_meta_device_and_by_the_formula(size, ar
     assert len(parameters) == spec.tensor_count() == tensors
 
 
-def test_the_twins_weigh_the_same_within_half_a_percent():
+def test_dense_twins_have_the_same_size_within_half_a_percent():
     for size in EXPERT_SHAPES:
         ratio = spec_of(size, "dense").parameter_count() / spec_of(size).parameter_count()
         assert abs(ratio - 1) < 0.0021
     assert DENSE_SHAPES["full"] == (1024, 84)
 
 
-def test_the_router_comes_first_and_experts_follow_in_layer_order():
+def test_parameters_are_ordered_router_first_then_experts():
     names = [name for name, _ in new_quality_model(spec_of(), seed=0).named_parameters()]
     assert names[:4] == ["router.weight", "router.bias", "experts.0.0.weight", "experts.0.0.bias"]
     assert [name.split(".")[1] for name in names[2:]] == [str(e) for e in range(4) for _ in range(14)]
@@ -71,8 +71,8 @@ def gelu(x):
     return 0.5 * x * (1 + np.vectorize(__import__("math").erf)(x / np.sqrt(2)))
 
 
-def by_hand(model, rows):
-    """Router and experts in plain float64: softmax, the two largest as they are, a weighted sum."""
+def reference_outputs(model, rows):
+    """Compute router and experts in float64: softmax, the two largest weights, and a weighted sum."""
     p = {name: tensor.detach().double().numpy() for name, tensor in model.named_parameters()}
     x = rows.double().numpy()
     logits = x @ p["router.weight"].T + p["router.bias"]
@@ -92,16 +92,16 @@ def by_hand(model, rows):
     return outputs
 
 
-def test_the_softmax_arm_is_the_published_formula():
+def test_softmax_arm_matches_the_published_formula():
     model = new_quality_model(spec_of(), seed=3)
     rows = torch.rand(12, 96, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = model(rows)
-    np.testing.assert_allclose(found.numpy(), by_hand(model, rows), rtol=1e-4, atol=1e-6)
+        actual = model(rows)
+    np.testing.assert_allclose(actual.numpy(), reference_outputs(model, rows), rtol=1e-4, atol=1e-6)
 
 
-def test_the_three_arms_really_differ():
-    """The two routers on the very same weights; the dense twin has no router at all."""
+def test_the_three_arms_differ():
+    """The two routers have the same weights; the dense twin has no router."""
     rows = torch.rand(64, 96, generator=torch.Generator().manual_seed(1))
     softmax, padic, dense = (new_quality_model(spec_of(arm=arm), seed=0) for arm in ARMS)
     assert all(
@@ -124,7 +124,7 @@ def test_the_three_arms_really_differ():
         assert padic.decide(rows).routing.chosen[0].tolist() == [0, 1]
 
 
-def test_every_tensor_that_is_drawn_depends_on_the_seed():
+def test_every_random_tensor_depends_on_the_seed():
     one, other, again = (new_quality_model(spec_of(), seed=seed).state_dict() for seed in (0, 1, 0))
     for name, tensor in one.items():
         assert torch.equal(tensor, again[name])
@@ -132,7 +132,7 @@ def test_every_tensor_that_is_drawn_depends_on_the_seed():
             assert not torch.equal(tensor, other[name])
 
 
-def test_the_gradient_of_unchosen_experts_is_zero():
+def test_gradient_of_unselected_experts_is_zero():
     model = new_quality_model(spec_of(), seed=0)
     with torch.no_grad():
         model.router.bias.copy_(torch.tensor([9.0, 5.0, -9.0, -9.0]))
@@ -142,11 +142,11 @@ def test_the_gradient_of_unchosen_experts_is_zero():
     assert all(p.grad.any() for p in model.experts[0].parameters())
 
 
-def test_disagreement_and_pairs():
+def test_disagreement_and_one_hot_pairs():
     sections = torch.tensor([[[1.0, 0], [1, 0]], [[1, 0], [0, 1]], [[1, 0], [-1, 0]]])
     torch.testing.assert_close(disagreement(sections), torch.tensor([0.0, 1.0, 2.0]))
     routing = new_quality_model(spec_of(), seed=0).router.route(torch.rand(32, 96))
-    shared = shared_by(routing)
+    shared = one_hot_pairs(routing)
     assert shared.sum(1).tolist() == [1.0] * 32
     pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert [pairs[place] for place in shared.argmax(1)] == [
@@ -154,7 +154,7 @@ def test_disagreement_and_pairs():
     ]
 
 
-def test_the_fingerprint_does_not_depend_on_key_order_and_is_the_same_on_every_machine():
+def test_fingerprint_is_stable_and_independent_of_key_order():
     described = spec_of().describe()
     turned = dict(reversed(described.items()))
     assert canonical(described) == canonical(turned)
@@ -163,7 +163,7 @@ def test_the_fingerprint_does_not_depend_on_key_order_and_is_the_same_on_every_m
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_a_saved_model_answers_to_the_bit_as_before(arm, tmp_path):
+def test_saved_model_gives_bit_identical_outputs(arm, tmp_path):
     model = new_quality_model(spec_of(arm=arm), seed=5)
     rows = torch.rand(17, 96)
     save_quality(model, tmp_path)
@@ -184,7 +184,7 @@ def test_a_saved_model_answers_to_the_bit_as_before(arm, tmp_path):
         (lambda arch: arch.pop("architecture"), "does not describe"),
     ],
 )
-def test_a_changed_architecture_is_refused(change, message, tmp_path):
+def test_changed_architecture_is_rejected(change, message, tmp_path):
     save_quality(new_quality_model(spec_of(arm="sheaf-padic"), seed=0), tmp_path)
     stored = json.loads((tmp_path / "arch.json").read_text())
     change(stored)
@@ -193,7 +193,7 @@ def test_a_changed_architecture_is_refused(change, message, tmp_path):
         read_spec(tmp_path / "arch.json")
 
 
-def test_tensors_of_another_size_are_refused(tmp_path):
+def test_tensors_of_another_size_are_rejected(tmp_path):
     save_quality(new_quality_model(spec_of(arm="dense"), seed=0), tmp_path)
     (tmp_path / "arch.json").write_text(json.dumps(architecture(spec_of())))
     with pytest.raises(ModelError, match="do not match its config.json"):
@@ -201,15 +201,15 @@ def test_tensors_of_another_size_are_refused(tmp_path):
 
 
 def test_costs_follow_from_the_shape():
-    found = quality_costs(spec_of(), rows=128, optimizer="adamw", momentum=0.9)
-    assert found["bytes"]["weights"] == 4 * 195_540
-    assert found["bytes"]["moments"] == 8 * 195_540
-    assert found["flops_per_row"]["forward"] == 2 * (96 * 4 + 4 * (96 * 128 + 2 * 128 * 128 + 128 * 20))
+    actual = quality_costs(spec_of(), rows=128, optimizer="adamw", momentum=0.9)
+    assert actual["bytes"]["weights"] == 4 * 195_540
+    assert actual["bytes"]["moments"] == 8 * 195_540
+    assert actual["flops_per_row"]["forward"] == 2 * (96 * 4 + 4 * (96 * 128 + 2 * 128 * 128 + 128 * 20))
     plain = quality_costs(spec_of(), rows=1, optimizer="sgd", momentum=0.0)
     assert plain["bytes"]["moments"] == 0
 
 
-def test_the_tie_width_is_what_the_digits_say():
+def test_tie_width_follows_from_the_digits():
     assert Padic(5, 6, 4).tie == 25
     assert Padic(5, 6, 6).tie == 1
     assert Padic(2, 4, 1).largest == 15

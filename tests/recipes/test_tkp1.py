@@ -1,4 +1,4 @@
-"""TKP1 files: a golden one put together by hand, round trips, and files that lie."""
+"""TKP1 files: a hand-written golden file, round trips, and invalid files."""
 
 import contextlib
 import struct
@@ -25,7 +25,7 @@ CONFIG = b'{"seed":42,"size":"nano","steps":50}'
 
 
 def golden():
-    """Two parameters, the second with a gradient, byte by byte as the format says."""
+    """Return a file with two parameters, the second with a gradient, byte by byte as specified."""
     parts = [b"TKP1", struct.pack("<IIII", 1, 50, 2, len(CONFIG)), CONFIG]
     parts += [struct.pack("<I", 14), b"router.param_0"]
     parts += [struct.pack("<I3f", 3, 1.0, -2.5, 0.125)]
@@ -45,28 +45,28 @@ def records():
     yield Tkp1Record("expert_0.param_1", floats(7), floats(), floats(), 49, floats(-1))
 
 
-def test_what_is_written_is_the_golden_file(tmp_path):
+def test_write_produces_the_golden_file(tmp_path):
     path = tmp_path / "checkpoint.tkp1"
     config = {"size": "nano", "seed": 42, "steps": 50}
     write_tkp1(path, step=50, config=config, count=2, records=records())
     assert path.read_bytes() == golden()
 
 
-def test_the_golden_file_is_read(tmp_path):
+def test_golden_file_is_read(tmp_path):
     path = tmp_path / "checkpoint.tkp1"
     path.write_bytes(golden())
-    found = read_tkp1(path)
-    assert (found.step, found.config) == (50, {"seed": 42, "size": "nano", "steps": 50})
-    for one, other in zip(found.records, records(), strict=True):
+    actual = read_tkp1(path)
+    assert (actual.step, actual.config) == (50, {"seed": 42, "size": "nano", "steps": 50})
+    for one, other in zip(actual.records, records(), strict=True):
         assert (one.name, one.step) == (other.name, other.step)
         for part in ("weight", "m", "v"):
             np.testing.assert_array_equal(getattr(one, part), getattr(other, part))
-    assert found.records[0].grad is None
-    assert found.records[1].grad.tolist() == [-1.0]
+    assert actual.records[0].grad is None
+    assert actual.records[1].grad.tolist() == [-1.0]
 
 
 @pytest.mark.parametrize("arm", ["softmax", "dense"])
-def test_a_model_goes_out_and_comes_back(arm, tmp_path):
+def test_model_round_trip(arm, tmp_path):
     spec = QualitySpec.from_config(Quality(quality="nano", arm=arm))
     model, other = (new_quality_model(spec, seed=seed) for seed in (0, 1))
     moments = {
@@ -84,19 +84,19 @@ def test_a_model_goes_out_and_comes_back(arm, tmp_path):
     names = list(tkp1_names(model).values())
     overhead = sum(4 + len(name) + 12 + 5 for name in names)
     assert path.stat().st_size == 20 + len("{}") + overhead + 12 * spec.parameter_count()
-    found = read_tkp1(path)
-    assert [record.name for record in found.records] == names
+    actual = read_tkp1(path)
+    assert [record.name for record in actual.records] == names
     if arm == "softmax":
         assert names[:3] == ["router.param_0", "router.param_1", "expert_0.param_0"]
         assert names[-1] == "expert_3.param_13"
-    assert {float(record.m[0]) for record in found.records} == {0.5}
-    assert {float(record.v[-1]) for record in found.records} == {0.25}
-    restore_tkp1(other, found)
+    assert {float(record.m[0]) for record in actual.records} == {0.5}
+    assert {float(record.v[-1]) for record in actual.records} == {0.25}
+    restore_tkp1(other, actual)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
 
 
-def test_the_momentum_of_sgd_is_in_m(tmp_path):
+def test_sgd_momentum_is_stored_in_m(tmp_path):
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
     record = next(tkp1_records(model, lambda p: {"momentum_buffer": torch.ones_like(p)}, step=1))
     assert record.m.min() == record.m.max() == 1
@@ -104,7 +104,7 @@ def test_the_momentum_of_sgd_is_in_m(tmp_path):
     assert record.v.shape == record.weight.shape
 
 
-def test_another_model_is_refused(tmp_path):
+def test_checkpoint_of_another_model_is_rejected(tmp_path):
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
     (tmp_path / "golden").write_bytes(golden())
     with pytest.raises(CheckpointError, match="does not fit this model: expert_0.param_0"):
@@ -113,7 +113,7 @@ def test_another_model_is_refused(tmp_path):
 
 @settings(deadline=None)
 @given(st.integers(0, len(golden()) - 1))
-def test_a_file_cut_anywhere_is_one_clear_error(tmp_path_factory, length):
+def test_truncated_file_raises_one_clear_error(tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "cut.tkp1"
     path.write_bytes(golden()[:length])
     with pytest.raises(CheckpointError, match="cut.tkp1"):
@@ -122,7 +122,7 @@ def test_a_file_cut_anywhere_is_one_clear_error(tmp_path_factory, length):
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_flipped_byte_is_read_or_refused_and_never_crashes(tmp_path_factory, data):
+def test_flipped_byte_never_crashes(tmp_path_factory, data):
     damaged = bytearray(golden())
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -137,16 +137,16 @@ def test_a_flipped_byte_is_read_or_refused_and_never_crashes(tmp_path_factory, d
     [
         (0, b"TKP2", "is not a TKP1 checkpoint"),
         (4, struct.pack("<I", 2), "version 2"),
-        (12, struct.pack("<I", 2**32 - 1), "4294967295 records do not fit"),
+        (12, struct.pack("<I", 2**32 - 1), "too short for 4294967295 records"),
         (12, struct.pack("<I", 1), "bytes follow its last record"),
         (16, struct.pack("<I", 2**32 - 1), "ends within its config"),
         (20, b"[", "config is not JSON"),
-        (20 + len(CONFIG), struct.pack("<I", 2**32 - 1), "a name of 4294967295 bytes"),
+        (20 + len(CONFIG), struct.pack("<I", 2**32 - 1), "a name has 4294967295 bytes"),
         (24 + len(CONFIG), b"\xff", "not UTF-8"),
         (24 + len(CONFIG) + 14, struct.pack("<I", 2**31), "ends within weight of 'router.param_0'"),
     ],
 )
-def test_lies_are_found_before_anything_is_allocated(place, value, message, tmp_path):
+def test_invalid_lengths_are_detected_before_allocation(place, value, message, tmp_path):
     lying = bytearray(golden())
     lying[place : place + len(value)] = value
     path = tmp_path / "lying.tkp1"
@@ -155,6 +155,6 @@ def test_lies_are_found_before_anything_is_allocated(place, value, message, tmp_
         read_tkp1(path)
 
 
-def test_a_missing_file_is_an_error_of_the_same_kind(tmp_path):
+def test_missing_file_raises_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_tkp1(tmp_path / "none.tkp1")

@@ -425,7 +425,7 @@ def test_unreadable_files_are_reported_and_the_rest_is_shown(new_run):
         "metrics.jsonl: 6 of its lines cannot be read",
         "classification.json is not a complete report: KeyError",
         "provenance.json is not a JSON object",
-        "config.yaml is no valid config",
+        "config.yaml is not a valid config",
     ):
         assert expected in page.text
     assert SCRIPT in page.text  # the config as text

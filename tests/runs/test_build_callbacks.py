@@ -1,4 +1,4 @@
-"""Throughput, budgets and samples: right numbers, the right end, and rows that can be read."""
+"""Throughput, budgets and samples of a run."""
 
 import json
 import sys
@@ -25,10 +25,10 @@ class StopAt(Callback):
         self.step = step
 
     def on_step_end(self, step, metrics):
-        return StopRun("the test says so", unfinished=True) if step == self.step else None
+        return StopRun("stopped by the test", unfinished=True) if step == self.step else None
 
 
-def test_rates_are_over_the_last_steps_and_leave_evaluations_out():
+def test_throughput_covers_the_last_steps_without_evaluations():
     clock = [0.0]
     monitor = whet.ThroughputMonitor(2, flops_per_token=3e9, peak_tflops=0.5)
 
@@ -56,26 +56,28 @@ def test_rates_are_over_the_last_steps_and_leave_evaluations_out():
         whet.ThroughputMonitor(0)
 
 
-def test_every_row_of_a_run_has_its_rates(tiny_directory, tmp_path):
-    found = [row for row in rows(whet.train(run_config(tiny_directory, tmp_path)).directory) if "loss" in row]
-    for row in found:
+def test_every_metrics_row_has_throughput(tiny_directory, tmp_path):
+    actual = [
+        row for row in rows(whet.train(run_config(tiny_directory, tmp_path)).directory) if "loss" in row
+    ]
+    for row in actual:
         assert row["steps_per_s"] > 0
         assert row["flops_total"] / row["tokens_total"] == pytest.approx(
-            found[0]["flops_total"] / found[0]["tokens_total"]
+            actual[0]["flops_total"] / actual[0]["tokens_total"]
         )
-    assert "mfu" not in found[0], "nobody knows the peak of this processor"
+    assert "mfu" not in actual[0], "nobody knows the peak of this processor"
     model, _ = whet.load(tiny_directory)
     whet.attach_lora(model, rank=4)
-    share = found[0]["supervised_tokens"] / found[0]["tokens"]
+    share = actual[0]["supervised_tokens"] / actual[0]["tokens"]
     expected = training_flops_per_token(model, SFT(), length=110, supervised=share)
-    assert found[0]["flops_total"] / found[0]["tokens_total"] == pytest.approx(expected, rel=0.02)
+    assert actual[0]["flops_total"] / actual[0]["tokens_total"] == pytest.approx(expected, rel=0.02)
     # by hand: q and o of 32 x 32, k and v of 32 x 16, three of 32 x 64, scores of half a document, the head
     layer = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 2 * 2 * 32 * 110 / 2
     forward = 2 * layer + share * 2 * 32 * 260
     assert 2 * forward < expected < 3 * forward, "back through frozen weights, and small adapters"
 
 
-def test_a_budget_of_flops_ends_a_run_as_finished(tiny_directory, tmp_path):
+def test_flops_budget_finishes_the_run(tiny_directory, tmp_path):
     plain = [
         row
         for row in rows(whet.train(run_config(tiny_directory, tmp_path / "plain")).directory)
@@ -91,7 +93,7 @@ def test_a_budget_of_flops_ends_a_run_as_finished(tiny_directory, tmp_path):
     assert rows(result.directory)[-1]["summary"]["steps"] == 3
 
 
-def test_a_budget_counts_over_all_parts_of_a_run(tiny_directory, tmp_path):
+def test_budget_counts_across_resumes(tiny_directory, tmp_path):
     plain = [
         row
         for row in rows(whet.train(run_config(tiny_directory, tmp_path / "plain")).directory)
@@ -103,36 +105,38 @@ def test_a_budget_counts_over_all_parts_of_a_run(tiny_directory, tmp_path):
     assert whet.resume(first.directory).steps == 3
 
 
-def test_a_budget_of_minutes_ends_a_run_as_finished(tiny_directory, tmp_path):
+def test_minutes_budget_finishes_the_run(tiny_directory, tmp_path):
     result = whet.train(run_config(tiny_directory, tmp_path, run={"budget": {"minutes": 1e-9}}))
     assert result.steps == 1
     assert "minutes is spent" in result.stopped_because
     assert (result.directory / "final").is_dir()
 
 
-def test_bad_budgets_are_refused(tiny_directory, tmp_path):
+def test_invalid_budgets_are_rejected(tiny_directory, tmp_path):
     with pytest.raises(ConfigError, match="a budget needs flops, minutes or both"):
         make_config(run_config(tiny_directory, tmp_path, run={"budget": {}}))
     with pytest.raises(ConfigError, match="a budget in FLOPs needs flops_per_token"):
         whet.Budget(flops=1.0)
 
 
-def test_samples_before_during_and_after(tiny_directory, tmp_path):
+def test_samples_are_generated_before_during_and_after_training(tiny_directory, tmp_path):
     prompts = ["Turn on the lamp", "Hello"]
     log = {"samples": {"prompts": prompts, "every": 2, "max_tokens": 5}}
     result = whet.train(
         run_config(tiny_directory, tmp_path, method={"kind": "full"}, run={"steps": 5}, log=log)
     )
-    found = rows(result.directory, "samples.jsonl")
-    assert [(row["step"], row["prompt"]) for row in found] == [(n, p) for n in (0, 2, 4, 5) for p in prompts]
+    samples = rows(result.directory, "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in samples] == [
+        (n, p) for n in (0, 2, 4, 5) for p in prompts
+    ]
     for step, directory in ((0, tiny_directory), (5, result.directory)):
         model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
         expected = [whet.generate(model, tokenizer, prompt, max_tokens=5) for prompt in prompts]
-        assert [row["completion"] for row in found if row["step"] == step] == expected
-    assert found[0]["completion"] != found[-2]["completion"]
+        assert [row["completion"] for row in samples if row["step"] == step] == expected
+    assert samples[0]["completion"] != samples[-2]["completion"]
 
 
-def test_samples_of_a_resumed_run_come_once(tiny_directory, tmp_path):
+def test_resumed_run_writes_each_sample_once(tiny_directory, tmp_path):
     log = {"samples": {"prompts": ["Hello"], "every": 1, "max_tokens": 3}}
     plain = whet.train(run_config(tiny_directory, tmp_path / "plain", log=log))
     config = run_config(tiny_directory, tmp_path / "stopped", log=log, checkpoint={"every": 2})
@@ -151,7 +155,7 @@ def test_samples_of_a_resumed_run_come_once(tiny_directory, tmp_path):
     assert [row["step"] for row in rows(directory, "samples.jsonl")] == [0, 1, 2, 3, 4]
 
 
-def test_a_run_that_says_it_has_finished_has_all_its_samples(tiny_directory, tmp_path, monkeypatch):
+def test_finished_run_has_all_its_samples(tiny_directory, tmp_path, monkeypatch):
     log = {"samples": {"prompts": ["Hello"], "max_tokens": 3}}
     config = run_config(tiny_directory, tmp_path, log=log)
     with monkeypatch.context() as context:
@@ -162,7 +166,7 @@ def test_a_run_that_says_it_has_finished_has_all_its_samples(tiny_directory, tmp
     assert [row["step"] for row in rows(tmp_path / "runs" / "test", "samples.jsonl")] == [0, 4]
 
 
-def test_samples_that_cannot_be_made_are_refused(tiny_directory, tmp_path):
+def test_impossible_samples_are_rejected(tiny_directory, tmp_path):
     log = {"samples": {"prompts": ["x" * 600]}}
     with pytest.raises(DataError, match="leaves no room"):
         whet.train(run_config(tiny_directory, tmp_path, log=log))
@@ -171,6 +175,6 @@ def test_samples_that_cannot_be_made_are_refused(tiny_directory, tmp_path):
         "log": {"samples": {"prompts": ["x"]}},
         "run": {"dir": str(tmp_path / "q")},
     }
-    with pytest.raises(ConfigError, match="log.samples needs a model that answers in text"):
+    with pytest.raises(ConfigError, match="log.samples needs a model that generates text"):
         whet.train(quality)
     assert not (tmp_path / "q").exists()

@@ -1,4 +1,4 @@
-"""Run directories that lost rows, or hold what no run writes: every command on them answers with one message."""
+"""Damaged run directories: every command handles them or reports one clear error."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from whet.training.checkpoint import prune
 
 @pytest.fixture(scope="module")
 def stopped(tiny_directory, tmp_path_factory):
-    """A run of four steps whose last checkpoint is of step 3: it can be resumed."""
+    """A run of four steps whose last checkpoint is at step 3, so that it can be resumed."""
     directory = tmp_path_factory.mktemp("stopped")
     result = whet.train(
         run_config(tiny_directory, directory, checkpoint={"every": 3, "keep": 2}, eval={"every": 2})
@@ -45,25 +45,25 @@ def warnings_of(caplog):
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_rows_lost_in_the_middle_are_reported_on_resume(run, caplog):
-    kept = [row for row in rows_of(run) if row.get("step") != 2]
-    write_rows(run, kept)
+def test_resume_warns_about_missing_rows(run, caplog):
+    remaining = [row for row in rows_of(run) if row.get("step") != 2]
+    write_rows(run, remaining)
     with caplog.at_level(logging.WARNING, logger="whet"):
         whet.resume(run)
-    said = [line for line in warnings_of(caplog) if "metrics.jsonl" in line]
-    assert len(said) == 1
-    assert "no training row for step 2" in said[0]
+    warnings = [line for line in warnings_of(caplog) if "metrics.jsonl" in line]
+    assert len(warnings) == 1
+    assert "no training row for step 2" in warnings[0]
     assert [row["step"] for row in rows_of(run) if "loss" in row] == [1, 3, 4]
 
 
-def test_a_resume_that_lost_nothing_warns_of_nothing(run, caplog):
+def test_resume_of_an_intact_run_does_not_warn(run, caplog):
     with caplog.at_level(logging.WARNING, logger="whet"):
         whet.resume(run)
     assert not warnings_of(caplog)
     assert [row["step"] for row in rows_of(run) if "loss" in row] == [1, 2, 3, 4]
 
 
-def test_rows_that_log_every_leaves_out_are_not_missed(tiny_directory, tmp_path, caplog):
+def test_rows_skipped_by_log_every_are_not_reported_missing(tiny_directory, tmp_path, caplog):
     config = run_config(
         tiny_directory, tmp_path, log={"every": 2}, checkpoint={"every": 3, "keep": 2}, run={"steps": 6}
     )
@@ -77,11 +77,11 @@ def test_rows_that_log_every_leaves_out_are_not_missed(tiny_directory, tmp_path,
     assert not warnings_of(caplog)
 
 
-ODD_STEPS = [None, "3", [1], {"a": 1}, 1.5, True, -1, 10**400, "nan"]
+INVALID_STEPS = [None, "3", [1], {"a": 1}, 1.5, True, -1, 10**400, "nan"]
 
 
-@pytest.mark.parametrize("step", ODD_STEPS, ids=lambda step: json.dumps(step)[:12])
-def test_a_row_with_an_odd_step_is_set_aside(run, stopped, step):
+@pytest.mark.parametrize("step", INVALID_STEPS, ids=lambda step: json.dumps(step)[:12])
+def test_row_with_an_invalid_step_is_moved_aside(run, stopped, step):
     rows = rows_of(run)
     write_rows(run, [*rows[:2], {"step": step, "loss": 1.0}, *rows[2:]])
     for command in ("report", "runs", "compare", "resume"):
@@ -93,15 +93,15 @@ def test_a_row_with_an_odd_step_is_set_aside(run, stopped, step):
     assert json.dumps({"step": step, "loss": 1.0}) in (run / "metrics.superseded.jsonl").read_text()
 
 
-@pytest.mark.parametrize("step", ODD_STEPS, ids=lambda step: json.dumps(step)[:12])
-def test_a_run_with_odd_steps_and_no_checkpoint_starts_over(run, step):
+@pytest.mark.parametrize("step", INVALID_STEPS, ids=lambda step: json.dumps(step)[:12])
+def test_run_with_invalid_steps_and_no_checkpoint_restarts(run, step):
     shutil.rmtree(run / "checkpoints")
     write_rows(run, [{"step": step, "loss": 1.0}])
     assert whet.resume(run).steps == 4
 
 
 @pytest.mark.parametrize("name", ["step-²", "step-٣", "step-", "step-1e3", "step-x", "step--1"])
-def test_names_that_are_not_steps_are_not_checkpoints(run, name):
+def test_directories_without_a_step_number_are_not_checkpoints(run, name):
     odd = run / "checkpoints" / name
     odd.mkdir()
     for command in ("report", "resume", "export"):
@@ -111,17 +111,17 @@ def test_names_that_are_not_steps_are_not_checkpoints(run, name):
     assert odd.is_dir(), "it belongs to somebody else"
 
 
-def test_resuming_what_does_not_exist_says_so(tmp_path):
+def test_resuming_a_missing_run_raises(tmp_path):
     with pytest.raises(CheckpointError, match="nothere does not exist"):
         whet.resume(tmp_path / "nothere")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file is a file, not the directory of a run"):
+    with pytest.raises(CheckpointError, match="file is a file, not a run directory"):
         whet.resume(tmp_path / "file")
     with pytest.raises(CheckpointError, match="is not a run: it has no config.yaml"):
         whet.resume(tmp_path)
 
 
-def test_a_checkpoint_too_many_is_removed_on_resume(tiny_directory, tmp_path):
+def test_surplus_checkpoint_is_removed_on_resume(tiny_directory, tmp_path):
     """A process killed between writing a checkpoint and removing the oldest leaves one more than `keep`."""
     result = whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 1, "keep": 10}))
     shutil.rmtree(result.directory / "final")
@@ -134,7 +134,7 @@ def test_a_checkpoint_too_many_is_removed_on_resume(tiny_directory, tmp_path):
     }
 
 
-def test_set_aside_keeps_the_rows_up_to_the_checkpoint(tmp_path):
+def test_set_aside_later_rows_keeps_rows_up_to_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": null}\n{"step": 2}\n{"step": 3}\n{"st')
     set_aside_later_rows(path, step=2, evaluated_step=None)
@@ -142,7 +142,7 @@ def test_set_aside_keeps_the_rows_up_to_the_checkpoint(tmp_path):
     assert path.with_suffix(".superseded.jsonl").read_text() == '{"step": null}\n{"step": 3}\n{"st\n'
 
 
-def test_prune_leaves_what_is_not_a_checkpoint(tmp_path):
+def test_prune_ignores_other_directories(tmp_path):
     for name in ("step-000001", "step-000002", "step-²", "notes"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     prune(tmp_path, keep=1, best_steps=[])

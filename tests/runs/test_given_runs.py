@@ -1,4 +1,4 @@
-"""Whole runs with Python objects beside their config: the numbers of files, exact resume, and what is refused."""
+"""Runs with objects from Python: equal to runs from files, exact resume, and errors."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ class StopAt(Callback):
         self.step = step
 
     def on_step_end(self, step, metrics):
-        return StopRun("the test says so", unfinished=True) if step == self.step else None
+        return StopRun("stopped by the test", unfinished=True) if step == self.step else None
 
 
 def config_without_data(tiny_directory, tmp_path, **sections):
@@ -53,7 +53,7 @@ def config_without_data(tiny_directory, tmp_path, **sections):
 
 
 @pytest.mark.parametrize("kind", ["list", "function", "Dataset", "DataFrame"])
-def test_the_numbers_are_those_of_the_same_records_in_files(tiny_directory, tmp_path, kind):
+def test_metrics_match_the_same_records_in_files(tiny_directory, tmp_path, kind):
     for name, rows in (("train", ROWS), ("valid", ROWS[:5])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"train": f"{tmp_path}/train.jsonl", "valid": f"{tmp_path}/valid.jsonl"}
@@ -68,19 +68,19 @@ def test_the_numbers_are_those_of_the_same_records_in_files(tiny_directory, tmp_
     given = collect_given({"train": make(ROWS), "valid": make(ROWS[:5])})
     config = config_without_data(tiny_directory, tmp_path / "objects", **sections)
     result = train(config, given=given)
-    for mine, theirs in zip(rows_of(result.directory), rows_of(expected.directory), strict=True):
+    for mine, reference in zip(rows_of(result.directory), rows_of(expected.directory), strict=True):
         if "summary" not in mine:
-            assert mine == theirs
+            assert mine == reference
     assert same_weights(result.directory, expected.directory)
     written = yaml.safe_load((result.directory / "config.yaml").read_text())["data"]
     assert written["train"] == f"python:train:{given.data['train'].digest()[:16]}"
     provenance = json.loads((result.directory / "provenance.json").read_text())
     assert provenance["data_sha256"]["train"] == given.data["train"].digest()
-    theirs = json.loads((expected.directory / "provenance.json").read_text())
-    assert provenance["tokens_sha256"] == theirs["tokens_sha256"]
+    reference = json.loads((expected.directory / "provenance.json").read_text())
+    assert provenance["tokens_sha256"] == reference["tokens_sha256"]
 
 
-def test_metrics_are_in_every_evaluation_and_on_the_test_set(tiny_directory, tmp_path):
+def test_custom_metrics_are_in_every_evaluation_and_the_test_summary(tiny_directory, tmp_path):
     seen = []
 
     def mean_length(answers, records):
@@ -101,7 +101,7 @@ def test_metrics_are_in_every_evaluation_and_on_the_test_set(tiny_directory, tmp
     assert seen == [ROWS[:5]] * 3 + [ROWS[5:]]
 
 
-def test_metrics_come_from_files_named_in_yaml(tiny_directory, tmp_path):
+def test_custom_metrics_are_loaded_from_files_named_in_yaml(tiny_directory, tmp_path):
     (tmp_path / "yaml_metrics.py").write_text("def count(answers):\n    return len(answers)\n")
     sections = {"eval": {"metrics": {"count": f"{tmp_path}/yaml_metrics.py:count"}, "max_new_tokens": 2}}
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
@@ -136,11 +136,9 @@ def grpo_objects(**changes):
     )
 
 
-def test_a_grpo_run_with_a_closure_is_resumed_bit_for_bit_with_the_same_objects_only(
-    tiny_directory, tmp_path
-):
-    whole = train(grpo_config(tiny_directory, tmp_path / "whole"), given=grpo_objects())
-    evaluated = [row for row in rows_of(whole.directory) if "eval_reward" in row]
+def test_grpo_run_with_a_closure_resumes_exactly_and_only_with_the_same_objects(tiny_directory, tmp_path):
+    uninterrupted = train(grpo_config(tiny_directory, tmp_path / "whole"), given=grpo_objects())
+    evaluated = [row for row in rows_of(uninterrupted.directory) if "eval_reward" in row]
     assert [row["step"] for row in evaluated] == [0, 2, 4]
     assert all({"eval_reward_near", "eval_empty", "exact_match"} <= row.keys() for row in evaluated)
     first = train(grpo_config(tiny_directory, tmp_path / "parts"), [StopAt(2)], given=grpo_objects())
@@ -159,7 +157,7 @@ def test_a_grpo_run_with_a_closure_is_resumed_bit_for_bit_with_the_same_objects_
     assert sorted(path for path in first.directory.rglob("*")) == before
     second = resume(first.directory, given=grpo_objects())
     assert second.steps == 4
-    assert same_weights(second.directory, whole.directory)
+    assert same_weights(second.directory, uninterrupted.directory)
 
 
 def test_records_that_change_during_a_run_stop_it(tiny_directory, tmp_path):
@@ -169,8 +167,8 @@ def test_records_that_change_during_a_run_stop_it(tiny_directory, tmp_path):
         train(config, given=collect_given(lambda: [{"text": f"call {next(calls)}"}]))
 
 
-def test_a_run_with_objects_is_opened_reported_and_exported_without_them(tiny_directory, tmp_path):
-    """In another process, where importing anything of the user's would fail."""
+def test_run_with_python_objects_is_loaded_reported_and_exported_without_them(tiny_directory, tmp_path):
+    """Runs in another process, in which importing the user's code fails."""
     objects = grpo_objects()
     run = train(grpo_config(tiny_directory, tmp_path), given=objects).directory
     run_commands(
@@ -186,9 +184,9 @@ def test_a_run_with_objects_is_opened_reported_and_exported_without_them(tiny_di
     (run / "final").rename(run / "elsewhere")
     shown = whet_command("resume", run, cwd=tmp_path)
     assert shown.returncode == 2
-    said = " ".join(shown.stderr.split())
-    assert 'rewards={"near": ...}' in said
-    assert "Traceback" not in said
+    stderr = " ".join(shown.stderr.split())
+    assert 'rewards={"near": ...}' in stderr
+    assert "Traceback" not in stderr
     shown = whet_command("train", run / "config.yaml", "run.name=again", cwd=tmp_path)
     assert shown.returncode == 2
     assert "needs Python objects" in shown.stderr
@@ -199,8 +197,8 @@ def whet_command(*arguments, cwd):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
-def test_user_code_reads_as_it_should(tiny_directory, tmp_path):
-    """The program that the Python API is designed around, word for word but for the settings of a short run."""
+def test_python_api_example_program(tiny_directory, tmp_path):
+    """Run the program that the Python API is designed around, with the settings of a short run."""
     rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(12)]
     base = {"model": str(tiny_directory), "data": {"max_length": 64}, "eval": {"max_new_tokens": 4}}
     base["run"] = {"dir": str(tmp_path), "steps": 2, "batch_size": 4, "device": "cpu"}

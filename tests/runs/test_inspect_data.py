@@ -1,4 +1,4 @@
-"""The facts of `whet data`: each one against a count made without it."""
+"""The facts of `whet data`, each against an independent count."""
 
 import json
 
@@ -31,7 +31,7 @@ def write(path, records):
 
 @pytest.fixture
 def look(tiny_directory, tmp_path):
-    """The view of some records, with keys of the data and run sections replaced."""
+    """Return a function that views records, with some keys of the data and run sections replaced."""
 
     def view(records=None, *, run=None, samples=2, model=None, **data):
         if records is not None:
@@ -45,7 +45,7 @@ def look(tiny_directory, tmp_path):
 RECORDS = [chat("ab" * n, "xyz" * (n + 1)) for n in range(30)]
 
 
-def test_counts_and_lengths_are_those_of_the_template(look, tiny_directory):
+def test_counts_and_lengths_match_the_chat_template(look, tiny_directory):
     view = look(RECORDS)
     [train] = view.splits
     tokenizer = AutoTokenizer.from_pretrained(tiny_directory)
@@ -66,7 +66,7 @@ def test_counts_and_lengths_are_those_of_the_template(look, tiny_directory):
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("step", [{"batch_size": 4}, {"batch_size": None, "batch_tokens": 700}])
-def test_the_plan_is_what_the_stream_of_batches_does(look, tiny_directory, tmp_path, pack, step):
+def test_step_plan_matches_the_batch_stream(look, tiny_directory, tmp_path, pack, step):
     run = {"steps": 40, "micro_batch_tokens": 300, **step}
     plan = look(RECORDS, pack=pack, run=run).steps
     keys = {"train": str(tmp_path / "train.jsonl"), "valid": None, "pack": pack}
@@ -94,18 +94,18 @@ def test_the_plan_is_what_the_stream_of_batches_does(look, tiny_directory, tmp_p
     assert learned == (first.targets != -100).tolist()
 
 
-def test_epochs_are_counted_in_steps(look):
+def test_epochs_are_converted_to_steps(look):
     plan = look(RECORDS, run={"steps": None, "epochs": 3}).steps
     assert (plan.steps, plan.in_epoch, plan.epochs) == (24, 8, 3)
 
 
-def test_the_measure_of_a_large_set_is_cut_short_and_says_so(look, monkeypatch):
+def test_measurement_of_a_large_data_set_is_sampled(look, monkeypatch):
     monkeypatch.setattr("whet.data.inspect.step_facts.MEASURED_EXAMPLES", 10)
     plan = look(RECORDS).steps
     assert (plan.measured, plan.in_epoch) == (3, 8)
 
 
-def test_too_long_is_counted(look):
+def test_too_long_records_are_counted(look):
     truncated = look(RECORDS, max_length=60).splits[0]
     assert truncated.cut["truncated"] + truncated.cut["dropped"] == sum(
         len("ab" * n) + len("xyz" * (n + 1)) + 4 > 60 for n in range(30)
@@ -118,14 +118,14 @@ def test_too_long_is_counted(look):
     assert split.ended == 30
 
 
-def test_duplicates_are_counted_once_each_with_a_pair(look, tmp_path):
+def test_duplicates_are_counted_with_an_example_pair(look, tmp_path):
     view = look([chat("a", "1"), chat("b", "2"), chat("a", "1"), chat("c", "3"), chat("a", "1")])
     twins = view.splits[0].duplicates
     assert twins.count == 2
     assert twins.pair == (f"{tmp_path}/train.jsonl:1", f"{tmp_path}/train.jsonl:3")
 
 
-def test_repeats_that_weights_ask_for_are_no_duplicates(look, tmp_path):
+def test_repeats_from_mixture_weights_are_not_duplicates(look, tmp_path):
     small = write(tmp_path / "small.jsonl", [chat("a", "1"), chat("b", "2")])
     mixture = [{"source": small, "weight": 1}, {"source": "synth:house:20", "weight": 1}]
     view = look(train=mixture, valid=None)
@@ -133,28 +133,28 @@ def test_repeats_that_weights_ask_for_are_no_duplicates(look, tmp_path):
     assert view.splits[0].duplicates.count == 0
 
 
-def test_held_out_records_that_are_learned_from_are_found(look, tmp_path):
-    held = write(tmp_path / "held.jsonl", [chat("new", "1"), RECORDS[3], RECORDS[5]])
-    view = look(RECORDS, valid=held, test="synth:house-test:5")
-    found = {(each.held, each.learned): each.twins for each in view.overlaps}
-    assert found["valid", "train"].count == 2
-    assert found["valid", "train"].pair == (f"{held}:2", f"{tmp_path}/train.jsonl:4")
-    assert found["test", "train"].count == 0
+def test_overlap_of_train_and_held_out_records_is_reported(look, tmp_path):
+    held_out = write(tmp_path / "held.jsonl", [chat("new", "1"), RECORDS[3], RECORDS[5]])
+    view = look(RECORDS, valid=held_out, test="synth:house-test:5")
+    actual = {(overlap.held, overlap.learned): overlap.twins for overlap in view.overlaps}
+    assert actual["valid", "train"].count == 2
+    assert actual["valid", "train"].pair == (f"{held_out}:2", f"{tmp_path}/train.jsonl:4")
+    assert actual["test", "train"].count == 0
 
 
-def test_the_hard_records_of_a_curriculum_are_a_split_of_their_own(look, tmp_path):
+def test_hard_records_of_a_curriculum_are_a_separate_split(look, tmp_path):
     hard = write(tmp_path / "hard.jsonl", [chat("why", "because " * n) for n in range(8)])
-    held = write(tmp_path / "held.jsonl", [chat("why", "because " * 2)])
-    view = look(RECORDS, valid=held, curriculum={"kind": "difficulty", "hard": hard})
+    held_out = write(tmp_path / "held.jsonl", [chat("why", "because " * 2)])
+    view = look(RECORDS, valid=held_out, curriculum={"kind": "difficulty", "hard": hard})
     assert [split.name for split in view.splits] == ["train", "valid", "hard"]
-    assert {(each.held, each.learned): each.twins.count for each in view.overlaps} == {
+    assert {(overlap.held, overlap.learned): overlap.twins.count for overlap in view.overlaps} == {
         ("valid", "train"): 0,
         ("valid", "hard"): 1,
     }
     assert view.steps.staged
 
 
-def test_samples_are_the_first_examples_token_by_token(look, tiny_directory):
+def test_samples_show_the_first_examples_token_by_token(look, tiny_directory):
     view = look([chat("Hi\nthere", "Yes.")], samples=3)
     [sample] = view.splits[0].samples
     tokenizer = AutoTokenizer.from_pretrained(tiny_directory)
@@ -171,7 +171,7 @@ def test_samples_are_the_first_examples_token_by_token(look, tiny_directory):
     assert sample.place == ""
 
 
-def test_a_long_sample_is_cut_in_the_middle(look):
+def test_long_sample_is_truncated_in_the_middle(look):
     [sample] = look([chat("a", "b" * 600)], max_length=400).splits[0].samples
     shown = sum(len(piece.ids) for piece in (*sample.head, *sample.tail))
     assert (sample.tokens, shown + sample.left_out) == (400, 400)
@@ -179,13 +179,13 @@ def test_a_long_sample_is_cut_in_the_middle(look):
     assert sample.place == "tokens 1 to 400 of 605"
 
 
-def test_the_first_token_of_an_example_is_not_learned(look):
+def test_first_token_of_an_example_is_not_supervised(look):
     [sample] = look([{"text": "abc"}]).splits[0].samples
     assert [piece.supervised for piece in sample.head] == [False, True, True, True]
     assert sample.supervised == 3
 
 
-def test_a_preset_needs_no_model(look):
+def test_preset_needs_no_model(look):
     view = look([{"text": "one two three " * 20}], model={"preset": "nano"}, too_long="split", max_length=64)
     assert view.model.vocab_size == 256
     assert view.model.max_positions == 512
@@ -195,7 +195,7 @@ def test_a_preset_needs_no_model(look):
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=40))
-def test_shown_tokens_lose_none_and_show_the_text(text):
+def test_token_pieces_are_complete_and_spell_the_text(text):
     tokenizer = byte_tokenizer()
     ids = list(text.encode())
     pieces = TokenText(tokenizer).pieces(ids, [True] * len(ids))
@@ -208,7 +208,7 @@ def test_shown_tokens_lose_none_and_show_the_text(text):
     assert not any(char in shown for char in "\x1b\r\x07\x9b\u202e\u2028")
 
 
-def test_marks_and_special_tokens_end_a_piece(tmp_path):
+def test_combining_marks_and_special_tokens_end_a_piece(tmp_path):
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer("é<|end|>é", add_special_tokens=False)["input_ids"]
@@ -218,7 +218,7 @@ def test_marks_and_special_tokens_end_a_piece(tmp_path):
     assert len(TokenText(tokenizer).pieces(ids[:2], [False, True])) == 2
 
 
-def test_spaces_that_a_token_begins_with_are_kept():
+def test_leading_spaces_of_tokens_are_kept():
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()  # takes the space in front of the first word away
@@ -232,7 +232,7 @@ def test_spaces_that_a_token_begins_with_are_kept():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(2, 10**6), min_size=1, max_size=50))
-def test_a_histogram_counts_every_length_in_its_bar(sizes):
+def test_histogram_counts_every_length_once(sizes):
     bins = histogram(np.array(sizes))
     assert sum(each.count for each in bins) == len(sizes)
     for each in bins:
@@ -242,7 +242,7 @@ def test_a_histogram_counts_every_length_in_its_bar(sizes):
     assert bins[-1].count
 
 
-def test_prompts_of_a_run_with_rewards_are_counted_and_checked(tiny_directory, tmp_path):
+def test_grpo_prompts_are_counted_and_checked(tiny_directory, tmp_path):
     objective = {"kind": "grpo", "rewards": ["exact_match"], "max_new_tokens": 200, "group_size": 4}
     data = {"train": "synth:sums:20", "valid": "synth:sums-valid:5", "max_length": 256}
     config = run_config(tiny_directory, tmp_path, objective=objective, data=data)

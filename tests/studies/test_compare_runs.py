@@ -246,7 +246,7 @@ def test_comparison_escapes_text_and_tolerates_damaged_runs(new_run):
     assert len(comparison.groups) == 3
     text = comparison_page(comparison)
     assert "<script" not in text
-    assert "config.yaml is no valid config" in Page(text).text
+    assert "config.yaml is not a valid config" in Page(text).text
     assert "\x1b" not in comparison_text(comparison)
 
 

@@ -259,7 +259,9 @@ def test_warmup_as_a_fraction_is_rounded_up_to_steps_as_in_transformers(fraction
     expected = TrainingArguments(warmup_steps=fraction).get_warmup_steps(steps)
     by_fraction = lr_at(warmup=fraction, steps=steps)
     by_steps = lr_at(warmup=int(expected), steps=steps)
-    assert [by_fraction(step) for step in range(1, steps + 1)] == [by_steps(step) for step in range(1, steps + 1)]
+    assert [by_fraction(step) for step in range(1, steps + 1)] == [
+        by_steps(step) for step in range(1, steps + 1)
+    ]
 
 
 def test_warmup_as_a_fraction_needs_the_number_of_steps():

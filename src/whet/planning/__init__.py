@@ -1,1 +1,1 @@
-"""Memory, FLOPs, traffic and time before allocation."""
+"""Estimate the memory, FLOPs, communication and time of a run before anything is allocated."""

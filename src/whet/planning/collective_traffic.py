@@ -1,36 +1,36 @@
-"""What devices send each other in a step, and how long that takes."""
+"""Estimate the communication between devices in a training step: bytes and seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whet.planning.devices import Cluster, Target
 
-_REACHED = 0.8  # of a link's rate by collectives of some size
+_LINK_UTILIZATION = 0.8  # fraction of a link's bandwidth that large collectives reach
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device sends in a step, and seconds of them."""
+    """Bytes that one device sends in a step, and the seconds that this takes."""
 
-    gathered: float  # weights, for forward and backward passes
-    added_up: float  # gradients
-    layers: float  # of layers that are computed together
+    gathered: float  # all-gather of weights in the forward and backward passes
+    added_up: float  # all-reduce or reduce-scatter of gradients
+    layers: float  # all-reduce of activations with tensor parallelism
     bandwidth_gb_s: float
-    hidden_s: float  # behind computing
-    exposed_s: float  # not
+    hidden_s: float  # overlapped with computation
+    exposed_s: float  # not overlapped
 
     @property
     def known(self) -> bool:
-        """Whether the bandwidth is."""
+        """Whether the bandwidth between the devices is known."""
         return self.bandwidth_gb_s > 0
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """The total number of bytes."""
         return self.gathered + self.added_up + self.layers
 
 
-def traffic(
+def estimate_traffic(
     cluster: Cluster,
     target: Target,
     *,
@@ -41,50 +41,62 @@ def traffic(
     d_model: int,
     layers: int,
 ) -> Traffic | None:
-    """Of one device, in rings: of n, each sends (n - 1) / n of what is gathered, and twice that of sums.
+    """Return the traffic of one device in a step, or None for a single device.
 
-    `trained` counts weights, `weights` bytes that are held. Layers that are computed together add up
-    their outputs twice forward and twice back.
+    Ring collectives over n devices are assumed: each device sends (n - 1) / n of gathered data, and twice
+    that for an all-reduce. Tensor parallelism all-reduces the outputs of each layer twice in the forward and
+    twice in the backward pass.
+
+    Args:
+        cluster: The devices and how they share the work.
+        target: The kind of device.
+        trained: The number of trainable parameters.
+        weights: The bytes of all parameters.
+        micro_batches: Micro-batches per step and device.
+        positions: Tokens per micro-batch.
+        d_model: The size of the hidden states.
+        layers: The number of layers.
     """
     if cluster.devices == 1:
         return None
     size, ring = target.precision.compute.itemsize, (cluster.shares - 1) / cluster.shares
-    gathered = summed = together = 0.0
+    gathered = reduced = tensor_parallel = 0.0
     if cluster.kind == "ddp":
-        summed = 2 * ring * 4 * trained
+        reduced = 2 * ring * 4 * trained
     else:
-        # trained weights are gathered in the dtype that is computed in, frozen ones as they are held
-        held = trained * size + max(0, weights - trained * target.precision.trained.itemsize)
-        gathered = 2 * micro_batches * ring * held / cluster.tensor
-        summed = micro_batches * ring * 4 * trained / cluster.tensor
+        # trainable weights are gathered in the compute dtype, frozen ones in the dtype they are stored in
+        frozen_bytes = max(0, weights - trained * target.precision.trained.itemsize)
+        gathered = 2 * micro_batches * ring * (trained * size + frozen_bytes) / cluster.tensor
+        reduced = micro_batches * ring * 4 * trained / cluster.tensor
     if cluster.tensor > 1:
         ring = 2 * (cluster.tensor - 1) / cluster.tensor
-        together = 4 * layers * micro_batches * ring * positions * d_model * size
+        tensor_parallel = 4 * layers * micro_batches * ring * positions * d_model * size
     bandwidth = cluster.bandwidth_gb_s(target)
-    rate = bandwidth * 1e9 * _REACHED
-    near = (target.link_gb_s if cluster.tensor <= cluster.per_node else bandwidth) * 1e9 * _REACHED
+    tensor_bandwidth = target.link_gb_s if cluster.tensor <= cluster.per_node else bandwidth
+    bytes_per_s = bandwidth * 1e9 * _LINK_UTILIZATION
+    tensor_bytes_per_s = tensor_bandwidth * 1e9 * _LINK_UTILIZATION
     return Traffic(
         gathered=gathered,
-        added_up=summed,
-        layers=together,
+        added_up=reduced,
+        layers=tensor_parallel,
         bandwidth_gb_s=bandwidth,
-        hidden_s=(gathered + summed) / rate if rate else 0.0,
-        exposed_s=together / near if near else 0.0,
+        hidden_s=(gathered + reduced) / bytes_per_s if bytes_per_s else 0.0,
+        exposed_s=tensor_parallel / tensor_bytes_per_s if tensor_bytes_per_s else 0.0,
     )
 
 
-def of_one_step(cluster: Cluster, parts: Sequence[Traffic | None]) -> Traffic | None:
-    """Of the parts of a mix, which are all in every step."""
-    known = [part for part in parts if part is not None]
-    if not known:
+def sum_traffic(cluster: Cluster, parts: Sequence[Traffic | None]) -> Traffic | None:
+    """Return the traffic of a step of a mix, which contains a step of every part."""
+    estimates = [part for part in parts if part is not None]
+    if not estimates:
         return None
-    if cluster.kind == "ddp":  # gradients are added up once a step, however many micro-batches it has
-        return known[0]
+    if cluster.kind == "ddp":  # gradients are all-reduced once per step, not once per micro-batch
+        return estimates[0]
     return Traffic(
-        gathered=sum(part.gathered for part in known),
-        added_up=sum(part.added_up for part in known),
-        layers=sum(part.layers for part in known),
-        bandwidth_gb_s=known[0].bandwidth_gb_s,
-        hidden_s=sum(part.hidden_s for part in known),
-        exposed_s=sum(part.exposed_s for part in known),
+        gathered=sum(part.gathered for part in estimates),
+        added_up=sum(part.added_up for part in estimates),
+        layers=sum(part.layers for part in estimates),
+        bandwidth_gb_s=estimates[0].bandwidth_gb_s,
+        hidden_s=sum(part.hidden_s for part in estimates),
+        exposed_s=sum(part.exposed_s for part in estimates),
     )

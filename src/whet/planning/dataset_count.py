@@ -1,4 +1,4 @@
-"""Steps and lengths of a run from its records, where that takes no more than a moment."""
+"""Count the steps and lengths of a run from its records, if that is quick."""
 
 from pathlib import Path
 
@@ -9,15 +9,18 @@ from whet.data.run_data import RunData
 from whet.errors import WhetError
 from whet.model_io.hub import config_directory
 from whet.model_io.tokenizer import has_tokenizer, load_tokenizer, new_tokenizer
-from whet.planning.plan import Counted
+from whet.planning.plan import DatasetCounts
 from whet.recipes.registry import needs_of
 
-_MOST_BYTES = 4_000_000
-_MOST_EXAMPLES = 5_000
+_MAX_BYTES = 4_000_000
+_MAX_EXAMPLES = 5_000
 
 
-def count_cheaply(config: RunConfig) -> Counted | None:
-    """Tokenise the training records and plan the steps; None where they are many, elsewhere, or wrong."""
+def count_cheaply(config: RunConfig) -> DatasetCounts | None:
+    """Tokenize the training records and count the steps.
+
+    Returns None if the records are many, are not local, or are invalid, or if the objective samples its data.
+    """
     if config.parts() or not _is_cheap(config.data.train) or (needs := needs_of(config)).prompts:
         return None
     curriculum = config.data.curriculum
@@ -37,7 +40,7 @@ def count_cheaply(config: RunConfig) -> Counted | None:
     except (WhetError, OSError):
         return None
     length = max(1, round(facts.tokens_a_step / max(facts.examples_a_step, 1)))
-    return Counted(facts.steps, facts.tokens_a_step, length)
+    return DatasetCounts(facts.steps, facts.tokens_a_step, length)
 
 
 def _tokenizer(config: RunConfig, data: RunData) -> object:
@@ -45,17 +48,17 @@ def _tokenizer(config: RunConfig, data: RunData) -> object:
         return new_tokenizer(config.language_model, data.texts())
     directory = config_directory(config.language_model)
     if not has_tokenizer(directory):
-        raise WhetError("it has no tokenizer")
+        raise WhetError(f"{config.model} has no tokenizer")
     return load_tokenizer(directory)
 
 
 def _is_cheap(source: object) -> bool:
-    """Few records that whet makes, or a small file; nothing that would have to be fetched."""
+    """Return whether a source is a small local file or a small synthetic data set."""
     if not isinstance(source, str):
         return False
     kind, _, rest = source.partition(":")
     if kind == "synth":
         count = rest.rpartition(":")[2]
-        return not count.isdecimal() or int(count) <= _MOST_EXAMPLES
+        return not count.isdecimal() or int(count) <= _MAX_EXAMPLES
     path = Path(source).expanduser()
-    return path.is_file() and path.stat().st_size <= _MOST_BYTES
+    return path.is_file() and path.stat().st_size <= _MAX_BYTES

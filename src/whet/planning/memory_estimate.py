@@ -1,7 +1,7 @@
-"""The memory of a training step, found by making one in which no tensor has any storage.
+"""Estimate the peak memory of a training step by running it on fake tensors, which have no storage.
 
-The model's own code runs, forward and backward, on fake tensors; a ledger of what is alive gives the peak.
-Of layers that are alike two are run, and the second stands for all the others.
+The model's real code runs, forward and backward, while a dispatch mode tracks the size of all live storages.
+Of each run of identical layers only two are executed, and the second represents the rest.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ _aten = torch.ops.aten
 
 @dataclass
 class Segment:
-    """A stretch of a step: what it adds to what is alive, and the most that it has alive at once."""
+    """A part of a step, such as the forward pass of one layer. All sizes are in bytes."""
 
     name: str
-    change: int = 0
-    peak: int = 0
-    products: int = 0  # bytes that matrix products and attention gave
-    last: int = 0  # those of the last of them
+    change: int = 0  # live memory at its end, relative to its start
+    peak: int = 0  # largest live memory, relative to its start
+    matmul_bytes: int = 0  # total outputs of matmuls and attention
+    last_matmul_bytes: int = 0  # output of the last of them
 
 
 def _bincount(x: torch.Tensor, _: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
@@ -47,185 +47,193 @@ def _bincount(x: torch.Tensor, _: torch.Tensor | None = None, minlength: int = 0
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    rows = (len(offs),) if b.dim() == 2 else ()  # the gradient of weights, one for each expert
+    rows = (len(offs),) if b.dim() == 2 else ()  # for the gradient of the weights, one matrix per expert
     return a.new_empty(*rows, a.shape[0], b.shape[-1])
 
 
 def _nonzero(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.numel(), x.dim(), dtype=torch.long)  # all of it, as in batches without padding
+    return x.new_empty(x.numel(), x.dim(), dtype=torch.long)  # all entries, as in batches without padding
 
 
-# what torch cannot do without numbers, or only in some dtypes
-_KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
+# replacements for operations that fake tensors do not support, or only in some dtypes
+_REPLACEMENTS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.bincount.default: _bincount,
     _aten.nonzero.default: _nonzero,
     _aten._grouped_mm.default: _grouped,
 }
 
-_PRODUCTS = {
+_MATMULS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-# what operations take for themselves and no mode can see: bytes, from their arguments
-_INSIDE: dict[Any, Callable[..., int]] = {
-    _aten.logsumexp.default: lambda x, *_: x.numel() * x.element_size(),  # exp(x - max) before its sum
+# bytes of temporary memory inside an operation, which a dispatch mode cannot see, from its arguments
+_WORKSPACE_BYTES: dict[Any, Callable[..., int]] = {
+    _aten.logsumexp.default: lambda x, *_: x.numel() * x.element_size(),  # exp(x - max) before the sum
 }
 
 
 class MemoryLedger(TorchDispatchMode):
-    """Adds up the storages that are alive, in segments."""
+    """Tracks the bytes of live storages, segment by segment."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.segments = [Segment("begin")]
-        self._began = 0
-        self._known: dict[int, weakref.ref[Any]] = {}  # Any: storages, by where they are
+        self._segment_start = 0  # live bytes at the start of the current segment
+        self._storages: dict[int, weakref.ref[Any]] = {}  # Any: storages, by address
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled while it counts, and the compiler takes seconds to import
+        return False  # nothing is compiled in this mode, and importing the compiler takes seconds
 
     def begin(self, name: str) -> None:
-        """A new segment."""
+        """Close the current segment and start a new one."""
         self.close()
         self.segments.append(Segment(name))
-        self._began = self.live
+        self._segment_start = self.live
 
     def close(self) -> None:
-        """What the current segment changed, so far."""
-        self.segments[-1].change = self.live - self._began
+        """Record by how much the current segment has changed the live memory so far."""
+        self.segments[-1].change = self.live - self._segment_start
 
-    def _note(self, tensor: torch.Tensor, *, new: bool) -> None:
+    def _track(self, tensor: torch.Tensor, *, new: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._storages:
             return
         size = storage.nbytes() if new else 0
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self._storages[key] = weakref.ref(storage, lambda _: self._release(key, size))
         self.live += size
-        self._peak_of(0)
+        self._update_peak()
 
-    def _peak_of(self, more: int) -> None:
+    def _update_peak(self, workspace: int = 0) -> None:
         segment = self.segments[-1]
-        segment.peak = max(segment.peak, self.live + more - self._began)
+        segment.peak = max(segment.peak, self.live + workspace - self._segment_start)
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.pop(key, None)
+    def _release(self, key: int, size: int) -> None:
+        self._storages.pop(key, None)
         self.live -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Any: torch's
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # most of the calls, by far
+        if func is torch.ops.prim.device.default:  # by far the most frequent call
             return func(*args, **kwargs)
-        for each in tree_iter((args, kwargs)):  # what was there before: its bytes are counted elsewhere
-            if isinstance(each, torch.Tensor):
-                self._note(each, new=False)
-        if func in _INSIDE:
-            self._peak_of(_INSIDE[func](*args))
-        found = _KNOWN.get(func, func)(*args, **kwargs)
-        if func in _PRODUCTS:
+        for value in tree_iter((args, kwargs)):  # storages from before the trace are not counted here
+            if isinstance(value, torch.Tensor):
+                self._track(value, new=False)
+        if func in _WORKSPACE_BYTES:
+            self._update_peak(_WORKSPACE_BYTES[func](*args))
+        output = _REPLACEMENTS.get(func, func)(*args, **kwargs)
+        if func in _MATMULS:
             segment = self.segments[-1]
-            segment.last = sum(
-                t.numel() * t.element_size() for t in tree_iter(found) if isinstance(t, torch.Tensor)
+            segment.last_matmul_bytes = sum(
+                t.numel() * t.element_size() for t in tree_iter(output) if isinstance(t, torch.Tensor)
             )
-            segment.products += segment.last
-        for each in tree_iter(found):
-            if isinstance(each, torch.Tensor):
-                self._note(each, new=True)
-        return found
+            segment.matmul_bytes += segment.last_matmul_bytes
+        for value in tree_iter(output):
+            if isinstance(value, torch.Tensor):
+                self._track(value, new=True)
+        return output
 
 
-class Sketch:
-    """A model whose tensors are fake, with every layer that differs from the others, and a second of each."""
+class FakeModel:
+    """A model with fake tensors, in which each run of identical layers is shortened to two layers.
+
+    Args:
+        model: A model on the meta device, which is modified.
+        fake: The mode that creates the fake tensors.
+    """
 
     def __init__(self, model: LanguageModel, fake: FakeTensorMode) -> None:
-        """`model` is on the meta device; it is changed."""
         blocks = list(model.blocks())
-        kept, self.repeats = _representatives(model, blocks)
+        selected, self.repeats = _representatives(model, blocks)
         if isinstance(model, Decoder):
-            model.spec = replace(model.spec, blocks=tuple(model.spec.blocks[index] for index in kept))
-        _put_blocks(model, [blocks[index] for index in kept])
-        fill(model, fake)
+            model.spec = replace(model.spec, blocks=tuple(model.spec.blocks[index] for index in selected))
+        _set_blocks(model, [blocks[index] for index in selected])
+        replace_meta_tensors(model, fake)
         self.model = model
 
 
 def _representatives(model: LanguageModel, blocks: list[nn.Module]) -> tuple[list[int], list[int]]:
-    """Which layers to run, and how many each stands for."""
+    """Return the indices of the layers to run, and how many layers each of them represents."""
 
-    def kind(index: int) -> object:
+    def describe(index: int) -> object:
         spec = model.spec.blocks[index] if isinstance(model, Decoder) else type(blocks[index])
         tensors = [*blocks[index].named_parameters(), *blocks[index].named_buffers()]
         return spec, [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
 
-    kinds = [kind(index) for index in range(len(blocks))]
-    kept: list[int] = []
+    layers = [describe(index) for index in range(len(blocks))]
+    selected: list[int] = []
     repeats: list[int] = []
-    for index, each in enumerate(kinds):
-        again = len(kept) > 1 and kinds[kept[-1]] == kinds[kept[-2]] == each and kept[-1] == kept[-2] + 1
-        if again and index == kept[-1] + repeats[-1]:
+    for index, layer in enumerate(layers):
+        is_repeated = (
+            len(selected) > 1
+            and layers[selected[-1]] == layers[selected[-2]] == layer
+            and selected[-1] == selected[-2] + 1
+        )
+        if is_repeated and index == selected[-1] + repeats[-1]:
             repeats[-1] += 1
         else:
-            kept.append(index)
+            selected.append(index)
             repeats.append(1)
-    return kept, repeats
+    return selected, repeats
 
 
-def _put_blocks(model: LanguageModel, blocks: list[nn.Module]) -> None:
+def _set_blocks(model: LanguageModel, blocks: list[nn.Module]) -> None:
     if isinstance(model, Decoder):
         model.layers = nn.ModuleList(blocks)
         return
     assert isinstance(model, Bridge)
-    every: object = model.blocks()
+    block_list: object = model.blocks()
     owners = [
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
-        if child is every
+        if child is block_list
     ]
     for module, name in owners:
         setattr(module, name, nn.ModuleList(blocks))
 
 
-def fill(module: nn.Module, fake: FakeTensorMode) -> None:
-    """Fake tensors in the place of those on the meta device; tied ones stay tied."""
-    made: dict[int, torch.Tensor] = {}
+def replace_meta_tensors(module: nn.Module, fake: FakeTensorMode) -> None:
+    """Replace tensors on the meta device by fake tensors; tied tensors stay tied."""
+    fake_tensors: dict[int, torch.Tensor] = {}
 
-    def faked(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
+    def to_fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fake_tensors:
             with fake:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            made[id(tensor)] = (
+            fake_tensors[id(tensor)] = (
                 nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 if isinstance(tensor, nn.Parameter)
                 else empty
             )
-        return made[id(tensor)]
+        return fake_tensors[id(tensor)]
 
-    for each in module.modules():
-        for tensors in (each._parameters, each._buffers):
+    for submodule in module.modules():
+        for tensors in (submodule._parameters, submodule._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    tensors[name] = faked(tensor)  # type: ignore[assignment]  # of the kind that it was
+                    tensors[name] = to_fake(tensor)  # type: ignore[assignment]  # the type stays the same
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of one micro-batch, beside the weights, the optimizer's state and earlier gradients."""
+    """The memory of one micro-batch in bytes, without weights, optimizer state and earlier gradients."""
 
     peak: int
     at: str  # the segment of the peak
-    activations: int  # alive when the loss begins
-    loss: int  # the most that the loss takes at once, beside those
-    gradients: int  # what is left at the end
+    activations: int  # live at the start of the loss
+    loss: int  # the peak of the loss, in addition to the activations
+    gradients: int  # live at the end
 
 
 def trace(
-    sketch: Sketch,
+    fake_model: FakeModel,
     objective: Objective,
     batch: Batch,
     *,
@@ -236,49 +244,67 @@ def trace(
     compiled: bool = False,
     scattered: bool = False,
 ) -> Trace:
-    """Run one micro-batch.
+    """Run one micro-batch forward and backward on fake tensors, and return its memory.
 
-    `accumulate`: gradients of an earlier one are there, and not counted. `compiled`: what is cheap to compute
-    again is not kept. `scattered`: a layer's gradients go to other devices when it is done.
+    Args:
+        fake_model: The model.
+        objective: The objective; its frozen models have fake tensors, too.
+        batch: A batch of fake tensors.
+        fake: The mode of all fake tensors.
+        precision: The dtypes of the run.
+        device: The type of the planned device.
+        accumulate: Whether gradients of an earlier micro-batch exist, which are then not counted.
+        compiled: Whether the run is compiled, and recomputes cheap activations in the backward pass.
+        scattered: Whether FSDP scatters a layer's gradients to other devices after its backward pass.
     """
-    model, ledger = sketch.model, MemoryLedger()
-    learners = [*model.parameters(), *(objective.heads.parameters() if objective.heads else ())]
+    model, ledger = fake_model.model, MemoryLedger()
+    parameters = [*model.parameters(), *(objective.heads.parameters() if objective.heads else ())]
     model.train()
-    with fake, planned_for(device), _attention_of(device, precision), _watched(model, ledger) as bounds:
-        for p in learners:
+    with (
+        fake,
+        planned_for(device),
+        _attention_kernel(device, precision),
+        _record_segments(model, ledger) as recorder,
+    ):
+        for p in parameters:
             p.grad = torch.empty_like(p) if accumulate and p.requires_grad else None
         with ledger:
             weights = dict.fromkeys(objective.coefficients, 1.0)
             loss, metrics = weighted_loss(model, objective, batch, weights=weights, precision=precision)
             del metrics
-            bounds.forward = False
+            recorder.is_forward = False
             loss.backward()
             del loss
         ledger.close()
-        for p in learners:
+        for p in parameters:
             p.grad = None
     layers = list(model.blocks())
-    leaving = [_trained_bytes(layer) if scattered and not accumulate else 0 for layer in layers]
-    dropped = [0] * len(layers)
+    scattered_bytes = [_gradient_bytes(layer) if scattered and not accumulate else 0 for layer in layers]
+    recomputed_bytes = [0] * len(layers)
     if compiled and not model.grad_checkpoint:
-        dropped = [_recomputable(ledger.segments, index) for index in range(len(layers))]
-    return _summary(ledger.segments, sketch.repeats, leaving=leaving, dropped=dropped)
+        recomputed_bytes = [_recomputable_bytes(ledger.segments, index) for index in range(len(layers))]
+    return _summarize(
+        ledger.segments,
+        fake_model.repeats,
+        scattered_bytes=scattered_bytes,
+        recomputed_bytes=recomputed_bytes,
+    )
 
 
-def _trained_bytes(layer: nn.Module) -> int:
+def _gradient_bytes(layer: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad)
 
 
-def _recomputable(segments: list[Segment], index: int) -> int:
-    """What a compiled layer does not keep: all but the results of its products."""
+def _recomputable_bytes(segments: list[Segment], index: int) -> int:
+    """Return the activations that a compiled layer recomputes: all but the outputs of its matmuls."""
     forward = next(segment for segment in segments if segment.name == f"forward {index}")
-    backward = any(segment.name == f"backward {index}" for segment in segments)
-    return max(0, forward.change - forward.products) if backward else 0
+    has_backward = any(segment.name == f"backward {index}" for segment in segments)
+    return max(0, forward.change - forward.matmul_bytes) if has_backward else 0
 
 
 @contextlib.contextmanager
-def _attention_of(device: str, precision: Precision) -> Iterator[None]:
-    """On a GPU the kernels that take grouped heads need 16 bits; on a CPU torch chooses by itself."""
+def _attention_kernel(device: str, precision: Precision) -> Iterator[None]:
+    """Use the math kernel for fp32 on GPUs, where kernels for grouped heads need a 16-bit dtype."""
     if device == "cpu" or precision.compute != torch.float32:
         yield
     else:
@@ -286,53 +312,60 @@ def _attention_of(device: str, precision: Precision) -> Iterator[None]:
             yield
 
 
-class _Bounds:
-    """Begins segments of a ledger at the bounds of layers, forward and back."""
+class _SegmentRecorder:
+    """Starts a new segment of the ledger at the forward and backward pass of every layer."""
 
     def __init__(self, ledger: MemoryLedger, layers: int) -> None:
         self.ledger = ledger
         self.layers = layers
-        self.forward = True  # layers that are recomputed go forward in the backward pass
+        self.is_forward = True  # False in the backward pass, where recomputed layers call the hooks again
 
-    def before(self, index: int, inputs: tuple[Any, ...]) -> None:  # Any: what a layer takes
-        """A layer begins."""
-        if not self.forward or not torch.is_grad_enabled():
+    def before_layer(self, index: int, inputs: tuple[Any, ...]) -> None:  # Any: the arguments of a layer
+        """Start the forward segment of a layer."""
+        if not self.is_forward or not torch.is_grad_enabled():
             return
         self.ledger.begin(f"forward {index}")
         if index == 0 and inputs and inputs[0].requires_grad:
             inputs[0].register_hook(lambda _: self.ledger.begin("embedding"))
 
-    def after(self, index: int, output: Any) -> None:  # Any: what a layer gives
-        """A layer ends."""
-        if not self.forward or not torch.is_grad_enabled():
+    def after_layer(self, index: int, output: Any) -> None:  # Any: the output of a layer
+        """Start the loss segment after the last layer, and the backward segment once a gradient arrives."""
+        if not self.is_forward or not torch.is_grad_enabled():
             return
-        out = output if isinstance(output, torch.Tensor) else output[0]
-        if out.requires_grad:
-            out.register_hook(lambda _: self.ledger.begin(f"backward {index}"))
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.ledger.begin(f"backward {index}"))
         if index == self.layers - 1:
             self.ledger.begin("loss")
 
 
 @contextlib.contextmanager
-def _watched(model: LanguageModel, ledger: MemoryLedger) -> Iterator[_Bounds]:
+def _record_segments(model: LanguageModel, ledger: MemoryLedger) -> Iterator[_SegmentRecorder]:
     blocks = list(model.blocks())
-    bounds = _Bounds(ledger, len(blocks))
+    recorder = _SegmentRecorder(ledger, len(blocks))
 
-    def watch(index: int, block: nn.Module) -> list[RemovableHandle]:
+    def add_hooks(index: int, block: nn.Module) -> list[RemovableHandle]:
         return [
-            block.register_forward_pre_hook(lambda _, inputs: bounds.before(index, inputs)),
-            block.register_forward_hook(lambda _, __, output: bounds.after(index, output)),
+            block.register_forward_pre_hook(lambda _, inputs: recorder.before_layer(index, inputs)),
+            block.register_forward_hook(lambda _, __, output: recorder.after_layer(index, output)),
         ]
 
-    handles = [handle for index, block in enumerate(blocks) for handle in watch(index, block)]
+    handles = [handle for index, block in enumerate(blocks) for handle in add_hooks(index, block)]
     try:
-        yield bounds
+        yield recorder
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _summary(segments: list[Segment], repeats: list[int], *, leaving: list[int], dropped: list[int]) -> Trace:
+def _summarize(
+    segments: list[Segment],
+    repeats: list[int],
+    *,
+    scattered_bytes: list[int],
+    recomputed_bytes: list[int],
+) -> Trace:
+    """Add up the segments, with each layer's counted as often as the layer is repeated."""
     live = peak = activations = loss = 0
     at = ""
     for segment in segments:
@@ -341,23 +374,26 @@ def _summary(segments: list[Segment], repeats: list[int], *, leaving: list[int],
         if index:
             layer = int(index)
             times = repeats[layer]
-            change += dropped[layer] - leaving[layer] if kind == "backward" else -dropped[layer]
+            if kind == "backward":
+                change += recomputed_bytes[layer] - scattered_bytes[layer]
+            else:
+                change -= recomputed_bytes[layer]
         if kind == "loss" and not activations:
             activations, loss = live, segment.peak
-        # of several in a row the first or the last is the largest
-        highest = max(live, live + (times - 1) * change) + segment.peak
-        if highest > peak:
-            peak, at = highest, kind
+        # the peak of repeated layers is in the first or the last of them
+        segment_peak = max(live, live + (times - 1) * change) + segment.peak
+        if segment_peak > peak:
+            peak, at = segment_peak, kind
         live += times * change
     return Trace(peak, at, activations, loss, live)
 
 
 def update_bytes(optimizer: torch.optim.Optimizer, fake: FakeTensorMode) -> int:
-    """The most that the update of one parameter takes at once: nothing for fused kernels."""
+    """Return the temporary memory of the largest parameter's update, which is 0 for fused optimizers."""
     if not isinstance(optimizer, MaskedOptimizer):
         return 0
-    every = ((p, group) for group in optimizer.param_groups for p in group["params"])
-    largest, group = max(every, key=lambda both: both[0].numel())
+    parameters = ((p, group) for group in optimizer.param_groups for p in group["params"])
+    largest, group = max(parameters, key=lambda pair: pair[0].numel())
     with fake, torch.no_grad():
         p = nn.Parameter(torch.empty(largest.shape, dtype=largest.dtype, device="cpu"))
         p.grad = torch.empty_like(p)
@@ -370,13 +406,13 @@ def update_bytes(optimizer: torch.optim.Optimizer, fake: FakeTensorMode) -> int:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer remembers of its parameters, which are on the meta device."""
+    """Return the bytes of the optimizer state; the parameters are on the meta device."""
     total = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
             if isinstance(optimizer, MaskedOptimizer):
                 state = optimizer.create_state(p, group)
                 total += sum(t.numel() * t.element_size() for t in state.values())
-            else:  # torch's Adam and AdamW: two moments
+            else:  # torch's Adam and AdamW have two moments
                 total += 2 * p.numel() * p.element_size()
     return total

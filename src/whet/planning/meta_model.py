@@ -1,4 +1,4 @@
-"""Models and batches without numbers: what a config describes, on the meta device."""
+"""Models on the meta device, and batches of fake tensors, for plans and dry runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,70 +32,71 @@ from whet.recipes.recipe import UNTRAINED, ColumnShape, Frozen, Recipe
 from whet.storage import read_json
 
 META = torch.device("meta")
-_BYTES = 256
+_BYTE_VOCAB_SIZE = 256
 
 
 def read_model(model: str | Preset) -> LanguageModel:
-    """The model that a config names, on the meta device: from its config.json or its preset alone."""
+    """Return a model on the meta device, built from its config.json or its preset without reading weights."""
     if isinstance(model, Preset):
-        return from_spec(new_spec(model, tokens=_tokens(model)))
-    if (below := below_checkpoint(model)) is not None:
-        return read_model(below)
+        return from_spec(new_spec(model, tokens=_vocab_size(model)))
+    if (base := below_checkpoint(model)) is not None:
+        return read_model(base)
     directory = weights_directory(model, config_directory)
     config = read_config(directory)
     family = families.choose(config).family
     if family is None:
-        return _bridged(directory, model)
+        return _build_bridge(directory, model)
     spec = read_spec(family, config, directory)
-    with wrong_input(f"{directory / 'config.json'} cannot be understood"):
+    with wrong_input(f"{directory / 'config.json'} does not describe a valid model"):
         return from_spec(spec)
 
 
 def from_spec(spec: ModelSpec) -> LanguageModel:
-    """The decoder of a description, on the meta device."""
+    """Return a decoder on the meta device."""
     with META:
         return Decoder(spec)
 
 
-def _tokens(preset: Preset) -> int:
-    """How many tokens a preset's tokenizer has, without making one from texts."""
+def _vocab_size(preset: Preset) -> int:
+    """Return the vocabulary size of a preset's tokenizer without training the tokenizer."""
     kind, _, size = preset.tokenizer.partition(":")
     if kind == "bytes":
-        return _BYTES
+        return _BYTE_VOCAB_SIZE
     if kind == "bpe" and size.isdecimal():
         return int(size)
     if preset.vocab_size is not None:
         return preset.vocab_size
     if is_homemade(preset.tokenizer):
         raise ConfigError(
-            "model.tokenizer chars: how many tokens it has is known once the texts were read",
-            hint="give model.vocab_size, too",
+            "model.tokenizer chars: its vocabulary size is not known before the training records are read",
+            hint="set model.vocab_size, too",
         )
     return int(read_json(config_directory(preset.tokenizer) / "config.json")["vocab_size"])
 
 
-def _bridged(directory: Any, name: str) -> LanguageModel:  # Any: a path
-    """A class of transformers without weights."""
+def _build_bridge(directory: Any, name: str) -> LanguageModel:  # Any: a path
+    """Return a transformers model on the meta device."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        text = config.get_text_config(decoder=True)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        text_config = config.get_text_config(decoder=True)
+        uses_text_config = model_class.config_class is type(text_config)
         with META:
-            return Bridge(kind._from_config(text if kind.config_class is type(text) else config))
-    except Exception as error:  # an unknown architecture may lead to any of them
+            return Bridge(model_class._from_config(text_config if uses_text_config else config))
+    except Exception as error:  # transformers can raise anything for an unknown architecture
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(f"transformers cannot build {name} from its config.json: {reason}") from error
 
 
-def prepare(model: LanguageModel, config: RunConfig, precision: Precision) -> LanguageModel:
-    """What a run makes of the model before it trains: dtypes, 4 bits, adapters."""
+def prepare_for_training(model: LanguageModel, config: RunConfig, precision: Precision) -> LanguageModel:
+    """Prepare a meta model for training as a run does: dtypes, quantization and adapters."""
     method = config.method
     if method.kind == "qlora":
         quantise_base(model, device=META, dtype=precision.frozen)
     model.to(dtype=precision.trained if method.kind == "full" else precision.frozen)
-    if method.variant == "pissa":  # the same tensors, but for a decomposition of weights that are not there
+    if method.variant == "pissa":  # has the shapes of LoRA, but would decompose weights that have no values
         method = method.model_copy(update={"variant": "lora"})
     make_trainable(model, method, dtype=precision.trained)
     model.grad_checkpoint = config.run.grad_checkpoint
@@ -106,17 +107,17 @@ def read_frozen_models(
     recipe: Recipe[Any],  # Any: its section
     precision: Precision,
 ) -> dict[str, Frozen]:
-    """Return the frozen models of a run by role, on the meta device, as the run opens them."""
+    """Return the frozen models of a run by role, on the meta device, with the dtypes that the run uses."""
     config = recipe.config
-    full = config.method.kind == "full"
+    is_full = config.method.kind == "full"
     frozen: dict[str, Frozen] = {}
     for role, spec in recipe.frozen_models().items():
         if spec.name == UNTRAINED and spec.before_training:
             continue
-        if spec.name == UNTRAINED and not full:
+        if spec.name == UNTRAINED and not is_full:
             frozen[role] = "adapters-off"
             continue
-        dtype = precision.trained if spec.trained_dtype and full else precision.frozen
+        dtype = precision.trained if spec.trained_dtype and is_full else precision.frozen
         name = config.language_model if spec.name == UNTRAINED else spec.name
         with blamed_on(spec.key):
             frozen[role] = read_model(name).to(dtype=dtype).requires_grad_(False).eval()
@@ -125,7 +126,7 @@ def read_frozen_models(
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A micro-batch: documents of one length, in one row or in a row each."""
+    """The shape of a micro-batch: documents of equal length, packed in one row or one per row."""
 
     documents: int
     length: int
@@ -133,16 +134,22 @@ class BatchShape:
 
     @property
     def positions(self) -> int:
-        """All of them."""
+        """The number of tokens in the micro-batch."""
         return self.documents * self.length
 
 
 def make_fake_batch(
     shape: BatchShape, *, device: str, columns: Mapping[str, ColumnShape] = MappingProxyType({})
 ) -> Batch:
-    """A batch of that shape, every position supervised; call it while tensors are fake."""
+    """Return a batch with every position supervised. Call it inside a FakeTensorMode.
+
+    Args:
+        shape: The documents of the batch.
+        device: The type of the planned device.
+        columns: The shapes of the objective's columns.
+    """
     in_one_row = shape.packed and shape.documents > 1 and device == "cpu"
-    rows = 1 if in_one_row else shape.documents  # elsewhere packed documents take what rows of them do
+    rows = 1 if in_one_row else shape.documents  # on GPUs packed documents need the memory of separate rows
     indices = torch.zeros(rows, shape.positions // rows, dtype=torch.long)
     supervised = torch.zeros(shape.positions, dtype=torch.long)
     batch = Batch(
@@ -163,8 +170,8 @@ def make_fake_batch(
     return batch
 
 
-def know_constants() -> None:
-    """Make what is kept for the whole process while tensors are real: a fake one must not be kept."""
+def fill_process_caches() -> None:
+    """Create the tensors that are cached per process now, so that no fake tensor is cached later."""
     cpu = torch.device("cpu")
     for kind in ("values", "scales"):
         code_table(kind, cpu)

@@ -1,4 +1,4 @@
-"""What is known of a model before any of its weights is read."""
+"""Facts about a model from its config files, without reading its weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,30 +17,41 @@ from whet.storage import read_json
 
 
 def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
-    """Facts of the model that a config names; `tokens` is how many its tokenizer has."""
+    """Return the vocabulary size, context length, parameter count and stop tokens of a model.
+
+    Args:
+        model: The name, path or preset of the model.
+        tokens: The vocabulary size of its tokenizer, for a preset.
+    """
     if isinstance(model, Preset):
-        return _of_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
-    if (below := below_checkpoint(model)) is not None:
-        return replace(model_facts(below, tokens=tokens), name=model)
+        return _facts_from_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
+    if (base := below_checkpoint(model)) is not None:
+        return replace(model_facts(base, tokens=tokens), name=model)
     directory = weights_directory(model)
     config = read_config(directory)
-    stops = _stop_tokens(config)
+    stop_tokens = _stop_tokens(config)
     if (path := directory / "generation_config.json").is_file():
-        stops |= _stop_tokens(read_json(path))
+        stop_tokens |= _stop_tokens(read_json(path))
     family = families.choose(config).family
     if family is not None:
-        return _of_spec(model, read_spec(family, config, directory), stops)
-    text = {**config, **(config.get("text_config") or {})}  # models of several kinds of input nest it
-    positions = _number(text, "max_position_embeddings") or _number(text, "max_seq_len")
-    return ModelFacts(model, _number(text, "vocab_size"), positions, None, stops)
+        return _facts_from_spec(model, read_spec(family, config, directory), stop_tokens)
+    text_config = {**config, **(config.get("text_config") or {})}  # multimodal models have a nested config
+    positions = _integer(text_config, "max_position_embeddings") or _integer(text_config, "max_seq_len")
+    return ModelFacts(model, _integer(text_config, "vocab_size"), positions, None, stop_tokens)
 
 
-def _of_spec(name: str, spec: ModelSpec, stops: frozenset[int] = frozenset()) -> ModelFacts:
-    return ModelFacts(name, spec.vocab_size, spec.max_positions, sum(parameter_counts(spec).values()), stops)
+def _facts_from_spec(name: str, spec: ModelSpec, stop_tokens: frozenset[int] = frozenset()) -> ModelFacts:
+    parameters = sum(parameter_counts(spec).values())
+    return ModelFacts(name, spec.vocab_size, spec.max_positions, parameters, stop_tokens)
 
 
 def weights_directory(name: str | Path, find: Callable[[str], Path] = resolve) -> Path:
-    """Where the config.json is: of the base, if the name is that of an adapter."""
+    """Return the directory of a model's config.json, or that of the base model for an adapter.
+
+    Args:
+        name: The name or path of a model, run or adapter.
+        find: Returns the local directory of a model name; it may download files.
+    """
     target = usable_directory(name)
     if (base := base_of(target)) is not None:
         return weights_directory(base, find)
@@ -48,14 +59,14 @@ def weights_directory(name: str | Path, find: Callable[[str], Path] = resolve) -
 
 
 def _stop_tokens(config: dict[str, Any]) -> frozenset[int]:  # Any: JSON values
-    listed = config.get("eos_token_id")
-    return frozenset(each for each in (listed if isinstance(listed, list) else [listed]) if _is_number(each))
+    value = config.get("eos_token_id")
+    return frozenset(token for token in (value if isinstance(value, list) else [value]) if _is_integer(token))
 
 
-def _number(config: dict[str, Any], key: str) -> int | None:  # Any: JSON values
+def _integer(config: dict[str, Any], key: str) -> int | None:  # Any: JSON values
     value = config.get(key)
-    return value if _is_number(value) else None
+    return value if _is_integer(value) else None
 
 
-def _is_number(value: Any) -> TypeGuard[int]:  # Any: a JSON value
+def _is_integer(value: Any) -> TypeGuard[int]:  # Any: a JSON value
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What a run of a language model would take, before any of it is allocated."""
+"""Estimate the memory, FLOPs and time of a language model's run before anything is allocated."""
 
 import dataclasses
 import math
@@ -17,82 +17,88 @@ from whet.models.language_model import LanguageModel
 from whet.models.spec import ModelSpec
 from whet.objectives.objective import Objective
 from whet.ops.dispatch import FAST, using
-from whet.planning.collective_traffic import Traffic, of_one_step, traffic
-from whet.planning.devices import Cluster, Target, find_cluster, find_target, share_of_layers
-from whet.planning.memory_estimate import Sketch, Trace, fill, state_bytes, trace, update_bytes
+from whet.planning.collective_traffic import Traffic, estimate_traffic, sum_traffic
+from whet.planning.devices import Cluster, Target, find_cluster, find_target, shard_layers
+from whet.planning.memory_estimate import (
+    FakeModel,
+    Trace,
+    replace_meta_tensors,
+    state_bytes,
+    trace,
+    update_bytes,
+)
 from whet.planning.meta_model import (
     META,
     BatchShape,
+    fill_process_caches,
     from_spec,
-    know_constants,
     make_fake_batch,
-    prepare,
+    prepare_for_training,
     read_frozen_models,
     read_model,
 )
-from whet.planning.step_sizes import batch_shape, cache_bytes, parameters_by_part, settings_of
+from whet.planning.step_sizes import batch_shape, cache_bytes, parameters_by_part, step_settings
 from whet.recipes.recipe import Build
 from whet.recipes.registry import recipe_for
 from whet.training.observe.step_flops import StepFlops, step_flops
 from whet.training.optim.optimizers import create_optimizer
 
-MOST_TOKENS = 2**17  # larger micro-batches are not looked for: they are no quicker
-UTILISATION = 0.4  # of the peak: what a well-fed GPU reaches with a model of some size
+MOST_TOKENS = 2**17  # the largest micro-batch that is tried; larger ones are not faster
+UTILISATION = 0.4  # fraction of the peak FLOPS that a GPU reaches with a model that is not tiny
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. Each part is the most that it takes: they are not all there at the peak."""
+    """The memory of one device in bytes. Each part is its own maximum, so their sum can exceed the peak."""
 
     weights: int
-    adapters: int  # and whatever else trains beside frozen weights
-    other_models: int
-    gathered: int  # fsdp: layers that are whole for a while
-    optimizer: int
+    adapters: int  # and all other trainable parameters of a frozen model
+    other_models: int  # teachers and reference models
+    gathered: int  # FSDP: unsharded layers
+    optimizer: int  # optimizer state
     gradients: int
-    activations: int  # kept for the backward pass, when the loss begins
-    loss: int  # chunks of logits, and what their gradients need
-    update: int  # of the optimizer's largest tensor
-    cache: int  # keys and values of completions that are sampled at once
+    activations: int  # stored for the backward pass, at the start of the loss
+    loss: int  # chunks of logits and their gradients
+    update: int  # temporary memory of the largest parameter's update
+    cache: int  # KV cache of completions that are sampled together
     peak: int
-    at: str  # when
+    at: str  # the part of the step with the peak: forward, loss, backward, update, sampling, ...
 
     def components(self) -> dict[str, int]:
-        """The parts by name."""
-        whole = ("peak", "at")
-        names = [field.name for field in dataclasses.fields(self) if field.name not in whole]
+        """Return the parts by name, without the peak."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("peak", "at")]
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What was counted in the data."""
+class DatasetCounts:
+    """Counts from the tokenized training data."""
 
     steps: int
     tokens_a_step: float
-    length: int  # mean of a document
+    length: int  # mean tokens per document
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run in numbers."""
+    """The estimated parameters, FLOPs, memory, communication and time of a run."""
 
     model: str
     method: str
     objective: str
     parameters: dict[str, int]
     trained: int
-    flops: StepFlops  # of a token
-    length: int  # of the documents that FLOPs were counted for
+    flops: StepFlops  # per token
+    length: int  # tokens per document, for the FLOPs
     shape: BatchShape  # a full micro-batch on one device
     tokens_a_step: float
-    micro_batches: int  # of a step, on one device
+    micro_batches: int  # per step and device
     steps: int | None
     memory: Memory
-    other_activations: int  # with gradient checkpointing where it is off, and the other way around
-    recomputes: bool
-    fits: int | None  # the largest micro_batch_tokens; 0: not even one document; None: not asked
-    cache_bytes: int  # of a token, when it generates
+    other_activations: int  # activations if run.grad_checkpoint had the opposite value
+    recomputes: bool  # run.grad_checkpoint
+    fits: int | None  # largest micro_batch_tokens that fits; 0: not even one document; None: not computed
+    cache_bytes: int  # KV cache per token
     target: Target
     cluster: Cluster
     utilisation: float
@@ -100,192 +106,220 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """All parameters of the model, adapters aside."""
+        """The number of parameters of the model without adapters."""
         return sum(self.parameters.values())
 
     @property
     def compute_s(self) -> float:
-        """Seconds that a step computes."""
-        rate = self.cluster.devices * self.target.tflops * 1e12 * self.utilisation
-        return self.tokens_a_step * self.flops.computed / rate
+        """Seconds of computation per step."""
+        flops_per_s = self.cluster.devices * self.target.tflops * 1e12 * self.utilisation
+        return self.tokens_a_step * self.flops.computed / flops_per_s
 
     @property
     def efficiency(self) -> float:
-        """The share of a step that is computing, when gathering and adding up hide behind it."""
+        """The fraction of a step that is computation; collectives of weights and gradients overlap."""
         if self.traffic is None or not self.traffic.known:
             return 1.0
         return self.compute_s / (max(self.compute_s, self.traffic.hidden_s) + self.traffic.exposed_s)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return self.compute_s / self.efficiency
 
 
 class Planner:
-    """A config's model and objective without numbers, to be asked for the memory of batches."""
+    """Measures the memory of micro-batches with a config's model and objective, without allocating them.
+
+    Args:
+        config: The run's config.
+        target: The kind of device.
+        cluster: The devices and how they share the work.
+        spec: A decoder to plan for instead of the config's model.
+    """
 
     def __init__(
         self, config: RunConfig, target: Target, cluster: Cluster, spec: ModelSpec | None = None
     ) -> None:
         self.config, self.target, self.cluster = config, target, cluster
-        know_constants()
+        fill_process_caches()
         precision = target.precision
         model = read_model(config.language_model) if spec is None else from_spec(spec)
         self.parameters = parameters_by_part(model)
         self.cache_bytes = cache_bytes(model, precision.frozen)
-        self.model = prepare(model, config, precision)
+        self.model = prepare_for_training(model, config, precision)
         self.recipe = recipe_for(config)
         self.step = self.recipe.step_shape()
         self.frozen = read_frozen_models(self.recipe, precision)
-        self.others = [other for other in self.frozen.values() if isinstance(other, LanguageModel)]
+        self.frozen_models = [model for model in self.frozen.values() if isinstance(model, LanguageModel)]
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.trained_bytes = _bytes(p for p in self.model.parameters() if p.requires_grad)
-        self.held = _bytes([*self.model.parameters(), *self.model.buffers()])
-        self.other_held = sum(_bytes(other.parameters()) for other in self.others)
-        self.whole_at_once = self._gathered()
+        self.model_bytes = _bytes([*self.model.parameters(), *self.model.buffers()])
+        self.frozen_model_bytes = sum(_bytes(model.parameters()) for model in self.frozen_models)
+        self.gathered_bytes = self._count_gathered_bytes()
         self.layers = len(list(self.model.blocks()))
         self.d_model = self.model.head().weight.shape[1]
         self.objective = self._make_objective()
         optimizer = create_optimizer(config.optim_groups, self.model, quiet=True)
-        self.state = state_bytes(optimizer)
+        self.optimizer_bytes = state_bytes(optimizer)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.update = update_bytes(optimizer, self.fake)
-        self.sketch: Sketch | None = None
+        self.update_bytes = update_bytes(optimizer, self.fake)
+        self.fake_model: FakeModel | None = None
 
     def flops(self, length: int) -> StepFlops:
-        """Of a token; to be asked before the first trace."""
+        """Return the FLOPs per token in documents of a length. Call it before the first `trace`."""
         self.model.grad_checkpoint = self.config.run.grad_checkpoint
         return step_flops(self.model, self.objective, length=length)
 
     def trace(self, shape: BatchShape, *, recompute: bool, accumulate: bool) -> Trace:
-        """One micro-batch."""
-        if self.sketch is None:
-            self.sketch = self._make_sketch()
+        """Return the memory of one micro-batch.
+
+        Args:
+            shape: The micro-batch.
+            recompute: Whether gradient checkpointing is on.
+            accumulate: Whether gradients of an earlier micro-batch exist.
+        """
+        if self.fake_model is None:
+            self.fake_model = self._make_fake_model()
         kind = self.target.kind
-        self.sketch.model.grad_checkpoint = recompute
+        self.fake_model.model.grad_checkpoint = recompute
         with self.fake:
             batch = make_fake_batch(shape, device=kind, columns=self.step.columns)
         return trace(
-            self.sketch,
+            self.fake_model,
             self.objective,
             batch,
             fake=self.fake,
-            precision=self.computed_in,
+            precision=self.trace_precision,
             device=kind,
-            accumulate=accumulate and not self.cluster.cuts_weights,
+            accumulate=accumulate and not self.cluster.shards_weights,
             compiled=self.config.run.compile,
-            scattered=self.cluster.cuts_weights,
+            scattered=self.cluster.shards_weights,
         )
 
-    def memory(self, found: Trace, *, accumulate: bool) -> Memory:
-        """All that one device holds, around one micro-batch."""
-        cuts = self.cluster.shares * self.cluster.tensor if self.cluster.cuts_weights else self.cluster.tensor
-        held, trained = self.held // cuts, self.trained_bytes // cuts
-        state, others = self.state // cuts, self.other_held // cuts
-        gathered = self.whole_at_once if self.cluster.cuts_weights else 0
-        fixed = held + state
-        before = 0
-        if self._asked_before():  # both models are whole then, and nothing has been updated yet
-            others = self.other_held
-            before = self.held + others + found.loss - fixed
+    def memory(self, micro_batch: Trace, *, accumulate: bool) -> Memory:
+        """Return the memory of one device in a step.
+
+        Args:
+            micro_batch: The memory of a micro-batch, from `trace`.
+            accumulate: Whether a step has more than one micro-batch.
+        """
+        is_sharded = self.cluster.shards_weights
+        shards = self.cluster.shares * self.cluster.tensor if is_sharded else self.cluster.tensor
+        weights, trained = self.model_bytes // shards, self.trained_bytes // shards
+        optimizer, frozen_models = self.optimizer_bytes // shards, self.frozen_model_bytes // shards
+        gathered = self.gathered_bytes if is_sharded else 0
+        fixed = weights + optimizer
+        reference_pass = 0
+        if self._has_reference_pass():  # both models are unsharded then, and there is no optimizer state yet
+            frozen_models = self.frozen_model_bytes
+            reference_pass = self.model_bytes + frozen_models + micro_batch.loss - fixed
         else:
-            fixed += others
-        earlier = trained if accumulate or self.cluster.cuts_weights else 0
-        # gradients are copied into vectors that are added up over the devices
+            fixed += frozen_models
+        accumulated = trained if accumulate or is_sharded else 0
+        # DDP copies gradients into flat vectors for the all-reduce
         gradients = 2 * trained if self.cluster.kind == "ddp" else trained
         cache = self.step.cached_tokens * self.cache_bytes
-        moments = {
-            found.at: gathered + found.peak + earlier,
-            "update": gradients + self.update // cuts,
+        peaks = {
+            micro_batch.at: gathered + micro_batch.peak + accumulated,
+            "update": gradients + self.update_bytes // shards,
             "sampling": cache,
-            "reference": before,
+            "reference": reference_pass,
         }
-        full = self.config.method.kind == "full"
+        is_full = self.config.method.kind == "full"
         return Memory(
-            weights=held if full else held - trained,
-            adapters=0 if full else trained,
-            other_models=others,
+            weights=weights if is_full else weights - trained,
+            adapters=0 if is_full else trained,
+            other_models=frozen_models,
             gathered=gathered,
-            optimizer=state,
+            optimizer=optimizer,
             gradients=gradients,
-            activations=found.activations,
-            loss=found.loss,
-            update=self.update // cuts,
+            activations=micro_batch.activations,
+            loss=micro_batch.loss,
+            update=self.update_bytes // shards,
             cache=cache,
-            peak=fixed + max(moments.values()),
-            at=max(moments, key=lambda moment: moments[moment]),
+            peak=fixed + max(peaks.values()),
+            at=max(peaks, key=lambda part: peaks[part]),
         )
 
     def largest_batch(self, shape: BatchShape, peak: int, *, accumulate: bool) -> int:
-        """How many documents of a length fit at once; `peak` is that of the batch of this shape."""
-        room = self.target.room
-        step = self.step.multiple
-        known = {shape.documents: peak}
+        """Return how many documents fit into a micro-batch.
+
+        Args:
+            shape: A micro-batch with documents of the wanted length.
+            peak: The peak memory of that micro-batch.
+            accumulate: Whether a step has more than one micro-batch.
+        """
+        available = self.target.room
+        multiple = self.step.multiple
+        peaks = {shape.documents: peak}  # by number of documents
 
         def peak_of(documents: int) -> int:
-            if documents not in known:
-                # as rows: packed ones take as much, and a trace of many of them longer
-                found = self.trace(
+            if documents not in peaks:
+                # not packed: the memory is the same, and the trace of many packed documents is slower
+                micro_batch = self.trace(
                     BatchShape(documents, shape.length, packed=False),
                     recompute=self.config.run.grad_checkpoint,
                     accumulate=accumulate,
                 )
-                known[documents] = self.memory(found, accumulate=accumulate).peak
-            return known[documents]
+                peaks[documents] = self.memory(micro_batch, accumulate=accumulate).peak
+            return peaks[documents]
 
-        before, latest = shape.documents, 2 * shape.documents
-        if shape.positions >= MOST_TOKENS and peak <= room:
+        previous, current = shape.documents, 2 * shape.documents
+        if shape.positions >= MOST_TOKENS and peak <= available:
             return shape.documents
-        for _ in range(4):  # nearly a straight line, once the chunks of the loss are full
-            slope = max(1.0, (peak_of(latest) - peak_of(before)) / (latest - before))
-            wanted = int(latest + (room - peak_of(latest)) / slope)
-            wanted = max(step, min(wanted, MOST_TOKENS // shape.length) // step * step)
-            if wanted in known:
+        for _ in range(4):  # secant method: the peak is almost linear once the chunks of the loss are full
+            slope = max(1.0, (peak_of(current) - peak_of(previous)) / (current - previous))
+            candidate = int(current + (available - peak_of(current)) / slope)
+            candidate = max(multiple, min(candidate, MOST_TOKENS // shape.length) // multiple * multiple)
+            if candidate in peaks:
                 break
-            before, latest = latest, wanted
-            if 0.98 * room < peak_of(latest) <= room:
+            previous, current = current, candidate
+            if 0.98 * available < peak_of(current) <= available:
                 break
-        return max((documents for documents, size in known.items() if size <= room), default=0)
+        return max((documents for documents, size in peaks.items() if size <= available), default=0)
 
-    def _asked_before(self) -> bool:
-        """Whether another model is asked before the first step and gone by then."""
-        wanted = self.recipe.frozen_models()
-        return any(wanted[role].before_training for role in self.frozen)
+    def _has_reference_pass(self) -> bool:
+        """Return whether a frozen model runs before the first step and is freed afterwards."""
+        specs = self.recipe.frozen_models()
+        return any(specs[role].before_training for role in self.frozen)
 
-    def _make_sketch(self) -> Sketch:
-        self.computed_in = self.target.precision
+    def _make_fake_model(self) -> FakeModel:
+        self.trace_precision = self.target.precision
         model = self.model
-        if self.cluster.cuts_weights or self.cluster.tensor > 1:
-            # layers are gathered in the dtype that is computed in, so nothing is cast as it goes
-            compute = self.computed_in.compute
-            self.computed_in = dataclasses.replace(self.computed_in, trained=compute, frozen=compute)
+        if self.cluster.shards_weights or self.cluster.tensor > 1:
+            # layers are gathered in the compute dtype, so autocast does not cast them
+            compute = self.trace_precision.compute
+            self.trace_precision = dataclasses.replace(self.trace_precision, trained=compute, frozen=compute)
             if isinstance(model, Decoder) and self.cluster.tensor > 1:
-                model = from_spec(share_of_layers(model.spec, self.cluster.tensor))
-                prepare(model, self.config, self.computed_in)
+                model = from_spec(shard_layers(model.spec, self.cluster.tensor))
+                prepare_for_training(model, self.config, self.trace_precision)
             else:
                 model.to(compute)
-        sketch = Sketch(model, self.fake)
-        for other in self.others:
-            Sketch(other, self.fake)
+        fake_model = FakeModel(model, self.fake)
+        for frozen_model in self.frozen_models:
+            FakeModel(frozen_model, self.fake)
         if self.objective.heads is not None:
-            fill(self.objective.heads, self.fake)
-        return sketch
+            replace_meta_tensors(self.objective.heads, self.fake)
+        return fake_model
 
     def _make_objective(self) -> Objective:
         b = Build(self.config, self.model, self.target.precision, frozen=self.frozen)
         with META:
             return self.recipe.objective(b)
 
-    def _gathered(self) -> int:
-        """fsdp: what surrounds the layers, two layers, and the gradients of one, in the computed dtype."""
+    def _count_gathered_bytes(self) -> int:
+        """Return the bytes that FSDP unshards at once, in the compute dtype.
+
+        These are the parameters outside of the layers, two layers, and the gradients of one layer.
+        """
         size = self.target.precision.compute.itemsize
         blocks = list(self.model.blocks())
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        root = sum(p.numel() for p in self.model.parameters() if id(p) not in inside)
+        block_parameters = {id(p) for block in blocks for p in block.parameters()}
+        root = sum(p.numel() for p in self.model.parameters() if id(p) not in block_parameters)
         largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-        learned = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks)
-        return size * (root + 2 * largest + learned) // self.cluster.tensor
+        trainable = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks)
+        return size * (root + 2 * largest + trainable) // self.cluster.tensor
 
 
 def plan(
@@ -296,23 +330,26 @@ def plan(
     network_gb_s: float = 50.0,
     utilisation: float = UTILISATION,
 ) -> Plan:
-    """Return parameters, FLOPs, memory and time of a run; nothing is downloaded or allocated.
+    """Estimate the parameters, FLOPs, memory and time of a run without downloading or allocating anything.
 
     Args:
-        config: a RunConfig, a mapping, or the path of a YAML file.
-        device: a chip such as "h200" or "rtx4090", or "cpu"; None for the device of this machine.
-        gpus: how many of them, as the `parallel` section says.
-        network_gb_s: bandwidth from a GPU to those of other machines, in GB/s.
-        utilisation: the share of the peak that is reached, above 0 and at most 1.
+        config: A RunConfig, a mapping, or the path of a YAML file.
+        device: A chip such as "h200" or "rtx4090", or "cpu"; None for the device of this machine.
+        gpus: The number of devices, which the `parallel` section of the config distributes the run over.
+        network_gb_s: Bandwidth of one GPU to other machines, in GB/s.
+        utilisation: The fraction of the peak FLOPS that is reached, above 0 and at most 1.
+
+    Returns:
+        The estimate: `memory.peak` in bytes, `step_s` in seconds, and more.
 
     Raises:
-        ConfigError: the config, the device or a number makes no sense.
+        ConfigError: The config is invalid, the device is unknown, or a value is out of range.
     """
     from whet.planning.dataset_count import count_cheaply  # which imports this module
 
     config = as_config(config)
     if not 0 < utilisation <= 1:
-        raise ConfigError(f"utilisation {utilisation:g}: it is a share, above 0 and at most 1")
+        raise ConfigError(f"utilisation {utilisation:g}: it must be above 0 and at most 1")
     return plan_run(
         config,
         device=device,
@@ -323,7 +360,7 @@ def plan(
     )
 
 
-@using(FAST)  # what is planned is a run as it is meant to be
+@using(FAST)  # plan for the fast paths, even within whet.reference()
 def plan_run(
     config: RunConfig,
     *,
@@ -331,21 +368,30 @@ def plan_run(
     gpus: int = 1,
     network_gb_s: float = 50.0,
     utilisation: float = UTILISATION,
-    counted: Counted | None = None,
+    counted: DatasetCounts | None = None,
     spec: ModelSpec | None = None,
     suggest: bool = True,
     user_code: bool = True,
 ) -> Plan:
-    """What a run takes. With a `spec`, of that decoder instead of the model that the config names.
+    """Estimate the cost of a run; see `plan` for the first arguments.
 
-    Without `user_code`, a custom objective is refused instead of imported.
+    Args:
+        config: The run's config.
+        device: The kind of device.
+        gpus: The number of devices.
+        network_gb_s: Bandwidth of one GPU to other machines, in GB/s.
+        utilisation: The fraction of the peak FLOPS that is reached.
+        counted: Counts from the data, if they are known.
+        spec: A decoder to plan for instead of the config's model.
+        suggest: Whether to compute the largest micro-batch that fits.
+        user_code: Whether a custom objective may be imported; if not, it raises a ConfigError.
     """
     if isinstance(config.objective, CustomObjective) and not user_code:
-        raise ConfigError(f"a plan of objective.kind {config.objective.kind} would run its code")
+        raise ConfigError(f"a plan of objective.kind {config.objective.kind} would run the user's code")
     cluster = find_cluster(config, gpus, network_gb_s=network_gb_s)
     target = find_target(device, config)
     parts = config.parts()
-    if parts:  # the part that takes the most; all of them are in every step
+    if parts:  # every step contains all parts, one after the other, so the largest part has the peak
         plans = [
             plan_run(
                 part,
@@ -361,32 +407,32 @@ def plan_run(
         largest = max(plans, key=lambda plan: plan.memory.peak)
         tokens = sum(plan.tokens_a_step for plan in plans)
         flops = sum((plan.flops * plan.tokens_a_step for plan in plans), StepFlops()) * (1 / tokens)
-        micro = sum(plan.micro_batches for plan in plans)
+        micro_batches = sum(plan.micro_batches for plan in plans)
         return dataclasses.replace(
             largest,
             objective="mix",
             tokens_a_step=tokens,
             flops=flops,
-            micro_batches=micro,
-            traffic=of_one_step(cluster, [plan.traffic for plan in plans]),
+            micro_batches=micro_batches,
+            traffic=sum_traffic(cluster, [plan.traffic for plan in plans]),
         )
     planner = Planner(config, target, cluster, spec)
     shape, tokens_a_step = batch_shape(config, planner.step)
     length = shape.length if counted is None else counted.length
     tokens = float(tokens_a_step) if counted is None else counted.tokens_a_step
     micro_batches = max(
-        1, math.ceil(tokens / cluster.shares / max(shape.positions, settings_of(config).micro_tokens))
+        1, math.ceil(tokens / cluster.shares / max(shape.positions, step_settings(config).micro_tokens))
     )
     accumulate, recompute = micro_batches > 1, config.run.grad_checkpoint
     flops = planner.flops(length)
-    found = planner.trace(shape, recompute=recompute, accumulate=accumulate)
-    memory = planner.memory(found, accumulate=accumulate)
-    other, fits = found, None
+    micro_batch = planner.trace(shape, recompute=recompute, accumulate=accumulate)
+    memory = planner.memory(micro_batch, accumulate=accumulate)
+    toggled, fits = micro_batch, None
     if suggest:
-        other = planner.trace(shape, recompute=not recompute, accumulate=accumulate)
+        toggled = planner.trace(shape, recompute=not recompute, accumulate=accumulate)
         fits = shape.length * planner.largest_batch(shape, memory.peak, accumulate=accumulate)
     return Plan(
-        model=config.model if isinstance(config.model, str) else f"{config.model.preset} from scratch",  # type: ignore[union-attr]  # no quality
+        model=config.model if isinstance(config.model, str) else f"{config.model.preset} from scratch",  # type: ignore[union-attr]  # quality models are planned elsewhere
         method=config.method.kind,
         objective=config.objective.kind,
         parameters=planner.parameters,
@@ -398,18 +444,18 @@ def plan_run(
         micro_batches=micro_batches,
         steps=config.run.steps if counted is None else counted.steps,
         memory=memory,
-        other_activations=other.activations,
+        other_activations=toggled.activations,
         recomputes=recompute,
         fits=fits,
         cache_bytes=planner.cache_bytes,
         target=target,
         cluster=cluster,
         utilisation=utilisation,
-        traffic=traffic(
+        traffic=estimate_traffic(
             cluster,
             target,
             trained=planner.trained,
-            weights=planner.held,
+            weights=planner.model_bytes,
             micro_batches=micro_batches,
             positions=shape.positions,
             d_model=planner.d_model,

@@ -1,1 +1,1 @@
-"""One file per objective kind."""
+"""Recipes: everything that one objective kind does differently, one file per kind."""

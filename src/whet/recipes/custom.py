@@ -1,4 +1,4 @@
-"""Objectives and recipes of the user's own: `objective.kind: package.module:Class`, or an object."""
+"""Custom objectives and recipes: `objective.kind: package.module:Class`, or an object from Python."""
 
 from typing import Any
 
@@ -14,60 +14,64 @@ from whet.user_code import load_user_object
 
 
 def load_custom(section: CustomObjective, given: Given) -> Objective | type[Recipe[Any]]:  # Any: as below
-    """Return the objective of a section, built with its keys, or the recipe class that it names.
+    """Return the custom objective, built with the keys of its section, or the custom recipe class.
 
     Args:
-        section: `objective` of a config.
-        given: what was passed from Python, for a kind that is a placeholder.
+        section: The `objective` section of a config.
+        given: Objects from Python, one of which is the objective if the kind is a placeholder.
 
     Raises:
-        ConfigError: it cannot be imported, is neither an objective nor a recipe, or refuses the keys.
+        ConfigError: The class cannot be imported, is neither an objective nor a recipe, or does not accept
+            the keys.
     """
-    named = _named(section, given)
-    if isinstance(named, type) and issubclass(named, Recipe):
-        return named
-    built = _built(named, section) if isinstance(named, type) else named
-    if not isinstance(named, type) and section.arguments:
+    class_or_object = _load(section, given)
+    if isinstance(class_or_object, type) and issubclass(class_or_object, Recipe):
+        return class_or_object
+    if isinstance(class_or_object, type):
+        objective = _construct(class_or_object, section)
+    else:
+        objective = class_or_object
+        if section.arguments:
+            raise ConfigError(
+                f"objective.kind {section.kind} is an object, not a class, and cannot accept keys "
+                f"({', '.join(section.arguments)})",
+                hint="pass its class (objective=CLASS), or remove the keys",
+            )
+    if not isinstance(objective, Objective):
         raise ConfigError(
-            f"objective.kind {section.kind} is an object that is built already: it takes no keys "
-            f"({', '.join(section.arguments)})",
-            hint="pass its class, objective=CLASS, or leave the keys out",
-        )
-    if not isinstance(built, Objective):
-        raise ConfigError(
-            f"objective.kind {section.kind} is neither an objective nor a recipe: {type(built).__name__}",
+            f"objective.kind {section.kind} is neither an objective nor a recipe: {type(objective).__name__}",
             hint="derive it from whet.Objective; docs/python.md has an example",
         )
-    return built
+    return objective
 
 
-def _named(section: CustomObjective, given: Given) -> Any:  # Any: whatever a module calls by this name
+def _load(section: CustomObjective, given: Given) -> Any:  # Any: any object of the user's module
     if parse_placeholder(section.kind) is not None:
         if given.objective is None:
             raise ConfigError(
-                f"objective.kind {section.kind} stands for an object that is passed from Python, "
-                "and it is not here",
-                hint="whet.train and whet.resume take it: objective=...",
+                f"objective.kind {section.kind} is a placeholder for a Python object, "
+                "and no object was passed",
+                hint="pass it to whet.train or whet.resume: objective=...",
             )
         return given.objective
     try:
         return load_user_object(section.kind, what="class")
-    except Exception as error:  # a module raises what it likes while it is imported
+    except Exception as error:  # importing the user's module can raise anything
         raise ConfigError(f"objective.kind {section.kind} cannot be used: {reason(error)}") from error
 
 
-def _built(kind: type, section: CustomObjective) -> Any:  # Any: whatever the class makes
+def _construct(objective_class: type, section: CustomObjective) -> Any:  # Any: an instance of a user's class
     try:
-        return kind(**section.arguments)
-    except Exception as error:  # somebody else's code
+        return objective_class(**section.arguments)
+    except Exception as error:  # the user's constructor can raise anything
         keys = ", ".join(section.arguments) or "none"
         raise ConfigError(
-            f"objective.kind {section.kind} refuses its keys ({keys}): {reason(error)}"
+            f"objective.kind {section.kind} does not accept its keys ({keys}): {reason(error)}"
         ) from error
 
 
 def custom_recipe(config: RunConfig, given: Given) -> Recipe[Any]:  # Any: the section of a custom kind
-    """Return the recipe of a custom kind: its own, or the one of texts with its objective."""
+    """Return the custom recipe, or for a custom objective the default recipe with that objective."""
     assert isinstance(config.objective, CustomObjective)  # see recipe_for
     custom = load_custom(config.objective, given)
     if isinstance(custom, type):
@@ -76,7 +80,7 @@ def custom_recipe(config: RunConfig, given: Given) -> Recipe[Any]:  # Any: the s
 
 
 class CustomRecipe(Recipe[CustomObjective]):
-    """A language model on texts, with an objective of the user's own."""
+    """Trains a language model on text with a custom objective."""
 
     def __init__(
         self, config: RunConfig, section: CustomObjective, given: Given, objective: Objective

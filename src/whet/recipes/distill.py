@@ -1,4 +1,4 @@
-"""Distillation: teachers asked during training, or their stored log-probabilities."""
+"""Distillation from teachers that run during training, or from their stored log-probabilities."""
 
 from collections.abc import Mapping
 
@@ -12,16 +12,16 @@ from whet.objectives.distill import Distillation
 from whet.objectives.hidden_matching import HiddenMatching
 from whet.objectives.objective import Objective
 from whet.recipes.recipe import Build, ColumnShape, FrozenModel, Recipe, StepShape
-from whet.recipes.teachers import find_teachings
+from whet.recipes.teachers import open_teacher_logprobs
 
-_TAUGHT = 64  # stored tokens of a teacher, where nothing says how many
+_PLANNED_TOP_K = 64  # tokens per target in a plan's teacher columns
 
 
 class DistillRecipe(Recipe[DistillObjective]):
-    """A language model on texts, and what teachers make of them."""
+    """Trains a language model on the token distributions of one or more teachers."""
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
-        """Return the teachers, unless they were asked before the run."""
+        """Return the teachers, or nothing if their log-probabilities are stored."""
         if self.section.offline is not None:
             return {}
         return {
@@ -30,36 +30,35 @@ class DistillRecipe(Recipe[DistillObjective]):
         }
 
     def step_shape(self) -> StepShape:
-        """Return the shape of texts, with the stored log-probabilities of teachers."""
+        """Return the shape of a step, with columns for stored log-probabilities."""
         if self.section.offline is None:
             return StepShape()
         count = len(self.section.teachers)
-        ids = ColumnShape("token", (count, _TAUGHT), torch.long)
-        return StepShape(
-            columns={"taught_ids": ids, "taught_logprobs": ColumnShape("token", (count, _TAUGHT + 1))}
-        )
+        ids = ColumnShape("token", (count, _PLANNED_TOP_K), torch.long)
+        logprobs = ColumnShape("token", (count, _PLANNED_TOP_K + 1))
+        return StepShape(columns={"taught_ids": ids, "taught_logprobs": logprobs})
 
     def check_models(self, b: Build) -> None:
-        """Refuse layers that the student or the teacher does not have."""
-        self._matching(b)
+        """Raise an error for matched layers that the student or the teacher does not have."""
+        self._build_matching(b)
 
     def check_examples(self, data: RunData, *, vocab_size: int) -> None:
-        """Refuse examples that offline teachers were not asked about."""
-        self._stored(data, str(self.config.language_model), vocab_size)
+        """Raise a DataError for examples without stored log-probabilities of the offline teachers."""
+        self._open_stored(data, str(self.config.language_model), vocab_size)
 
     def prepare(self, b: Build) -> None:
-        """Find what `whet teach` stored."""
-        stored = self._stored(b.data, str(b.model.name), b.model.vocab_size)
+        """Attach the log-probabilities that `whet teach` stored to the examples."""
+        stored = self._open_stored(b.data, str(b.model.name), b.model.vocab_size)
         for split, teachings in stored.items():
             b.data.examples[split].sides.teachings = teachings
 
-    def _stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[Teaching]]:
+    def _open_stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[Teaching]]:
         if self.section.offline is None:
             return {}
-        return find_teachings(data.examples, self.section, student=student, vocab_size=vocab_size)
+        return open_teacher_logprobs(data.examples, self.section, student=student, vocab_size=vocab_size)
 
     def objective(self, b: Build) -> Objective:
-        """Return the objective with its teachers."""
+        """Return the distillation objective with its teachers."""
         section = self.section
         weights = [weight for _, weight in section.teachers]
         teachers = [model for model in b.frozen.values() if isinstance(model, LanguageModel)]
@@ -69,10 +68,10 @@ class DistillRecipe(Recipe[DistillObjective]):
             alpha=section.alpha,
             divergence=section.divergence,
             taught=weights if section.offline else (),
-            matching=None if b.is_plan else self._matching(b),
+            matching=None if b.is_plan else self._build_matching(b),
         )
 
-    def _matching(self, b: Build) -> HiddenMatching | None:
+    def _build_matching(self, b: Build) -> HiddenMatching | None:
         hidden, teacher = self.section.hidden, b.frozen.get("teacher 0")
         if hidden is None or not isinstance(teacher, LanguageModel):
             return None

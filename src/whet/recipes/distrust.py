@@ -1,4 +1,4 @@
-"""Distrust: token losses weighted by authority and provenance."""
+"""Distrust: token losses weighted by the authority and provenance scores of each text."""
 
 import logging
 
@@ -17,20 +17,22 @@ log = logging.getLogger("whet")
 
 
 class DistrustRecipe(Recipe[DistrustObjective]):
-    """A language model on texts with scores of their authority and provenance."""
+    """Trains a language model on texts that have scores for their authority and provenance."""
 
     def needs(self) -> Needs:
-        """Return what is read from records: two scores, and the fields they were made from."""
+        """Return the two score columns, and the fields that the scores were computed from."""
         return Needs(columns=COLUMNS, scored=DECLARED)
 
     def step_shape(self) -> StepShape:
-        """Return the shape of texts with two scores."""
+        """Return the shape of a step, with a column of two scores per document."""
         return StepShape(columns={"values": ColumnShape("document", (len(COLUMNS),))})
 
     def objective(self, b: Build) -> Objective:
-        """Return the objective, its scale calibrated on the training records where asked for."""
+        """Return the objective; `scale: auto` is calibrated on the training records."""
         section = self.section
-        squares = torch.ones(1, dtype=torch.float64, device="cpu") if b.is_plan else self._squares(b)
+        squares = (
+            torch.ones(1, dtype=torch.float64, device="cpu") if b.is_plan else self._squared_distances(b)
+        )
         scale = section.scale
         if scale == "auto":
             scale = calibrated_scale(squares, alpha=section.alpha)
@@ -38,7 +40,8 @@ class DistrustRecipe(Recipe[DistrustObjective]):
                 log.info("distrust: scale %.4g", scale)
         if section.mode == "additive" and not b.is_plan:
             log.warning(
-                "distrust: the additive term depends on no weight of the model: it changes no gradient"
+                "distrust: the additive term does not depend on the model's weights and has no gradient, "
+                "so it does not affect training; set objective.mode to weight"
             )
         return Distrust(
             float(squares.mean()),
@@ -49,7 +52,9 @@ class DistrustRecipe(Recipe[DistrustObjective]):
         )
 
     @staticmethod
-    def _squares(b: Build) -> torch.Tensor:
-        values = [np.array(each.store.values)[each.records, :2] for each in learned(b.data.examples)]
-        # in fp32, as in the batches: what is 0 there is 0 here
+    def _squared_distances(b: Build) -> torch.Tensor:
+        values = [
+            np.array(examples.store.values)[examples.records, :2] for examples in learned(b.data.examples)
+        ]
+        # rounded to fp32 like the batches, so that the same scores give exactly 0 in both
         return squared_distance(torch.from_numpy(np.concatenate(values)).float()).double()

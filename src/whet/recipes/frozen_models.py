@@ -1,4 +1,4 @@
-"""Models that a run asks and does not train: teachers, and the reference of preferences and rewards."""
+"""Load frozen models: the teachers of distillation, and the reference model of DPO and GRPO."""
 
 import copy
 import logging
@@ -19,67 +19,79 @@ log = logging.getLogger("whet")
 
 
 def load_frozen_models(
-    wanted: Mapping[str, FrozenModel],
+    specs: Mapping[str, FrozenModel],
     model: LanguageModel,
     tokenizer: Any,  # Any: a transformers tokenizer
     *,
     precision: Precision,
 ) -> tuple[dict[str, Frozen], dict[str, str]]:
-    """Open the frozen models of a run: by role, and what tells those with names from any other."""
+    """Load the frozen models of a run.
+
+    Args:
+        specs: The frozen models of the recipe, by role.
+        model: The trained model, before its first step.
+        tokenizer: The tokenizer of the trained model.
+        precision: The dtypes of the run.
+
+    Returns:
+        The models by role, and the identities (`identity_of`) of those that were loaded, by name.
+    """
     frozen: dict[str, Frozen] = {}
     identities: dict[str, str] = {}
-    for role, spec in wanted.items():
+    for role, spec in specs.items():
         if spec.name == UNTRAINED:
             if not spec.before_training:
                 frozen[role] = untrained_copy(model)
             continue
-        opened = _open(spec, model, tokenizer, precision=precision)
+        loaded = _load_by_name(spec, model, tokenizer, precision=precision)
         if spec.trained_dtype:
             log.info("reference: %s", spec.name)
-            opened.requires_grad_(False).eval()
-        frozen[role] = opened
-        identities[spec.name] = identity_of(opened)
+            loaded.requires_grad_(False).eval()
+        frozen[role] = loaded
+        identities[spec.name] = identity_of(loaded)
     return frozen, identities
 
 
 def untrained_copy(model: LanguageModel) -> Frozen:
-    """Return the model as it is before the first step: itself without its adapters, or a copy."""
+    """Return the model before its first step: "adapters-off" if it has adapters, or a frozen copy."""
     if has_adapters(model):
-        log.info("reference: the model with its adapters off")
+        log.info("reference: the model with its adapters disabled")
         return "adapters-off"
     log.info("reference: a frozen copy of the model")
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
-def _open(spec: FrozenModel, model: LanguageModel, tokenizer: Any, *, precision: Precision) -> LanguageModel:
-    """Open a model by name.
+def _load_by_name(
+    spec: FrozenModel, model: LanguageModel, tokenizer: Any, *, precision: Precision
+) -> LanguageModel:
+    """Load a frozen model and check that it has the vocabulary of the trained model.
 
-    A reference is opened as the trained model is (adapters merged, weights in the same dtype), so that naming
-    the model a run starts from gives the run without a name.
+    A reference model is loaded like the trained model (adapters merged, weights in the same dtype). A run
+    that names its base model as the reference therefore equals a run that names no reference.
     """
     dtype = precision.trained if spec.trained_dtype and not has_adapters(model) else precision.frozen
     with blamed_on(spec.key):
-        opened, theirs = (load_base if spec.trained_dtype else load)(
+        loaded, frozen_tokenizer = (load_base if spec.trained_dtype else load)(
             spec.name, dtype=dtype, device=model.device
         )
-        refuse_other_tokens(
+        check_same_vocabulary(
             spec.name,
-            opened.vocab_size,
-            theirs,
+            loaded.vocab_size,
+            frozen_tokenizer,
             student=model.name or "the trained model",
             vocab_size=model.vocab_size,
             tokenizer=tokenizer,
         )
-    return opened
+    return loaded
 
 
-def refuse_longer_texts(spec: FrozenModel, reference: LanguageModel, longest: int) -> None:
-    """Refuse a reference that cannot read the longest text."""
+def check_reference_length(spec: FrozenModel, reference: LanguageModel, longest: int) -> None:
+    """Raise a ModelError if the reference model cannot read the longest text, of `longest` tokens."""
     if longest > reference.max_positions:
         raise ModelError(
-            f"{spec.key}: {spec.name} reads at most {reference.max_positions} tokens, "
-            f"and the longest text has {longest}",
-            hint=f"set data.max_length to {reference.max_positions} or less, or name another reference",
+            f"{spec.key}: {spec.name} supports at most {reference.max_positions} tokens, "
+            f"but the longest text has {longest}",
+            hint=f"set data.max_length to {reference.max_positions} or less, or use another reference model",
         )
 
 
@@ -92,47 +104,79 @@ def load_teacher(
     vocab_size: int | None,
     tokenizer: Any,  # Any: a transformers tokenizer, as below
 ) -> LanguageModel:
-    """Open a teacher whose opinions are about the student's own token ids."""
+    """Load a teacher, and check that it has the vocabulary of the student.
+
+    Args:
+        name: The name or path of the teacher.
+        dtype: The dtype of its weights.
+        device: The device of its weights.
+        student: The name of the trained model, for messages.
+        vocab_size: The vocabulary size of the student, if it is known.
+        tokenizer: The tokenizer of the student.
+    """
     with blamed_on("objective.teacher"):
-        teacher, theirs = load(name, dtype=dtype, device=device)
-        refuse_other_tokens(
-            name, teacher.vocab_size, theirs, student=student, vocab_size=vocab_size, tokenizer=tokenizer
+        teacher, teacher_tokenizer = load(name, dtype=dtype, device=device)
+        check_same_vocabulary(
+            name,
+            teacher.vocab_size,
+            teacher_tokenizer,
+            student=student,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
         )
     return teacher
 
 
-def refuse_other_tokens(
+def check_same_vocabulary(
     name: str,
-    size: int,
-    theirs: Any,
+    frozen_vocab_size: int,
+    frozen_tokenizer: Any,
     *,
     student: str,
     vocab_size: int | None,
     tokenizer: Any,
 ) -> None:
-    """Refuse a model, of `size` tokens and with the tokenizer `theirs`, whose ids mean other tokens."""
+    """Raise a ModelError if a frozen model has another vocabulary than the trained model.
+
+    Args:
+        name: The frozen model's name.
+        frozen_vocab_size: Its vocabulary size.
+        frozen_tokenizer: Its tokenizer; None skips the comparison of tokens.
+        student: The trained model's name.
+        vocab_size: Its vocabulary size; None skips the comparison of sizes.
+        tokenizer: Its tokenizer.
+    """
     if vocab_size is not None:
-        refuse_other_size(name, size, student, vocab_size)
-    known, ours = (each.get_vocab() for each in (theirs, tokenizer)) if theirs else ({}, {})
-    differ = [token for token in {**known, **ours} if known.get(token) != ours.get(token)]
-    if differ:
-        shown = ", ".join(f"{t!r} ({known.get(t)} there, {ours.get(t)} here)" for t in sorted(differ)[:3])
-        raise ModelError(f"{name} has another tokenizer: {len(differ)} tokens differ, such as {shown}")
-
-
-def refuse_other_size(name: str, theirs: int, student: str, ours: int) -> None:
-    """Refuse a model with a vocabulary of another size."""
-    if theirs != ours:
+        check_same_vocab_size(name, frozen_vocab_size, student, vocab_size)
+    if not frozen_tokenizer:
+        return
+    frozen_ids, ids = frozen_tokenizer.get_vocab(), tokenizer.get_vocab()
+    differing = [token for token in {**frozen_ids, **ids} if frozen_ids.get(token) != ids.get(token)]
+    if differing:
+        shown = ", ".join(
+            f"{token!r} (id {frozen_ids.get(token)} instead of {ids.get(token)})"
+            for token in sorted(differing)[:3]
+        )
         raise ModelError(
-            f"{name} has a vocabulary of {theirs}, and {student} of {ours}: both must have the same tokens"
+            f"{name} has a different tokenizer than {student}: "
+            f"{len(differing)} tokens differ, such as {shown}"
+        )
+
+
+def check_same_vocab_size(name: str, frozen_vocab_size: int, student: str, vocab_size: int) -> None:
+    """Raise a ModelError if a frozen model's vocabulary size differs from the trained model's."""
+    if frozen_vocab_size != vocab_size:
+        raise ModelError(
+            f"{name} has a vocabulary of {frozen_vocab_size}, but {student} has one of {vocab_size}: "
+            "both must have the same tokens"
         )
 
 
 def identity_of(model: LanguageModel) -> str:
-    """Return what tells a frozen model from any other: its weights, and what is done with them."""
+    """Return a string that identifies a frozen model: the hash of its weights, and its fingerprint."""
     return f"{weights_digest(model)} {model.fingerprint}"
 
 
 def has_adapters(model: LanguageModel) -> bool:
-    """Whether a model has adapters, which can be turned off."""
+    """Return whether a model has adapters."""
     return any(True for _ in adapted(model))

@@ -1,4 +1,4 @@
-"""GRPO: the recipe that trains a model on rewards of its own answers."""
+"""GRPO: train a model on the rewards of completions that it samples."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.objectives.grpo import GRPO
 from whet.parallel.process_group import SOLO, World
-from whet.recipes.frozen_models import refuse_longer_texts
+from whet.recipes.frozen_models import check_reference_length
 from whet.recipes.recipe import (
     UNTRAINED,
     Build,
@@ -39,44 +39,49 @@ from whet.storage import append_text
 from whet.training.callbacks import Callback, Injector, Metrics, RunView
 
 log = logging.getLogger("whet")
-_SHOWN = 120  # characters of a sample in the log
+_MAX_LOGGED_CHARACTERS = 120  # of a prompt or a completion in the log
 
 
 class GRPORecipe(Recipe[GRPOObjective]):
-    """A language model on its own answers."""
+    """Trains a language model on rewards of its completions."""
 
     has_batches_at_start = False
 
     def check(self) -> None:
-        """Refuse settings that would make another policy of the one that samples, or mean nothing here."""
+        """Raise a ConfigError for settings that would change the sampled policy or do not apply to GRPO."""
         config = self.config
         if config.method.kind != "full" and config.method.dropout:
             raise ConfigError(
-                "objective grpo compares log-probabilities with those of a moment before: "
-                "method.dropout must be 0"
+                "objective grpo does not support dropout, which makes the trained policy differ from the "
+                "sampled one: method.dropout must be 0"
             )
         if config.data.curriculum is not None:
-            raise ConfigError("objective grpo draws its prompts evenly: it has no data.curriculum")
+            raise ConfigError(
+                "objective grpo does not support data.curriculum: it samples prompts uniformly",
+                hint="remove data.curriculum",
+            )
         if config.data.order == "mlx":
             raise ConfigError(
-                "objective grpo has no batches of mlx-lm: set data.order to shuffle or sequential"
+                "objective grpo does not support data.order mlx: set data.order to shuffle or sequential"
             )
         if config.run.batch_size is None:
-            raise ConfigError("objective grpo counts prompts: set run.batch_size instead of run.batch_tokens")
+            raise ConfigError(
+                "objective grpo counts a step in prompts: set run.batch_size instead of run.batch_tokens"
+            )
 
     def needs(self) -> Needs:
-        """Return what is read from records: prompts; the rest of a record is for the rewards."""
+        """Request prompts only; the reward functions get the rest of a record."""
         return Needs(prompts=True)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
-        """Return the reference of the KL term, where it counts."""
+        """Return the reference model of the KL term, or nothing if beta is 0."""
         if not self.section.beta:
             return {}
         name = self.section.reference_model or UNTRAINED
         return {"reference": FrozenModel(name, "objective.reference_model", trained_dtype=True)}
 
     def step_shape(self) -> StepShape:
-        """Return the shape of groups of completions."""
+        """Return the shape of a step: a group of completions per prompt."""
         section, run = self.section, self.config.run
         rows = min(section.generate_rows, section.group_size * (run.batch_size or section.generate_rows))
         columns = {
@@ -87,19 +92,19 @@ class GRPORecipe(Recipe[GRPOObjective]):
         }
         return StepShape(
             documents=section.group_size,
-            more_tokens=section.max_new_tokens,
+            completion_tokens=section.max_new_tokens,
             cached_tokens=rows * (self.config.data.max_length + section.max_new_tokens),
             columns=columns,
         )
 
-    def start(self, held: contextlib.ExitStack) -> None:
-        """Start the rewards, too: they may not even be there."""
-        super().start(held)
-        self.pool = held.enter_context(RewardPool(self.section, self.given.rewards))
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """Start the reward workers, so that missing reward functions fail before the model is loaded."""
+        super().start(stack)
+        self.pool = stack.enter_context(RewardPool(self.section, self.given.rewards))
 
     def prepare(self, b: Build) -> None:
-        """Make the sampler, and refuse a reference that cannot read the longest completion."""
-        self.rollouts = Reinforcement(
+        """Create the sampler, and check that the reference model can read the longest completion."""
+        self.rollouts = RolloutSource(
             self.config,
             self.section,
             b.data.prompts,
@@ -111,12 +116,12 @@ class GRPORecipe(Recipe[GRPOObjective]):
         )
         reference = b.frozen.get("reference")
         if isinstance(reference, LanguageModel) and self.section.reference_model is not None:
-            prompts = [prompt for part in self.rollouts.prompts.values() for prompt in part]
+            prompts = [prompt for split in self.rollouts.prompts.values() for prompt in split]
             longest = max(len(prompt.tokens) for prompt in prompts) + self.section.max_new_tokens
-            refuse_longer_texts(self.frozen_models()["reference"], reference, longest)
+            check_reference_length(self.frozen_models()["reference"], reference, longest)
 
     def objective(self, b: Build) -> GRPO:
-        """Return the objective."""
+        """Return the GRPO objective."""
         section = self.section
         return GRPO(
             epsilon=section.epsilon,
@@ -128,23 +133,23 @@ class GRPORecipe(Recipe[GRPOObjective]):
         )
 
     def steps(self, b: Build) -> RolloutStream:
-        """Return steps on rollouts."""
+        """Return the training steps, which sample rollouts."""
         return self.rollouts.stream(b.data.steps, b.frozen.get("reference"))
 
     def callbacks(self, b: Build) -> list[Callback]:
-        """Return the one that writes samples."""
+        """Return the callback that writes some completions to samples.jsonl."""
         return [RolloutSamples(b.directory / SAMPLES_FILE, every=self.section.samples_every)]
 
     def evaluators(
         self, b: Build, split: str, data: EvaluationSplit | None, pause: Callable[[], None]
     ) -> Evaluators:
-        """Return the rewards of greedy answers, and the config's own metrics of them."""
-        judged = self.rollouts.evaluator(split, pause, self.metrics)
-        return [] if judged is None else [judged]
+        """Return the evaluator of greedy completions: their rewards, and the metrics of eval.metrics."""
+        evaluator = self.rollouts.evaluator(split, pause, self.metrics)
+        return [] if evaluator is None else [evaluator]
 
 
-class Reinforcement:
-    """The rollouts of a run, and the evaluation of its model by the same rewards."""
+class RolloutSource:
+    """Samples the rollouts of a run, and evaluates its model with the same rewards."""
 
     def __init__(
         self,
@@ -162,39 +167,45 @@ class Reinforcement:
         self.model = model
         self.sampler = Sampler(model, tokenizer, section, pool, precision, world)
         if not self.sampler.stops:
-            log.warning("the tokenizer has no token that ends an answer: every completion is truncated")
-        self.prompts = {name: self._fitting(name, found) for name, found in prompts.items()}
+            log.warning(
+                "the tokenizer has no stop token: every completion is truncated at objective.max_new_tokens"
+            )
+        self.prompts = {split: self._fitting(split, all_prompts) for split, all_prompts in prompts.items()}
 
-    def _fitting(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def _fitting(self, split: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts that leave room for a completion in the model's context."""
         data = self.config.data
-        found = fitting(
+        fitting_prompts = fitting(
             prompts,
             context=self.model.max_positions,
             max_length=data.max_length,
             max_new_tokens=self.sampler.settings.max_new_tokens,
             drop=data.too_long == "drop",
         )
-        if len(found) < len(prompts):
-            log.warning("%s: %d prompts are too long and left out", name, len(prompts) - len(found))
-        return found
+        if dropped := len(prompts) - len(fitting_prompts):
+            log.warning("%s: %d prompts are too long and are left out", split, dropped)
+        return fitting_prompts
 
     def stream(self, steps: StepSettings, reference: Frozen | None) -> RolloutStream:
-        """The training steps."""
+        """Return the training steps."""
         return RolloutStream(
             self.sampler, self.prompts["train"], steps, seed=self.config.run.seed, reference=reference
         )
 
     def evaluator(
-        self, name: str, pause: Callable[[], None], metrics: AnswerMetrics | None = None
+        self, split: str, pause: Callable[[], None], metrics: AnswerMetrics | None = None
     ) -> Callable[[], Metrics] | None:
-        """Greedy answers to the prompts of a split, judged: eval_reward, its parts, exact_match, metrics."""
-        if name not in self.prompts:
+        """Return a function that evaluates greedy completions of a split's prompts, or None without a split.
+
+        Its metrics are eval_reward, the value of each reward, exact_match and the functions of eval.metrics.
+        """
+        if split not in self.prompts:
             return None
-        return lambda: evaluate_rewards(self.sampler, self.prompts[name], metrics=metrics, pause=pause)
+        return lambda: evaluate_rewards(self.sampler, self.prompts[split], metrics=metrics, pause=pause)
 
 
-class RolloutSamples(Injector):  # so that a step's samples are written before its row
-    """Writes some completions of a step into samples.jsonl, and into the log."""
+class RolloutSamples(Injector):  # an injector, to write a step's samples before its metrics row
+    """Writes some completions of a step to samples.jsonl and to the log."""
 
     main_only = True
 
@@ -203,13 +214,13 @@ class RolloutSamples(Injector):  # so that a step's samples are written before i
         self.every = every
 
     def on_train_begin(self, run: RunView) -> None:
-        """A resumed run writes the samples after its checkpoint again."""
+        """Move samples from after the checkpoint to another file, because a resumed run writes them again."""
         self.run = run
         with contextlib.suppress(StorageError):
             set_aside_later_rows(self.path, step=run.step, evaluated_step=None)
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """Write the samples that came with the step."""
+        """Write the samples of the step if they are due."""
         if self.run.last_step is not None and (step == 1 or step % self.every == 0):
             self._write(step, self.run.last_step.samples)
 
@@ -218,11 +229,11 @@ class RolloutSamples(Injector):  # so that a step's samples are written before i
         try:
             append_text(self.path, "".join(lines))
         except StorageError as error:
-            log.warning("%s; these samples are not kept", error.message)
+            log.warning("%s; the samples of step %d are lost", error.message, step)
         for sample in samples:
-            prompt, text = (_short(sample[key]) for key in ("prompt", "completion"))
-            log.info("step %d: reward %.3g: %s -> %s", step, sample["reward"], prompt, text)
+            prompt, completion = (_truncate(sample[key]) for key in ("prompt", "completion"))
+            log.info("step %d: reward %.3g: %s -> %s", step, sample["reward"], prompt, completion)
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+def _truncate(text: str) -> str:
+    return repr(text if len(text) <= _MAX_LOGGED_CHARACTERS else f"{text[:_MAX_LOGGED_CHARACTERS]}...")

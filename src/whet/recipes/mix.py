@@ -1,4 +1,4 @@
-"""A weighted sum of objectives, each on its own data: every step has batches of all parts."""
+"""The mix objective: a weighted sum of objectives with separate data, all of which are in every step."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ log = logging.getLogger("whet")
 
 
 class MixRecipe(Recipe[MixObjective]):
-    """A language model on the data of several objectives."""
+    """Trains a language model on several objectives at once, each with its data."""
 
     def __init__(self, config: RunConfig, section: MixObjective, given: Given | None = None) -> None:
         super().__init__(config, section, given)
@@ -30,12 +30,12 @@ class MixRecipe(Recipe[MixObjective]):
         self.weights = {part.called: part.weight for part in section.parts}
 
     def check(self) -> None:
-        """Check every part."""
+        """Check the settings of every part."""
         for recipe in self.parts.values():
             recipe.check()
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
-        """Return those of the parts, under their names."""
+        """Return the frozen models of all parts, under "PART.ROLE"."""
         return {
             f"{part}.{role}": model
             for part, recipe in self.parts.items()
@@ -51,22 +51,22 @@ class MixRecipe(Recipe[MixObjective]):
         return MixData(parts, self.weights)
 
     def check_models(self, b: Build) -> None:
-        """Check every part."""
+        """Check the models of every part."""
         for name, recipe in self.parts.items():
-            recipe.check_models(self._build(b, name))
+            recipe.check_models(self._part_build(b, name))
 
     def prepare(self, b: Build) -> None:
-        """Prepare every part."""
+        """Prepare the data of every part."""
         for name, recipe in self.parts.items():
-            recipe.prepare(self._build(b, name))
+            recipe.prepare(self._part_build(b, name))
 
     def objective(self, b: Build) -> Objective:
-        """Return the weighted sum of the parts."""
-        parts = {name: recipe.objective(self._build(b, name)) for name, recipe in self.parts.items()}
+        """Return the weighted sum of the parts' objectives."""
+        parts = {name: recipe.objective(self._part_build(b, name)) for name, recipe in self.parts.items()}
         return Mix(parts, self.weights)
 
-    def _build(self, b: Build, name: str) -> Build:
-        """Return what one part has: its config, its data, and its frozen models."""
+    def _part_build(self, b: Build, name: str) -> Build:
+        """Return the build with the config, data and frozen models of one part."""
         prefix = f"{name}."
         frozen = {
             role.removeprefix(prefix): model for role, model in b.frozen.items() if role.startswith(prefix)
@@ -76,7 +76,7 @@ class MixRecipe(Recipe[MixObjective]):
 
 
 class MixData:
-    """What the parts of a mix name, used as the data of one run."""
+    """The data of all parts of a mix, as the data of one run."""
 
     def __init__(self, parts: Mapping[str, RunData], weights: Mapping[str, float]) -> None:
         self.parts = dict(parts)
@@ -84,23 +84,23 @@ class MixData:
 
     @property
     def steps(self) -> StepSettings:
-        """How the steps of the first part are cut."""
+        """The settings that split the steps of the first part into micro-batches."""
         return next(iter(self.parts.values())).steps
 
     def texts(self) -> Iterator[str]:
-        """What the training records of all parts say, to make a tokenizer from."""
+        """Yield the texts of the training records of all parts, to train a tokenizer on."""
         for data in self.parts.values():
             yield from data.texts()
 
     def digests(self) -> dict[str, str]:
-        """A hash of each source's content."""
-        return self._of_parts(RunData.digests)
+        """Return a hash of each source's records, under "PART.SOURCE"."""
+        return self._collect_digests(RunData.digests)
 
     def token_digests(self) -> dict[str, str]:
-        """A hash of what each source became."""
-        return self._of_parts(RunData.token_digests)
+        """Return a hash of each source's tokens, under "PART.SOURCE"."""
+        return self._collect_digests(RunData.token_digests)
 
-    def _of_parts(self, digests: Callable[[RunData], dict[str, str]]) -> dict[str, str]:
+    def _collect_digests(self, digests: Callable[[RunData], dict[str, str]]) -> dict[str, str]:
         return {
             f"{part}.{name}": digest
             for part, data in self.parts.items()
@@ -108,28 +108,31 @@ class MixData:
         }
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
-        """Tokenise every source of every part."""
+        """Tokenize every source of every part."""
         for name, data in self.parts.items():
             log.info("part %s, weight %g:", name, self.weights[name])
             data.prepare(tokenizer)
 
     def check(self, model: LanguageModel) -> None:
-        """Refuse tokens and lengths that the model does not know; warn if it would not learn to stop."""
+        """Raise an error for tokens and lengths that the model does not support.
+
+        Warns if no supervised token would teach the model to stop.
+        """
         for data in self.parts.values():
             data.check(model)
 
     def stream(self) -> "MixStream":
-        """Steps that have the next batches of every part."""
+        """Return steps that contain the next step of every part."""
         return MixStream({name: data.stream() for name, data in self.parts.items()})
 
     def describe_steps(self) -> str:
-        """How large a step is, for a person."""
+        """Return the size of each part's steps in words."""
         return "; ".join(f"{name}: {data.describe_steps()}" for name, data in self.parts.items())
 
     def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
-        """The batches of valid or test of all parts that have one, and what is asked in them."""
-        found = {part: data.split(name, model) for part, data in self.parts.items()}
-        splits = {part: split for part, split in found.items() if split is not None}
+        """Return the batches and questions of a split over all parts that have it, or None."""
+        part_splits = {part: data.split(name, model) for part, data in self.parts.items()}
+        splits = {part: split for part, split in part_splits.items() if split is not None}
         if not splits:
             return None
         return EvaluationSplit(
@@ -139,7 +142,7 @@ class MixData:
 
 
 class MixStream(StepStream):
-    """Several endless streams, a step of each at a time; the parts' positions are its position."""
+    """Combines the endless streams of all parts: each step contains one step of every part."""
 
     def __init__(self, streams: Mapping[str, StepStream]) -> None:
         self.streams = streams
@@ -149,10 +152,10 @@ class MixStream(StepStream):
         return Step([replace(batch, part=part) for part, step in steps.items() for batch in step])
 
     def state(self) -> dict[str, dict[str, int]]:
-        """The position of each part."""
+        """Return the position of each part's stream."""
         return {part: stream.state() for part, stream in self.streams.items()}
 
     def seek(self, state: Mapping[str, dict[str, int]]) -> None:
-        """Go to a position that `state` returned."""
+        """Move every part's stream to the position that `state` returned."""
         for part, stream in self.streams.items():
             stream.seek(state[part])

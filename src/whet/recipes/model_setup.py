@@ -1,4 +1,4 @@
-"""The language model of a run: its tokenizer, its weights, what is generated with it, and how it is saved."""
+"""The default steps of a recipe for language models: load, compile, evaluate and save."""
 
 import logging
 from collections.abc import Callable
@@ -41,7 +41,7 @@ log = logging.getLogger("whet")
 def find_tokenizer(
     config: RunConfig, data: RecipeData, directory: Path
 ) -> Any:  # Any: a transformers tokenizer
-    """Return the model's tokenizer, or a new one made from the data."""
+    """Return the model's tokenizer, or a new one trained on the data."""
     model = config.language_model
     if isinstance(model, Preset):
         return new_tokenizer(model, data.texts(), kept_in=directory / TOKENIZER)
@@ -57,11 +57,11 @@ def build_language_model(
     device: torch.device,
     precision: Precision,
 ) -> tuple[LanguageModel, str]:
-    """Return the model with its adapters, ready to be trained, and the digest of its untrained weights."""
+    """Return the model with its adapters, ready to train, and the hash of its untrained weights."""
     method = config.method
     log.info("device: %s; precision %s; attention: %s", device, precision.reason, describe_backend(device))
     dtype = precision.trained if method.kind == "full" else precision.frozen
-    model = _untrained(config, tokenizer, device=device, dtype=dtype)
+    model = _load_untrained_model(config, tokenizer, device=device, dtype=dtype)
     base_digest = weights_digest(model)
     make_trainable(model, method, dtype=precision.trained)
     model.grad_checkpoint = config.run.grad_checkpoint
@@ -71,7 +71,7 @@ def build_language_model(
     return model, base_digest
 
 
-def _untrained(
+def _load_untrained_model(
     config: RunConfig,
     tokenizer: Any,  # Any: as above
     *,
@@ -96,16 +96,16 @@ def _untrained(
 
 
 def compile_model(b: Build) -> None:
-    """Compile the layers of a language model, and try them on a first micro-batch."""
+    """Compile the layers of a language model, and run them on one micro-batch."""
     from whet.training.compile import compile_blocks
 
     log.info("compile: %s", compile_blocks(b.model, _first_batch(b), b.precision))
 
 
 def _first_batch(b: Build) -> Batch:
-    """Return what a run begins with; a few tokens where that is not known yet, or the model is to be cut."""
+    """Return the first micro-batch, or a dummy if batches do not exist yet or FSDP will shard the model."""
     if b.steps is None or b.config.parallel.kind == "fsdp":
-        return make_batch([[Example([0] * 9, [True] * 9, "a trial")]])
+        return make_batch([[Example([0] * 9, [True] * 9, "a dummy example")]])
     first: Batch = b.steps.peek()[0]
     return first
 
@@ -117,7 +117,10 @@ def text_evaluators(
     data: EvaluationSplit | None,
     pause: Callable[[], None],
 ) -> Evaluators:
-    """Return exact match and the config's own metrics, where answers are generated."""
+    """Return the evaluator of generated text: exact match and the metrics of eval.metrics.
+
+    The list is empty if the split has no questions.
+    """
     if data is None or not data.questions:
         return []
     from whet.evaluation.answer_metrics import answer_evaluator
@@ -136,7 +139,7 @@ def text_evaluators(
 
 
 def stage_tokenizer(config: RunConfig, b: Build, staging: Path) -> None:
-    """Keep a tokenizer that was made for this run: it is in no model directory yet."""
+    """Save a tokenizer that was trained for this run, because no model directory has it yet."""
     if isinstance(config.model, Preset):
         save_tokenizer(b.tokenizer, staging / TOKENIZER)
 
@@ -155,7 +158,7 @@ def _save(config: RunConfig, b: Build, final: Path, head: "StoredHead | None") -
         save(b.model, b.tokenizer, final, classifier=head)
         return
     base = None
-    if b.model.name is None:  # an adapter was folded in: these weights are nowhere else
+    if b.model.name is None:  # an adapter was merged into these weights, so they exist nowhere else
         base = b.directory / BASE
         if not base.exists():
             save_base(b.model, b.tokenizer, base)
@@ -163,27 +166,40 @@ def _save(config: RunConfig, b: Build, final: Path, head: "StoredHead | None") -
 
 
 def use_fp8(model: LanguageModel, method: str, *, device: torch.device | None = None) -> str:
-    """Let the linear layers of all blocks multiply in 8 bits while they train; says how many do."""
+    """Use fp8 matmuls in the linear layers of all blocks while training.
+
+    Args:
+        model: The model to change.
+        method: method.kind of the config, which must be "full".
+        device: The device of the run, if it is not the model's.
+
+    Returns:
+        The number of layers that use fp8, in words.
+
+    Raises:
+        ConfigError: The method, the device or the model does not support fp8.
+    """
     device = device or model.device
     if method != "full":
         raise ConfigError(
-            "run.fp8 is for training every weight", hint="set method.kind to full, or run.fp8 to false"
+            f"run.fp8 needs method.kind full, not {method}",
+            hint="set method.kind to full, or run.fp8 to false",
         )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"run.fp8: {name} cannot multiply in 8 bits", hint="set run.fp8 to false")
+        raise ConfigError(f"run.fp8: {name} does not support fp8 matmuls", hint="set run.fp8 to false")
     if device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"run.fp8 does not run on {device.type}", hint="set run.fp8 to false")
+        raise ConfigError(f"run.fp8 is not supported on {device.type}", hint="set run.fp8 to false")
     layers = [module for block in model.blocks() for module in block.modules() if type(module) is Linear]
     fitting = [
         layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
     ]
     if not fitting:
         raise ConfigError(
-            f"run.fp8: no linear layer of this model has sides that are multiples of {MULTIPLE}",
-            hint="only whet's own architectures have such layers; set run.fp8 to false",
+            f"run.fp8: no linear layer of this model has dimensions that are multiples of {MULTIPLE}",
+            hint="set run.fp8 to false; only models with whet's native implementation support it",
         )
     for layer in fitting:
         layer.fp8 = True
-    slow = " (on a CPU only to try it out)" if device.type == "cpu" else ""
-    return f"{len(fitting)} of {len(layers)} linear layers multiply in 8 bits while training{slow}"
+    note = " (slow on a CPU, for testing only)" if device.type == "cpu" else ""
+    return f"{len(fitting)} of {len(layers)} linear layers use fp8 matmuls in training{note}"

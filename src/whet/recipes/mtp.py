@@ -1,4 +1,4 @@
-"""Multi-token prediction: heads beside the model."""
+"""Multi-token prediction: additional heads that predict later tokens."""
 
 import logging
 
@@ -14,22 +14,22 @@ log = logging.getLogger("whet")
 
 
 class MTPRecipe(Recipe[MTPObjective]):
-    """A language model on texts, with heads that predict further tokens."""
+    """Trains a language model on text, together with heads that predict later tokens."""
 
     def prepare(self, b: Build) -> None:
-        """Refuse texts too short for the last head."""
+        """Raise a DataError if all texts of a split are too short for the last head."""
         count = self.section.n_predict
         for name, examples in b.data.examples.items():
             longest = int(examples.sides.lengths.max()) + 1
             if longest < count + 2:
                 raise DataError(
-                    f"{name}: the longest text has {longest} tokens, and the last of "
+                    f"{name}: the longest text has {longest} tokens, but the last of "
                     f"{count} heads needs {count + 2}",
                     hint="lower objective.n_predict, or train on longer texts",
                 )
 
     def objective(self, b: Build) -> Objective:
-        """Return the objective with new heads."""
+        """Return the MTP objective with new heads."""
         section = self.section
         block = block_of(b.model, section)
         objective = MultiTokenPrediction(b.model, section.n_predict, section.weight, block)
@@ -43,6 +43,6 @@ class MTPRecipe(Recipe[MTPObjective]):
                 if block is not None
                 else "like the model's last"
                 if isinstance(b.model, Decoder)
-                else "of whet's own",
+                else "of whet's default architecture",
             )
         return objective

@@ -1,4 +1,4 @@
-"""The DPO family: reference log-probabilities, computed once and stored, or an online reference."""
+"""DPO, IPO, ORPO and SimPO, with precomputed or online log-probabilities of a reference model."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ from whet.data.tokens.examples import StoredPairs
 from whet.models.language_model import LanguageModel, evaluating
 from whet.objectives.objective import Objective
 from whet.objectives.preference import Preference, answer_logprobs
-from whet.recipes.frozen_models import refuse_longer_texts
+from whet.recipes.frozen_models import check_reference_length
 from whet.recipes.recipe import UNTRAINED, Build, ColumnShape, FrozenModel, Recipe, StepShape
 from whet.training.loss import in_precision
 
@@ -21,14 +21,14 @@ log = logging.getLogger("whet")
 
 
 class PreferenceRecipe(Recipe[PreferenceObjective]):
-    """A language model on pairs of answers."""
+    """Trains a language model on pairs of chosen and rejected completions."""
 
     def needs(self) -> Needs:
-        """Return what is read from records: pairs of answers."""
+        """Request pairs of a chosen and a rejected completion."""
         return Needs(pairs=True)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
-        """Return the reference, which is asked in every step or once before the first."""
+        """Return the reference model, or nothing if the loss does not need one."""
         section = self.section
         if not section.has_reference:
             return {}
@@ -45,28 +45,28 @@ class PreferenceRecipe(Recipe[PreferenceObjective]):
         return self.section.has_reference and self.section.reference == "online"
 
     def step_shape(self) -> StepShape:
-        """Return the shape of pairs."""
+        """Return the shape of a step: two documents per pair."""
         return StepShape(documents=2, multiple=2, columns={"values": ColumnShape("document", (1,))})
 
     def prepare(self, b: Build) -> None:
-        """Compute what the reference makes of every pair, unless it is asked in every step."""
+        """Compute the reference log-probabilities of every pair, unless the reference model is online."""
         if not self.section.has_reference:
             return
         spec, reference = self.frozen_models()["reference"], b.frozen.get("reference")
         examples: Mapping[str, StoredPairs] = b.data.examples
         if isinstance(reference, LanguageModel) and spec.name != UNTRAINED:
             longest = max(int(pairs.sides.lengths.max()) for pairs in examples.values())
-            refuse_longer_texts(spec, reference, longest)
+            check_reference_length(spec, reference, longest)
         if self._is_online:
             return
         model, identity = b.model, f"{b.base_digest} {b.model.fingerprint}"
         if isinstance(reference, LanguageModel):
             model, identity = reference, b.identities[spec.name]
         for name, pairs in examples.items():
-            pairs.references = _references(name, pairs, model, identity, b)
+            pairs.references = _reference_logprobs(name, pairs, model, identity, b)
 
     def objective(self, b: Build) -> Objective:
-        """Return the objective."""
+        """Return the preference objective."""
         section = self.section
         return Preference(
             section.kind,
@@ -78,27 +78,30 @@ class PreferenceRecipe(Recipe[PreferenceObjective]):
         )
 
 
-def _references(name: str, pairs: StoredPairs, model: LanguageModel, identity: str, b: Build) -> np.ndarray:
-    """What the reference makes of each answer: computed once, kept beside the tokens."""
+def _reference_logprobs(
+    name: str, pairs: StoredPairs, model: LanguageModel, identity: str, b: Build
+) -> np.ndarray:
+    """Return the reference log-probabilities [pairs, 2] of the completions, computed once and then stored."""
     sides = pairs.sides
     key = hashlib.sha256(f"{identity} {b.precision.compute}".encode())
     key.update(np.stack((sides.starts, sides.stops)).tobytes())
     path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
     if b.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):
-        log.info("reference: log-probabilities of %s from the store", name)
+        log.info("reference: using stored log-probabilities of %s", name)
         return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
-    log.info("reference: %d answers of %s, once before training", len(sides), name)
+    log.info("reference: computing log-probabilities of %d completions of %s", len(sides), name)
     logprobs = np.zeros((len(pairs), 2))
     device = model.device
     batches = list(one_pass(pairs, b.data.steps))
-    mine = []
+    local_scores = []  # of this rank's batches
     with evaluating(model):
         for _, (_, batch), _ in b.world.rounds(batches):
             with in_precision(b.precision, device):
                 scores = answer_logprobs(model, batch.to(device))
-            mine.append(scores.double().cpu().numpy().reshape(-1, 2))
-    for (places, _), answers in zip(batches, b.world.in_order(mine, len(batches)), strict=True):
-        logprobs[places] = answers
+            local_scores.append(scores.double().cpu().numpy().reshape(-1, 2))
+    all_scores = b.world.in_order(local_scores, len(batches))
+    for (indices, _), batch_scores in zip(batches, all_scores, strict=True):
+        logprobs[indices] = batch_scores
     if b.world.is_main:
         pairs.store.keep_beside(path.name, logprobs)
     return logprobs

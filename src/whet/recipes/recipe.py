@@ -1,4 +1,4 @@
-"""The contract of a recipe: everything that one objective kind does differently from the others."""
+"""The Recipe interface: everything that one objective kind does differently from the others."""
 
 import abc
 import contextlib
@@ -36,69 +36,69 @@ UNTRAINED = "the model as it is before the first step"
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that a run asks and does not train."""
+    """A model that a run uses but does not train, such as a teacher or a reference model."""
 
-    name: str  # what it is opened by, or UNTRAINED
-    key: str  # of the config, to be named in errors
-    trained_dtype: bool = False  # opened like the trained model, not in the dtype of frozen weights
-    before_training: bool = False  # asked once before the first step, and gone by then
+    name: str  # its name or path, or UNTRAINED
+    key: str  # the config key that names it, for error messages
+    trained_dtype: bool = False  # load it in the dtype of trained weights instead of that of frozen ones
+    before_training: bool = False  # only used by `prepare`, and freed before the first step
 
 
 @dataclass(frozen=True)
 class ColumnShape:
-    """A column that the batches of a kind have, for plans."""
+    """The shape of a batch column, for plans."""
 
     axis: Axis
-    sizes: tuple[int, ...] = ()  # behind the axis
+    sizes: tuple[int, ...] = ()  # of the dimensions after the axis
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step of a kind holds, for plans."""
+    """The contents of a training step, for plans."""
 
-    documents: int = 1  # of an example
-    more_tokens: int = 0  # of a document, behind data.max_length
-    multiple: int = 1  # documents of a micro-batch come in these numbers
-    cached_tokens: int = 0  # keys and values of the completions that are sampled at once
+    documents: int = 1  # per example
+    completion_tokens: int = 0  # per document, in addition to data.max_length
+    multiple: int = 1  # the number of documents in a micro-batch is a multiple of this
+    cached_tokens: int = 0  # tokens in the KV cache while completions are sampled
     columns: Mapping[str, ColumnShape] = field(default_factory=dict)
 
 
 class RecipeData(Protocol):
-    """Records, tokenised and cut: RunData, or what a recipe has in its place."""
+    """The data of a run: RunData, or a recipe's replacement for it."""
 
     @property
     def steps(self) -> StepSettings:
-        """How steps are cut into micro-batches."""
+        """The settings that split steps into micro-batches."""
 
     def texts(self) -> Iterator[str]:
-        """What the training records say, to make a tokenizer from."""
+        """Yield the texts of the training records, to train a tokenizer on."""
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
-        """Read and tokenise every source."""
+        """Read and tokenize every source."""
 
     def check(self, model: Any) -> None:  # Any: the Trainable of the recipe
-        """Refuse what the model cannot read."""
+        """Raise an error for examples that the model cannot read."""
 
     def stream(self) -> StepStream:
         """Return the training steps."""
 
     def split(self, name: Any, model: Any) -> EvaluationSplit | None:  # Any: the name of a split; as above
-        """Return valid or test, where there is one."""
+        """Return the split "valid" or "test", or None if the run does not have it."""
 
     def digests(self) -> dict[str, str]:
-        """Return a hash of each source's content."""
+        """Return a hash of each source's records."""
 
     def token_digests(self) -> dict[str, str]:
-        """Return a hash of what each source became."""
+        """Return a hash of each source's tokens."""
 
     def describe_steps(self) -> str:
-        """Return how large a step is, for a person."""
+        """Return the size of a step in words."""
 
 
 @dataclass
 class Build:
-    """What a run has once its data and models are there; `objective` and `steps` follow."""
+    """The parts of a run while it is assembled; `objective` and `steps` are filled in last."""
 
     config: RunConfig
     model: Any  # Any: the Trainable that the recipe's objective is for
@@ -106,8 +106,8 @@ class Build:
     data: Any = None  # Any: the RecipeData of the recipe; None in plans
     tokenizer: Any = None  # Any: a transformers tokenizer
     frozen: Mapping[str, Frozen] = field(default_factory=dict)  # by role
-    identities: Mapping[str, str] = field(default_factory=dict)  # of frozen models, by name
-    base_digest: str = ""  # of the untrained weights
+    identities: Mapping[str, str] = field(default_factory=dict)  # hashes of the frozen models, by name
+    base_digest: str = ""  # hash of the untrained weights
     directory: Path = Path()
     world: World = SOLO
     objective: Objective | None = None
@@ -115,17 +115,27 @@ class Build:
 
     @property
     def is_plan(self) -> bool:
-        """Whether there is no data, and no weight has a value."""
+        """Whether this is a plan or a dry run: there is no data, and weights are on the meta device."""
         return self.data is None
 
 
 class Recipe(abc.ABC, Generic[S]):
-    """How one objective kind is prepared, trained and saved; the defaults are those of language models."""
+    """How one objective kind is prepared, trained and saved. The defaults train a language model.
 
-    has_batches_at_start = True  # steps exist before training: probes and the compiler can look at some
-    answers_in_text = True  # samples can be generated
-    counts_flops = True  # FLOPs of a token are known
-    metrics: "AnswerMetrics | None" = None  # those of eval.metrics, once started
+    Before its first step, a run calls `check`, `open_data`, `find_tokenizer`, `start`, `model`, `prepare` and
+    `objective`, in this order. `steps` is called before `prepare`, or after `objective` if
+    `has_batches_at_start` is False. Only `objective` has no default.
+
+    Args:
+        config: The run's config.
+        section: The `objective` section of the config.
+        given: Python objects that the config refers to.
+    """
+
+    has_batches_at_start = True  # False if batches exist only during training, such as sampled completions
+    answers_in_text = True  # whether the model can generate text
+    counts_flops = True  # whether the FLOPs per token are known
+    metrics: "AnswerMetrics | None" = None  # the functions of eval.metrics, after `start`
 
     def __init__(self, config: RunConfig, section: S, given: Given | None = None) -> None:
         self.config = config
@@ -133,33 +143,37 @@ class Recipe(abc.ABC, Generic[S]):
         self.given = given or Given()
 
     def check(self) -> None:
-        """Refuse settings that make no sense together, before anything is read."""
+        """Raise a ConfigError for settings that do not work together, before anything is loaded."""
 
     def needs(self) -> Needs:
-        """Return what is read from records."""
+        """Return which parts of the records the objective reads."""
         return Needs()
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
-        """Return the models that are asked and not trained, by role."""
+        """Return the models that are used but not trained, by role."""
         return {}
 
     def step_shape(self) -> StepShape:
-        """Return what a step holds, for plans."""
+        """Return the contents of a training step, for plans."""
         return StepShape()
 
-    def start(self, held: contextlib.ExitStack) -> None:
-        """Start what must be there before weights are read; `held` ends it with the run."""
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """Start what the run needs before the model is loaded; `stack` is closed at the end of the run."""
         if self.config.eval.metrics:
             from whet.evaluation.answer_metrics import AnswerMetrics
 
             self.metrics = AnswerMetrics(self.config.eval.metrics, self.given.metrics)
 
     def open_data(self, *, today: date | None = None) -> RecipeData:
-        """Open the sources; nothing is read before it is needed."""
+        """Open the sources without reading them.
+
+        Args:
+            today: The date for chat templates that insert one; a resumed run keeps the date of its start.
+        """
         return RunData(self.config, self.needs(), today=today, given=self.given.data)
 
     def find_tokenizer(self, data: RecipeData, directory: Path) -> Any:  # Any: a transformers tokenizer
-        """Return the model's tokenizer, or a new one made from the data."""
+        """Return the model's tokenizer, or a new one trained on the data."""
         from whet.recipes.model_setup import find_tokenizer
 
         return find_tokenizer(self.config, data, directory)
@@ -171,23 +185,27 @@ class Recipe(abc.ABC, Generic[S]):
         device: torch.device,
         precision: Precision,
     ) -> tuple[Trainable, str]:
-        """Return the model, ready to be trained, and the digest of its untrained weights."""
+        """Load the model and make it trainable.
+
+        Returns:
+            The model, and the hash of its untrained weights.
+        """
         from whet.recipes.model_setup import build_language_model
 
         return build_language_model(self.config, tokenizer, device=device, precision=precision)
 
     def check_models(self, b: Build) -> None:
-        """Refuse models that do not fit one another, for dry runs: a run sees it in `objective`."""
+        """Raise an error for models that do not fit together; only dry runs need this besides `objective`."""
 
     def check_examples(self, data: RunData, *, vocab_size: int) -> None:
-        """Refuse examples that lack what another command writes; for `whet data`, which has no model."""
+        """Raise an error if another command has to process the examples first; `whet data` calls this."""
 
     def prepare(self, b: Build) -> None:
-        """Make passes over the data that fill columns; never called by plans."""
+        """Compute batch columns that need a pass over the data; plans do not call this."""
 
     @abc.abstractmethod
     def objective(self, b: Build) -> Objective:
-        """Return the objective; in plans `b.data` is None."""
+        """Return the objective. In plans and dry runs `b.data` is None."""
 
     def steps(self, b: Build) -> StepStream:
         """Return the training steps."""
@@ -195,40 +213,52 @@ class Recipe(abc.ABC, Generic[S]):
         return stream
 
     def callbacks(self, b: Build) -> list[Callback]:
-        """Return the callbacks of this kind."""
+        """Return the callbacks that runs of this kind need."""
         return []
 
     def evaluators(
         self, b: Build, split: str, data: EvaluationSplit | None, pause: Callable[[], None]
     ) -> Evaluators:
-        """Return what an evaluation on valid or test computes beside the loss; `pause` may break it off."""
+        """Return functions that compute an evaluation's metrics besides the loss.
+
+        Args:
+            b: The assembled run.
+            split: "valid" or "test".
+            data: The split, or None if the run does not have it.
+            pause: To be called often during an evaluation; it raises an exception if the run has to stop.
+        """
         from whet.recipes.model_setup import text_evaluators
 
         return text_evaluators(self.config.eval, self.metrics, b, data, pause)
 
     def files(self, b: Build) -> dict[str, str]:
-        """Return the files that describe the run, beside its config and its provenance."""
+        """Return further text files that describe the run, by name, besides its config and provenance."""
         facts = {"fingerprint": b.model.fingerprint, "architecture": b.model.describe()}
         return {ARCH_FILE: json.dumps(facts, indent=2) + "\n"}
 
     def stage(self, b: Build, staging: Path) -> None:
-        """Put files that are not texts into a new run's directory."""
+        """Write further files into the directory of a new run, such as a new tokenizer.
+
+        Args:
+            b: The assembled run.
+            staging: The directory under its temporary name.
+        """
         from whet.recipes.model_setup import stage_tokenizer
 
         stage_tokenizer(self.config, b, staging)
 
     def save_final(self, b: Build, trainer: "Trainer", path: Path) -> None:
-        """Write `final/`; after early stopping the trainer has put the best weights back."""
+        """Write `final/`. After early stopping, the model has the best weights again."""
         from whet.recipes.model_setup import save_language_model
 
         save_language_model(self.config, b, path)
 
     def restore_final(self, b: Build, path: Path) -> None:
-        """Load what saving changed, for a run that was stopped after it had written `final/`."""
+        """Load what `save_final` changed in the model, for a run that was killed after it wrote `final/`."""
 
 
 def describe_parameters(model: Trainable) -> str:
-    """Return how many parameters a model has, and how many train."""
+    """Return the number of parameters of a model and of its trainable ones, in words."""
     total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return f"{total:,}, of which {trained:,} train ({100 * trained / total:.2f}%)"
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"{total:,}, {trainable:,} trainable ({100 * trainable / total:.2f}%)"

@@ -1,4 +1,4 @@
-"""Which recipe runs which objective kind, by name: running one kind imports no other."""
+"""The recipe of each objective kind, by import path, so that running one kind does not import the others."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,19 @@ RECIPES = {
 
 
 def recipe_for(config: RunConfig, given: Given | None = None) -> "Recipe[Any]":  # Any: its section
-    """Return the recipe that runs a config, with the objects `given` from Python."""
+    """Return the recipe of a config's objective.
+
+    Args:
+        config: The run's config.
+        given: Python objects that the config refers to.
+    """
     if isinstance(config.objective, CustomObjective):
-        own: Recipe[Any] = load_object("whet.recipes.custom:custom_recipe")(config, given or Given())
-        return own
+        custom: Recipe[Any] = load_object("whet.recipes.custom:custom_recipe")(config, given or Given())
+        return custom
     recipe: Recipe[Any] = load_object(RECIPES[config.objective.kind])(config, config.objective, given)
     return recipe
 
 
 def needs_of(config: RunConfig) -> Needs:
-    """Return what the objective of a config reads from records; a custom kind is not imported for it."""
+    """Return which parts of the records a config's objective reads, without importing a custom objective."""
     return Needs() if isinstance(config.objective, CustomObjective) else recipe_for(config).needs()

@@ -7,8 +7,8 @@ from whet.recipes.recipe import Build, Recipe
 
 
 class SFTRecipe(Recipe[SFTObjective]):
-    """A language model on texts."""
+    """Trains a language model on text and conversations."""
 
     def objective(self, b: Build) -> Objective:
-        """Return the objective."""
+        """Return the SFT objective."""
         return SFT()

@@ -1,4 +1,4 @@
-"""What teachers said of the data before a run (`whet teach`), found again."""
+"""Open the teacher log-probabilities that `whet teach` stored."""
 
 import hashlib
 import logging
@@ -12,27 +12,39 @@ from whet.data.tokens.examples import StoredExamples, StoredPairs
 from whet.data.tokens.teacher_logprobs import Teaching, open_teaching
 from whet.errors import DataError
 from whet.model_io.fingerprints import config_mark, weights_mark
-from whet.recipes.frozen_models import refuse_other_size
+from whet.recipes.frozen_models import check_same_vocab_size
 
 log = logging.getLogger("whet")
 
 Examples = Mapping[str, StoredExamples | StoredPairs]
 
 
-def find_teachings(
+def open_teacher_logprobs(
     examples: Examples, section: DistillObjective, *, student: str, vocab_size: int
 ) -> dict[str, list[Teaching]]:
-    """What `whet teach` wrote for each split, by teacher; one error where it is missing or no longer true."""
+    """Return the stored log-probabilities of all teachers for each split.
+
+    Args:
+        examples: The examples of each split.
+        section: The `objective` section of the config.
+        student: The name of the trained model, for messages.
+        vocab_size: The vocabulary size of the trained model.
+
+    Raises:
+        DataError: They are missing, or the teacher or the examples have changed since.
+    """
     return {
         split: [
-            _teaching(name, split, plain(found), section, student=student, vocab_size=vocab_size)
+            _open(
+                name, split, require_examples(split_examples), section, student=student, vocab_size=vocab_size
+            )
             for name, _ in section.teachers
         ]
-        for split, found in examples.items()
+        for split, split_examples in examples.items()
     }
 
 
-def _teaching(
+def _open(
     name: str,
     split: str,
     examples: StoredExamples,
@@ -41,34 +53,37 @@ def _teaching(
     student: str,
     vocab_size: int,
 ) -> Teaching:
-    found = open_teaching(teaching_path(name, examples, section), examples.supervised_counts())
-    if found is None:
+    logprobs = open_teaching(teacher_logprobs_path(name, examples, section), examples.supervised_counts())
+    if logprobs is None:
         raise DataError(
-            f"what {name} says of the {split} records is not in the store (or of other ones: their tokens, "
-            "data.max_length and offline.top_k all count)",
-            hint="write it with: whet teach CONFIG",
+            f"there are no stored log-probabilities of {name} for the {split} records "
+            "(they depend on the tokens, data.max_length and offline.top_k)",
+            hint="compute them with: whet teach CONFIG",
         )
-    refuse_other_size(name, found.facts["vocab_size"], student, vocab_size)
-    now = {"weights": weights_mark(name), "config": config_mark(name)}
-    for what, mark in now.items():
-        if mark is not None and mark != found.facts.get(what, mark):
+    check_same_vocab_size(name, logprobs.facts["vocab_size"], student, vocab_size)
+    current_marks = {"weights": weights_mark(name), "config": config_mark(name)}
+    for part, mark in current_marks.items():
+        if mark is not None and mark != logprobs.facts.get(part, mark):
             raise DataError(
-                f"{name} has other {what} than when it was asked about the {split} records",
-                hint="ask it again with: whet teach CONFIG",
+                f"the {part} of {name} changed after its log-probabilities of {split} were stored",
+                hint="compute them again with: whet teach CONFIG",
             )
-    log.info("%s: what %s says, from the store", split, name)
-    return found
+    log.info("%s: using stored log-probabilities of %s", split, name)
+    return logprobs
 
 
-def teaching_path(name: str, examples: StoredExamples, section: DistillObjective) -> Path:
-    """Beside the tokens, by teacher and by what was cut out of the store."""
+def teacher_logprobs_path(name: str, examples: StoredExamples, section: DistillObjective) -> Path:
+    """Return the file of a teacher's log-probabilities, next to the tokens of the examples.
+
+    Its name depends on the teacher, on top_k, and on how the stored tokens are split into examples.
+    """
     assert section.offline is not None
     key = hashlib.sha256(f"{name} {section.offline.top_k} ".encode())
     key.update(np.stack((examples.starts, examples.stops)).tobytes())
     return examples.store.directory / f"teacher-{key.hexdigest()[:32]}.bin"
 
 
-def plain(examples: StoredExamples | StoredPairs) -> StoredExamples:
-    """Distillation learns from examples one by one."""
-    assert isinstance(examples, StoredExamples)  # pairs are for preferences
+def require_examples(examples: StoredExamples | StoredPairs) -> StoredExamples:
+    """Return the examples, which must not be preference pairs: distillation does not support those."""
+    assert isinstance(examples, StoredExamples)
     return examples

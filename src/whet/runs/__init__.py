@@ -1,1 +1,1 @@
-"""Build, train, resume and read one run; inspect its data; ask its teachers."""
+"""Build, train, resume and read one run, inspect its data, and store its teachers' outputs."""

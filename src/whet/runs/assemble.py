@@ -1,4 +1,4 @@
-"""Everything up to the first step, in the order in which mistakes are cheapest to find."""
+"""Assemble a run: everything up to the first step, with the cheapest checks first."""
 
 import contextlib
 import random
@@ -29,64 +29,69 @@ from whet.training.callbacks import Callback
 
 @dataclass(frozen=True)
 class Assembly:
-    """A run that is ready for its first step."""
+    """All parts of a run that is ready for its first step."""
 
     recipe: Recipe[Any]  # Any: its section
     build: Build
-    objective: Objective  # with the terms of the model's routers
+    objective: Objective  # includes the loss terms of the model's routers
     stream: StepStream
-    routers: list[Callback]  # what reports and balances them
+    router_callbacks: list[Callback]  # log the routers' metrics and balance their load
     device: torch.device
-    began: date
+    start_date: date
 
     @property
     def model(self) -> Any:  # Any: the Trainable that the objective is for
-        """The model that is trained."""
+        """The trained model."""
         return self.build.model
 
     @property
     def data(self) -> Any:  # Any: the recipe's Data
-        """The records, tokenised."""
+        """The tokenized data."""
         return self.build.data
 
     @property
     def tokenizer(self) -> Any:  # Any: a transformers tokenizer
-        """The tokenizer, where there is one."""
+        """The tokenizer, or None if the model has none."""
         return self.build.tokenizer
 
     @property
     def precision(self) -> Precision:
-        """The dtypes."""
+        """The dtypes of trained weights, frozen weights and computation."""
         return self.build.precision
 
 
 def assemble(
     config: RunConfig,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     *,
     directory: Path,
     world: World = SOLO,
     given: Given | None = None,
 ) -> Assembly:
-    """Read the data, load the models, and build the objective and the steps of a run.
+    """Read the data, load the models, and build the objective and the training steps of a run.
 
-    What is `held` lives as long as the run.
+    Args:
+        config: The run's config.
+        stack: Closed at the end of the run; it owns processes that the recipe starts.
+        directory: The run directory, which need not exist yet.
+        world: The ranks that train together.
+        given: Python objects that the config refers to.
     """
     recipe = recipe_for(config, given)
     recipe.check()
     check_watching(config, recipe)
+
     device = choose_device(config.run.device)
     check_device(world, device)
     precision = choose_precision(config.run.precision, device)
-    began = began_on(directory)
+    start_date = began_on(directory)
     _seed(config.run.seed)
 
-    data = recipe.open_data(today=began)
+    data = recipe.open_data(today=start_date)
     with world.first_alone():
         tokenizer = recipe.find_tokenizer(data, directory)
         data.prepare(tokenizer)
-    recipe.start(held)
-
+    recipe.start(stack)
     model, base_digest = recipe.model(tokenizer, device=device, precision=precision)
     data.check(model)
     b = Build(
@@ -98,28 +103,29 @@ def assemble(
         _complete_language_model(recipe, b)
 
     recipe.prepare(b)
-    wanted = recipe.frozen_models()
-    b.frozen = {role: frozen for role, frozen in b.frozen.items() if not wanted[role].before_training}
+    # models that only `prepare` needs are freed before training
+    specs = recipe.frozen_models()
+    b.frozen = {role: frozen for role, frozen in b.frozen.items() if not specs[role].before_training}
     b.objective = recipe.objective(b)
     stream = b.steps = b.steps or recipe.steps(b)
-    objective, routers = _with_routers(b.objective, b)
-    return Assembly(recipe, b, objective, stream, routers, device, began)
+    objective, router_callbacks = _add_router_losses(b.objective, b)
+    return Assembly(recipe, b, objective, stream, router_callbacks, device, start_date)
 
 
 def _complete_language_model(recipe: Recipe[Any], b: Build) -> None:  # Any: its section
-    """Compile the model and load the frozen ones beside it, where the run asks for that."""
+    """Compile the model if run.compile is set, and load the frozen models."""
     if b.config.run.compile:
         from whet.recipes.model_setup import compile_model
 
         compile_model(b)
-    if wanted := recipe.frozen_models():
+    if specs := recipe.frozen_models():
         from whet.recipes.frozen_models import load_frozen_models
 
-        b.frozen, b.identities = load_frozen_models(wanted, b.model, b.tokenizer, precision=b.precision)
+        b.frozen, b.identities = load_frozen_models(specs, b.model, b.tokenizer, precision=b.precision)
 
 
-def _with_routers(objective: Objective, b: Build) -> tuple[Objective, list[Callback]]:
-    """Return the objective with the terms of the model's routers, and who reports them."""
+def _add_router_losses(objective: Objective, b: Build) -> tuple[Objective, list[Callback]]:
+    """Return the objective with the router losses of an MoE model, and the routers' callbacks."""
     section = b.config.experts
     if not isinstance(b.model, LanguageModel):
         return objective, []
@@ -127,15 +133,15 @@ def _with_routers(objective: Objective, b: Build) -> tuple[Objective, list[Callb
         return objective, []
     from whet.training.router_balancing import with_routers
 
-    routed, callbacks = with_routers(objective, b.model, section, compute=b.precision.compute)
-    return routed, list(callbacks)
+    objective, callbacks = with_routers(objective, b.model, section, compute=b.precision.compute)
+    return objective, list(callbacks)
 
 
 @contextlib.contextmanager
 def assembled(config: RunConfig) -> Iterator[Assembly]:
-    """Assemble a run for those who want to look at its model, objective and steps."""
-    with contextlib.ExitStack() as held:
-        yield assemble(config, held, directory=config.directory)
+    """Assemble a run without training it, to inspect its model, objective and steps."""
+    with contextlib.ExitStack() as stack:
+        yield assemble(config, stack, directory=config.directory)
 
 
 def _seed(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Who watches a run, as its config asks: rates, budgets, probes, samples and sinks."""
+"""Build the callbacks that a config asks for: throughput, limits, probes, samples and metric sinks."""
 
 import contextlib
 import logging
@@ -27,53 +27,65 @@ log = logging.getLogger("whet")
 
 
 def check_watching(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its section
-    """Refuse what cannot be watched, before anything is read."""
+    """Raise a ConfigError for sinks, samples and budgets that this run does not support."""
     if config.log.sinks:
         from whet.training.observe.sink_backends import check_sinks
 
         check_sinks(config.log.sinks)
     if config.log.samples is not None and not recipe.answers_in_text:
-        raise ConfigError("log.samples needs a model that answers in text, and this run trains none")
+        raise ConfigError(
+            "log.samples needs a model that generates text, and this run does not train one",
+            hint="remove log.samples",
+        )
     budget = config.run.budget
     if budget is not None and budget.flops is not None and not recipe.counts_flops:
         raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
 
 
-def watchers(
+def callbacks_from_config(
     config: RunConfig,
     directory: Path,
-    work: "Assembly",
-    held: contextlib.ExitStack,
+    assembly: "Assembly",
+    stack: contextlib.ExitStack,
 ) -> list[Callback]:
-    """The callbacks that a config asks for; the stream of steps must stand at its beginning.
+    """Return the callbacks that a config asks for.
 
-    What is `held` is let go of when the run is over, however it ends.
+    Args:
+        config: The run's config.
+        directory: The run directory.
+        assembly: The assembled run; its step stream must be at the first step, because probes read batches
+            from it.
+        stack: Closes the metric sinks at the end of the run, even if the run fails.
     """
-    cost, settings = training_flops(config, work), config.log
-    rates = ThroughputMonitor(max(10, settings.every), flops_per_token=cost, peak_tflops=peak_tflops(work))
-    found: list[Callback] = [rates]
-    found += _limits(config.run, cost)
-    if settings.probes is not None:
-        found += _probes(settings.probes, work)
-    if (samples := settings.samples) is not None:
+    log_config = config.log
+    flops_per_token = training_flops(config, assembly)
+    throughput = ThroughputMonitor(
+        max(10, log_config.every), flops_per_token=flops_per_token, peak_tflops=peak_tflops(assembly)
+    )
+    callbacks: list[Callback] = [throughput]
+    callbacks += _limits(config.run, flops_per_token)
+    if log_config.probes is not None:
+        callbacks += _probes(log_config.probes, assembly)
+    if (samples := log_config.samples) is not None:
         from whet.training.observe.samples import SampleGenerations
 
-        answers = SampleGenerations(
-            work.tokenizer,
+        generations = SampleGenerations(
+            assembly.tokenizer,
             samples.prompts,
             directory / SAMPLES_FILE,
             every=samples.every,
             max_tokens=samples.max_tokens,
         )
-        answers.main_only = config.parallel.kind != "fsdp"  # weights in parts are put together by all ranks
-        found.append(answers)
-    if settings.sinks:
-        found += _sinks(config, held)
-    return found
+        # with FSDP all ranks have to take part in the forward pass
+        generations.main_only = config.parallel.kind != "fsdp"
+        callbacks.append(generations)
+    if log_config.sinks:
+        callbacks += _sinks(config, stack)
+    return callbacks
 
 
 def _limits(run: Run, flops_per_token: float | None) -> list[Callback]:
-    """Return what ends a run before its last step."""
+    """Return the callbacks that stop a run before its last step: budget, memory limit and time limit."""
     if run.budget is None and run.max_memory is None and run.max_time is None:
         return []
     from whet.training.limits import Budget, MemoryLimit, TimeLimit
@@ -89,45 +101,46 @@ def _limits(run: Run, flops_per_token: float | None) -> list[Callback]:
     return limits
 
 
-def _sinks(config: RunConfig, held: contextlib.ExitStack) -> list[Callback]:
+def _sinks(config: RunConfig, stack: contextlib.ExitStack) -> list[Callback]:
     from whet.training.observe.metric_sinks import SinkCallback
     from whet.training.observe.sink_backends import SINKS
 
-    found: list[Callback] = []
+    sinks: list[Callback] = []
     for name in config.log.sinks:
         sink = SinkCallback(name, SINKS[name](), every=config.log.every)
-        held.callback(sink.close)
-        found.append(sink)
-    return found
+        stack.callback(sink.close)
+        sinks.append(sink)
+    return sinks
 
 
-def training_flops(config: RunConfig, work: "Assembly") -> float | None:
-    """FLOPs that training takes for a token, where they can be counted."""
-    if not isinstance(work.model, LanguageModel):
+def training_flops(config: RunConfig, assembly: "Assembly") -> float | None:
+    """Return the training FLOPs per token, or None if they cannot be counted for this model."""
+    if not isinstance(assembly.model, LanguageModel):
         return None
-    length, supervised = _typical_example(config, work.data)
-    return training_flops_per_token(work.model, work.objective, length=length, supervised=supervised)
+    length, supervised = _typical_example(config, assembly.data)
+    return training_flops_per_token(assembly.model, assembly.objective, length=length, supervised=supervised)
 
 
-def peak_tflops(work: "Assembly") -> float | None:
-    """What the devices of a run can do together; a processor would have to be measured, and is not."""
-    if work.device.type == "cpu":
+def peak_tflops(assembly: "Assembly") -> float | None:
+    """Return the peak TFLOPS of all devices of a run, or None for CPUs, whose peak is not known."""
+    if assembly.device.type == "cpu":
         return None
     devices = dist.get_world_size() if dist.is_initialized() else 1
-    return devices * find_peak(work.device).tflops(work.precision.compute)
+    return devices * find_peak(assembly.device).tflops(assembly.precision.compute)
 
 
 def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any: RunData or MixData
-    """The mean length of the training examples, and the share of their tokens that is supervised."""
+    """Return the mean length of the training examples, and the supervised fraction of their tokens."""
     parts = data.parts.values() if config.parts() else [data]
-    every = [examples.sides for part in parts for examples in learned(part.examples)]
-    if not every:  # prompts, whose answers are not known yet
+    documents = [examples.sides for part in parts for examples in learned(part.examples)]
+    if not documents:  # there are only prompts, and the length of their completions is not known yet
         return config.data.max_length, 1.0
-    tokens = sum(int(sides.lengths.sum()) for sides in every)
-    return round(tokens / sum(map(len, every))), sum(sides.supervised for sides in every) / tokens
+    tokens = sum(int(sides.lengths.sum()) for sides in documents)
+    supervised = sum(sides.supervised for sides in documents)
+    return round(tokens / sum(map(len, documents))), supervised / tokens
 
 
-def _probes(wanted: Probes, work: "Assembly") -> list[Callback]:
+def _probes(probes: Probes, assembly: "Assembly") -> list[Callback]:
     from whet.training.observe.probe_batches import probe_batches
     from whet.training.observe.probes import (
         ActivationStats,
@@ -139,27 +152,27 @@ def _probes(wanted: Probes, work: "Assembly") -> list[Callback]:
         WeightStats,
     )
 
-    found: list[Callback] = []
-    if wanted.curvature:
-        found.append(LossCurvature(wanted.curvature))
-    if wanted.weights:
-        found.append(WeightStats(wanted.weights))
-    if wanted.rank:
-        found.append(EffectiveRank(wanted.rank))
-    if not work.recipe.has_batches_at_start:
-        kind = work.build.config.objective.kind
-        log.info("probes: only curvature, weights and rank: %s has no batch before it has sampled one", kind)
-        return found
-    pieces = probe_batches(work.stream, work.objective)
-    if wanted.gradients:
-        found.append(GradientStats(pieces[0], wanted.gradients))
-    if wanted.noise:
-        found.append(GradientNoise(pieces, wanted.noise))
-    if not isinstance(work.model, LanguageModel):
-        log.info("probes: no activations and no attention: this is no language model")
-        return found
-    if wanted.activations:
-        found.append(ActivationStats(pieces[0], wanted.activations, eps=wanted.sparsity_eps))
-    if wanted.attention:
-        found.append(AttentionEntropy(pieces[0], wanted.attention))
-    return found
+    callbacks: list[Callback] = []
+    if probes.curvature:
+        callbacks.append(LossCurvature(probes.curvature))
+    if probes.weights:
+        callbacks.append(WeightStats(probes.weights))
+    if probes.rank:
+        callbacks.append(EffectiveRank(probes.rank))
+    if not assembly.recipe.has_batches_at_start:
+        kind = assembly.build.config.objective.kind
+        log.info("probes: only curvature, weights and rank, because %s has no batches before training", kind)
+        return callbacks
+    batches = probe_batches(assembly.stream, assembly.objective)
+    if probes.gradients:
+        callbacks.append(GradientStats(batches[0], probes.gradients))
+    if probes.noise:
+        callbacks.append(GradientNoise(batches, probes.noise))
+    if not isinstance(assembly.model, LanguageModel):
+        log.info("probes: no activations and no attention, because this is not a language model")
+        return callbacks
+    if probes.activations:
+        callbacks.append(ActivationStats(batches[0], probes.activations, eps=probes.sparsity_eps))
+    if probes.attention:
+        callbacks.append(AttentionEntropy(batches[0], probes.attention))
+    return callbacks

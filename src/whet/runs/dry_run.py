@@ -1,4 +1,4 @@
-"""A run assembled without weights: raises what `whet train` would refuse before its first step."""
+"""Assemble a run without weights, to find the errors that `whet train` would raise before its first step."""
 
 import contextlib
 from typing import Any
@@ -13,8 +13,8 @@ from whet.models.from_scratch.mup import refuse_other_multipliers
 from whet.models.from_scratch.new_model import new_spec
 from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
-from whet.planning.meta_model import META, from_spec, prepare, read_frozen_models, read_model
-from whet.recipes.frozen_models import refuse_other_tokens
+from whet.planning.meta_model import META, from_spec, prepare_for_training, read_frozen_models, read_model
+from whet.recipes.frozen_models import check_same_vocabulary
 from whet.recipes.model_setup import use_fp8
 from whet.recipes.recipe import UNTRAINED, Build, Frozen, Recipe
 from whet.recipes.registry import recipe_for
@@ -22,25 +22,25 @@ from whet.training.optim.optimizers import create_optimizer
 from whet.training.router_balancing import with_routers
 
 
-def try_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
-    """Put a run's model, objective and optimizer together on the meta device.
+def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
+    """Build a run's model, objective and optimizer on the meta device, and raise the errors of doing so.
 
     Args:
-        config: the run.
-        tokens: of the tokenizer, where the model is new and its tokenizer made from texts.
+        config: The run's config.
+        tokens: The vocabulary size, if the model is new and its tokenizer is trained on the data.
     """
     recipe = recipe_for(config)
     recipe.check()
     device = choose_device(config.run.device)
     precision = choose_precision(config.run.precision, device)
-    model = _untrained(config, tokens)
-    prepare(model, config, precision)
+    model = _build_untrained_model(config, tokens)
+    prepare_for_training(model, config, precision)
     if config.run.fp8:
         use_fp8(model, config.method.kind, device=device)
     frozen = read_frozen_models(recipe, precision)
-    _refuse_other_tokens(recipe, frozen, model)
-    with contextlib.ExitStack() as held:
-        recipe.start(held)  # rewards start, or say why they do not
+    _check_vocabularies(recipe, frozen, model)
+    with contextlib.ExitStack() as stack:
+        recipe.start(stack)  # starts the reward functions, or raises their error
     b = Build(config, model, precision, frozen=frozen)
     with META:
         recipe.check_models(b)
@@ -50,7 +50,7 @@ def try_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
     create_optimizer(config.optim_groups, model if heads is None else WithHeads(model, heads), quiet=True)
 
 
-def _untrained(config: RunConfig, tokens: int | None) -> LanguageModel:
+def _build_untrained_model(config: RunConfig, tokens: int | None) -> LanguageModel:
     name, mup = config.language_model, config.optim.mup
     if isinstance(name, Preset) and tokens is not None:
         return from_spec(new_spec(name, tokens=tokens, mup=mup))
@@ -60,24 +60,24 @@ def _untrained(config: RunConfig, tokens: int | None) -> LanguageModel:
     return model
 
 
-def _refuse_other_tokens(
+def _check_vocabularies(
     recipe: Recipe[Any], frozen: dict[str, Frozen], model: LanguageModel
 ) -> None:  # Any: its section
-    """Refuse frozen models whose token ids mean other tokens."""
+    """Raise a ModelError if a frozen model's token ids mean other tokens than the trained model's."""
     base = recipe.config.language_model
     for role, spec in recipe.frozen_models().items():
-        other = frozen.get(role)
-        if spec.name == UNTRAINED or not isinstance(other, LanguageModel):
+        frozen_model = frozen.get(role)
+        if spec.name == UNTRAINED or not isinstance(frozen_model, LanguageModel):
             continue
-        ours = theirs = None
+        tokenizer = frozen_tokenizer = None
         if not isinstance(base, Preset):
-            ours, theirs = tokenizer_of(base), tokenizer_of(spec.name)
+            tokenizer, frozen_tokenizer = tokenizer_of(base), tokenizer_of(spec.name)
         with blamed_on(spec.key):
-            refuse_other_tokens(
+            check_same_vocabulary(
                 spec.name,
-                other.vocab_size,
-                theirs if ours is not None else None,
+                frozen_model.vocab_size,
+                frozen_tokenizer if tokenizer is not None else None,
                 student=str(base),
                 vocab_size=model.vocab_size,
-                tokenizer=ours,
+                tokenizer=tokenizer,
             )

@@ -1,4 +1,4 @@
-"""What `whet data` shows of a config: its data opened and examined, and what a run would refuse."""
+"""Examine the data of a config for `whet data`, and find the errors that a run would raise."""
 
 import contextlib
 import os
@@ -33,18 +33,23 @@ from whet.models.costs import ModelFacts
 from whet.planning.model_facts import model_facts
 from whet.recipes.registry import needs_of, recipe_for
 from whet.runs.build_callbacks import check_watching
-from whet.runs.dry_run import try_assembly
+from whet.runs.dry_run import check_assembly
 from whet.training.optim.lr_schedules import create_schedule
 
 
 def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
-    """The view of each part of a mix, by name; of anything else, its one view, without a name."""
+    """Return the data view of each part of a mix by name, or one view under the name "" for other objectives.
+
+    Args:
+        config: The run's config.
+        samples: How many examples of each split to show.
+    """
     parts = config.parts()
     if not parts:
         return {"": view_data(config, samples=samples)}
     tokenizer = None
-    if isinstance(config.model, Preset):  # made from the records of all parts, if it is made
-        with contextlib.suppress(ConfigError, DataError):  # each part says what is wrong with it
+    if isinstance(config.model, Preset):  # a new tokenizer is trained on the records of all parts
+        with contextlib.suppress(ConfigError, DataError):  # the view of each part reports its errors
             tokenizer = new_tokenizer(config.model, recipe_for(config).open_data().texts())
     return {name: view_data(part, samples=samples, tokenizer=tokenizer) for name, part in parts.items()}
 
@@ -55,9 +60,15 @@ def view_data(
     samples: int = 2,
     tokenizer: Any = None,  # Any: a transformers tokenizer; None: the config's
 ) -> DataView:
-    """Go through every source of a config. A bad record, file or split does not hide the others."""
-    _ = config.language_model  # others read no texts, and there is nothing to show
-    lenient, errors = _openable(config)
+    """Read every source of a config, and collect errors instead of stopping at the first bad record or file.
+
+    Args:
+        config: The run's config.
+        samples: How many examples of each split to show.
+        tokenizer: The tokenizer to use instead of the config's.
+    """
+    _ = config.language_model  # raises for other models, which do not read text
+    lenient, errors = _lenient_config(config)
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
     try:
@@ -84,7 +95,7 @@ def _view_examples(
     errors: list[WhetError],
     samples: int,
 ) -> DataView:
-    ends = _ends(tokenizer, model)
+    stop_tokens = _stop_tokens(tokenizer, model)
     scans: dict[str, Scan] = {}
     splits: list[SplitFacts] = []
     data.use(tokenizer)
@@ -96,7 +107,7 @@ def _view_examples(
         except DataError as error:
             errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
         if name in data.examples:
-            scanned = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=ends)
+            scanned = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=stop_tokens)
             pairs = data.needs.pairs
             scans[name] = replace(scanned, hashes=pair_hashes(scanned.hashes)) if pairs else scanned
             splits.append(split_facts(name, data, scans[name], config, model, samples))
@@ -114,8 +125,8 @@ def _view_examples(
     return DataView(
         config=config,
         model=model,
-        missing=() if errors else tuple(_missing_teachings(config, data, model)),
-        tokenizer=tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(ends))),
+        missing=() if errors else tuple(_missing_teacher_outputs(config, data, model)),
+        tokenizer=tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(stop_tokens))),
         splits=tuple(splits),
         overlaps=tuple(find_overlaps(data, scans)),
         steps=steps,
@@ -125,9 +136,11 @@ def _view_examples(
     )
 
 
-def _missing_teachings(config: RunConfig, data: RunData, model: ModelFacts | None) -> Iterator[WhetError]:
+def _missing_teacher_outputs(
+    config: RunConfig, data: RunData, model: ModelFacts | None
+) -> Iterator[WhetError]:
     if model is None or model.vocab_size is None or is_custom_kind(config.objective.kind):
-        return  # looking at data runs nobody's code
+        return  # `whet data` does not run the user's code
     try:
         recipe_for(config).check_examples(data, vocab_size=model.vocab_size)
     except WhetError as error:
@@ -142,36 +155,36 @@ def _view_prompts(
     model: ModelFacts | None,
     errors: list[WhetError],
 ) -> DataView:
-    """The prompts of a run that learns from what its model says: there are no examples to show yet."""
+    """Return the view of a run that trains on sampled completions: it has prompts, and no examples yet."""
     recipe = recipe_for(config)
     shape = recipe.step_shape()
     data.use(tokenizer)
-    found, unread = [], list[tuple[str, str]]()
+    prompts, unread = [], list[tuple[str, str]]()
     context = model.max_positions if model is not None and model.max_positions else config.data.max_length
     try:
         recipe.check()
         for name, source in data.sources.items():
             data.prepare_prompts(name)
-            left = fitting(
+            fitting_prompts = fitting(
                 data.prompts[name],
                 context=context,
                 max_length=config.data.max_length,
-                max_new_tokens=shape.more_tokens,
+                max_new_tokens=shape.completion_tokens,
                 drop=config.data.too_long == "drop",
             )
-            dropped = len(data.prompts[name]) - len(left)
-            more = f", {dropped:,} too long and dropped" if dropped else ""
+            dropped = len(data.prompts[name]) - len(fitting_prompts)
+            dropped_note = f", {dropped:,} too long and dropped" if dropped else ""
             unread += (
                 (f"{name}: {message}", hint) for message, hint in data.unread(data.prompts[name].unread)
             )
-            found.append((name, f"{source.name}: {data.prompts[name].summary()}{more}"))
+            prompts.append((name, f"{source.name}: {data.prompts[name].summary()}{dropped_note}"))
             if data.prompts[name].skipped.count and config.data.on_bad_record == "error":
                 raise DataError(f"data.{name}: {data.prompts[name].skipped.summary()}")
     except (ConfigError, DataError) as error:
         errors.append(error)
     text = TokenText(tokenizer)
-    ends = tuple(text.name(token) for token in sorted(_ends(tokenizer, model)))
-    facts = tokenizer_facts(tokenizer, ends)
+    stop_tokens = tuple(text.name(token) for token in sorted(_stop_tokens(tokenizer, model)))
+    facts = tokenizer_facts(tokenizer, stop_tokens)
     return DataView(
         config,
         model,
@@ -181,14 +194,17 @@ def _view_prompts(
         None,
         tuple(errors),
         unread_prompts=tuple(unread),
-        prompts=tuple(found),
+        prompts=tuple(prompts),
         completions=shape.documents,
-        completion_tokens=shape.more_tokens,
+        completion_tokens=shape.completion_tokens,
     )
 
 
-def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
-    """The config with nothing in it that would stop at the first mistake; None when nothing can be read."""
+def _lenient_config(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
+    """Return the config with settings that tolerate bad records, and the errors of its sources.
+
+    The config is None if the training data cannot be opened.
+    """
     data, errors = config.data, list[WhetError]()
     changes: dict[str, Any] = {"on_bad_record": "skip"}  # Any: values of several keys
     if data.too_long == "error":
@@ -208,28 +224,35 @@ def _openable(config: RunConfig) -> tuple[RunConfig | None, list[WhetError]]:
 def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
     if isinstance(model := config.language_model, Preset):
         return new_tokenizer(model, data.texts())
-    if (found := tokenizer_of(model)) is None:
+    if (tokenizer := tokenizer_of(model)) is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot read records")
-    return found
+    return tokenizer
 
 
-def _ends(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as above
-    """The tokens at which generation stops, as far as the tokenizer has them."""
-    found = {tokenizer.eos_token_id, *(model.stop_tokens if model is not None else ())}
-    return {token for token in found if token is not None and 0 <= token < len(tokenizer)}
+def _stop_tokens(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as above
+    """Return the ids of the tokens at which generation stops and which the tokenizer has."""
+    tokens = {tokenizer.eos_token_id, *(model.stop_tokens if model is not None else ())}
+    return {token for token in tokens if token is not None and 0 <= token < len(tokenizer)}
 
 
 def find_refusals(
     config: RunConfig, *, steps: int | None, tokens: int | None = None, processes: int = 1
 ) -> list[Problem]:
-    """What `whet train` would refuse before its first step, the data aside; `tokens`: of its tokenizer."""
-    found = []
+    """Return the errors, except those of the data, that `whet train` would raise before its first step.
+
+    Args:
+        config: The run's config.
+        steps: The total number of steps, if it is known.
+        tokens: The vocabulary size of a tokenizer that the run would train.
+        processes: How many processes the run would use.
+    """
+    problems = []
     checks: list[Callable[[], object]] = [
         lambda: config.parallel.check_processes(processes),
         lambda: check_watching(config, recipe_for(config)),
         lambda: choose_precision(config.run.precision, choose_device(config.run.device)),
-        lambda: _refuse_no_directory(config.directory),
-        lambda: try_assembly(config, tokens=tokens),
+        lambda: _check_directory_is_writable(config.directory),
+        lambda: check_assembly(config, tokens=tokens),
     ]
     if steps is not None:
         checks.append(lambda: create_schedule(config.optim, steps))
@@ -238,12 +261,12 @@ def find_refusals(
             check()
         except WhetError as error:
             problem = Problem(error.message, error.hint, stops=True)
-            if problem not in found:  # try_assembly repeats some of the checks before it
-                found.append(problem)
-    return found
+            if problem not in problems:  # check_assembly repeats some of the checks before it
+                problems.append(problem)
+    return problems
 
 
-def _refuse_no_directory(directory: Path) -> None:
-    there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ConfigError(f"{directory} cannot be made: {there} is no directory that may be written to")
+def _check_directory_is_writable(directory: Path) -> None:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ConfigError(f"{directory} cannot be created: {existing} is not a writable directory")

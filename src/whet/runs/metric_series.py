@@ -1,4 +1,4 @@
-"""Numbers over the steps of a run, out of the rows of its metrics.jsonl."""
+"""Metric curves over the steps of a run, read from the rows of its metrics.jsonl."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,16 +7,16 @@ from itertools import pairwise
 
 from whet.runs.run_files import Values
 
-LARGEST = 1e30  # what is beyond cannot be drawn, and says only that something went wrong
-_DRAWN = 300  # spans of a longer curve, each drawn as its lowest and its highest point
-_SMOOTHED_FROM = 45  # points: fewer need no help
-_SPAN = 30  # a smoothed point is mostly made of its neighbours, this part (1/30) of the curve to each side
-_NAMES = {"nan", "inf", "-inf"}  # as metrics.jsonl writes what JSON does not have
+LARGEST = 1e30  # larger values cannot be plotted, and only show that training diverged
+_MAX_SPANS = 300  # longer curves are drawn as the minimum and maximum of this many spans
+_MIN_POINTS_TO_SMOOTH = 45
+_SMOOTHING_FRACTION = 30  # a smoothed point averages mostly over 1/30 of the curve on each side
+_NONFINITE_NAMES = {"nan", "inf", "-inf"}  # how metrics.jsonl writes values that JSON does not support
 
 
 @dataclass
 class Series:
-    """One metric: the finite values, how many were not, and the last one, whatever it is."""
+    """One curve: its finite values, the number of non-finite ones, and the last value, finite or not."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Series:
     last: float | None = None
 
     def add(self, step: int, value: float) -> None:
-        """The next point."""
+        """Append a point, or count it in `left_out` if it is not finite or too large to plot."""
         self.last = value
         if math.isfinite(value) and abs(value) <= LARGEST:
             self.steps.append(step)
@@ -35,76 +35,80 @@ class Series:
 
 @dataclass
 class Metric:
-    """What is known under one name, in training and in evaluations."""
+    """The training curve and the evaluation curve of one metric."""
 
     train: Series = field(default_factory=Series)
     evaluation: Series = field(default_factory=Series)
 
     @property
     def drawable(self) -> bool:
-        """Whether there is any point."""
+        """Whether there is at least one point to plot."""
         return bool(self.train.values or self.evaluation.values)
 
     @property
     def left_out(self) -> int:
-        """Values that are not finite."""
+        """The number of points that cannot be plotted."""
         return self.train.left_out + self.evaluation.left_out
 
 
 def metrics_of(rows: Iterable[Values]) -> dict[str, Metric]:
-    """Every scalar by its name, in the order of their first appearance."""
-    found: dict[str, Metric] = {}
+    """Return every scalar metric by name, in the order of first appearance in the rows."""
+    metrics: dict[str, Metric] = {}
     for row in rows:
         evaluated = "eval_s" in row
         for name, value in row.items():
             number = as_number(value)
             if number is not None and name != "step":
-                metric = found.setdefault(name, Metric())
+                metric = metrics.setdefault(name, Metric())
                 (metric.evaluation if evaluated else metric.train).add(row["step"], number)
-    return found
+    return metrics
 
 
 def as_number(value: object) -> float | None:
-    """A number as metrics.jsonl has them; None for everything else."""
+    """Return a value of metrics.jsonl as a float, or None if it is not a number."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, int | float) or (isinstance(value, str) and value in _NAMES):
+    if isinstance(value, int | float) or (isinstance(value, str) and value in _NONFINITE_NAMES):
         try:
             return float(value)
-        except OverflowError:  # an integer of hundreds of digits
+        except OverflowError:  # an integer with hundreds of digits
             return math.inf
     return None
 
 
 def smoothed(values: Sequence[float]) -> list[float] | None:
-    """A mean that fades exponentially to both sides, so that it does not lag; None for a short curve."""
-    if len(values) < _SMOOTHED_FROM:
+    """Return the two-sided exponential moving average, which does not lag, or None for a short curve."""
+    if len(values) < _MIN_POINTS_TO_SMOOTH:
         return None
-    keep = 1 - 2 / (len(values) / _SPAN + 1)
-    before, after = _faded(values, keep), _faded(values[::-1], keep)[::-1]
+    decay = 1 - 2 / (len(values) / _SMOOTHING_FRACTION + 1)
+    before, after = _decayed_sums(values, decay), _decayed_sums(values[::-1], decay)[::-1]
     return [
-        (left - value + right) / (left_weight - 1 + right_weight)  # the point itself is in both
+        (left - value + right) / (left_weight - 1 + right_weight)  # both sums contain the point itself
         for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True)
     ]
 
 
-def _faded(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """For each point, the sum of it and all before, each weighted by its distance, and the weights' sum."""
-    total, weight, found = 0.0, 0.0, []
+def _decayed_sums(values: Sequence[float], decay: float) -> list[tuple[float, float]]:
+    """Return, per point, the exponentially decayed sum up to and including it, and the sum of the weights."""
+    total, weight, sums = 0.0, 0.0, []
     for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        found.append((total, weight))
-    return found
+        total, weight = decay * total + value, decay * weight + 1
+        sums.append((total, weight))
+    return sums
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """No more points than a screen shows, with every peak: a page of a long run stays small."""
+    """Return the curve with at most a few points per pixel, and with all of its peaks.
+
+    Each of `_MAX_SPANS` spans is reduced to its minimum and its maximum, to keep the report page of a long
+    run small. The first and the last point are always included.
+    """
     count = len(values)
-    if count <= 2 * _DRAWN:
+    if count <= 2 * _MAX_SPANS:
         return list(steps), list(values)
-    kept: list[int] = []
-    for start, end in pairwise(round(count * part / _DRAWN) for part in range(_DRAWN + 1)):
-        places = range(start, end)
-        ends = {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
-        kept += sorted({*ends, *({0} if start == 0 else ()), *({count - 1} if end == count else ())})
-    return [steps[place] for place in kept], [values[place] for place in kept]
+    selected: list[int] = []
+    for start, end in pairwise(round(count * span / _MAX_SPANS) for span in range(_MAX_SPANS + 1)):
+        indices = range(start, end)
+        extremes = {min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
+        selected += sorted({*extremes, *({0} if start == 0 else ()), *({count - 1} if end == count else ())})
+    return [steps[i] for i in selected], [values[i] for i in selected]

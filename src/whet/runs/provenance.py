@@ -1,4 +1,4 @@
-"""Where a result came from: versions, commit, machine, and hashes of its data."""
+"""The provenance of a run: software versions, git commit, machine, and hashes of its models and data."""
 
 import importlib.metadata
 import platform
@@ -13,38 +13,47 @@ from whet.hardware import machine
 
 
 def provenance(
-    digests: Mapping[str, str],
-    base: str,
+    data_digests: Mapping[str, str],
+    base_digest: str,
     *,
     device: torch.device,
-    began: date,
-    tokens: Mapping[str, str],
-    others: Mapping[str, str] | None = None,
+    start_date: date,
+    token_digests: Mapping[str, str],
+    frozen_models: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
-    """What is stored beside a run so that it can be repeated."""
+    """Return the contents of provenance.json: everything that is needed to reproduce a run.
+
+    Args:
+        data_digests: Hash of each source's records.
+        base_digest: Hash of the untrained weights.
+        device: The device of the run.
+        start_date: The day on which the run was started.
+        token_digests: Hash of each source's tokens.
+        frozen_models: Hash of each frozen model's weights, by name.
+    """
     return {
-        "began": began.isoformat(),
+        "began": start_date.isoformat(),
         "versions": versions(),
         "machine": machine(device),
         "git_commit": git_commit(),
-        "base": base,
-        "other_models": dict(others or {}),
-        "data_sha256": dict(digests),
-        "tokens_sha256": dict(tokens),
+        "base": base_digest,
+        "other_models": dict(frozen_models or {}),
+        "data_sha256": dict(data_digests),
+        "tokens_sha256": dict(token_digests),
     }
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything a result may depend on."""
+    """Return the versions of Python, whet and the packages that a result depends on."""
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), "whet": whet.__version__, **found}
+    package_versions = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), "whet": whet.__version__, **package_versions}
 
 
 def git_commit() -> str | None:
-    """The commit of the repository whet is run from, where there is one."""
+    """Return the git commit of the working directory, or None if it is not in a repository."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        process = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     except OSError:  # no git on this machine
         return None
-    return found.stdout.strip() or None
+    return process.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""What must be unchanged before a run is resumed."""
+"""Checks before a run is started or resumed: its directory, its config, its models and its data."""
 
 import contextlib
 import json
@@ -31,125 +31,148 @@ from whet.storage import read_json
 log = logging.getLogger("whet")
 
 
-def _changeable(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _changeable_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         if key_info(field).may_change_on_resume:
             yield key
         else:
             for inner in inner_sections(field.annotation):
-                yield from _changeable(inner, f"{key}.")
+                yield from _changeable_keys(inner, f"{key}.")
 
 
-# how long, how often and where; everything else would make another run of it
-MAY_CHANGE = tuple(_changeable(RunConfig))
+# durations, intervals and locations; a change of any other key would make it a different run
+MAY_CHANGE = tuple(_changeable_keys(RunConfig))
 
 
-def refuse_changes(began: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
-    """Compare a config with the one its checkpoint was written under; every difference is named."""
-    with contextlib.suppress(ConfigError):  # keys that the version it was written by did not have
-        began = to_dict(make_config(began))
+def refuse_changes(saved: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
+    """Raise a CheckpointError that lists every key a resumed run changed and must not change.
+
+    Args:
+        saved: The config in the checkpoint.
+        config: The config in the run directory.
+        directory: The run directory.
+    """
+    with contextlib.suppress(ConfigError):  # adds the keys that the version which wrote it did not have
+        saved = to_dict(make_config(saved))
     changed = [
         f"  {key}: {json.dumps(before)} became {json.dumps(now)}"
-        for key, (before, now) in differences(began, to_dict(config)).items()
+        for key, (before, now) in differences(saved, to_dict(config)).items()
         if not _may_change(key)
     ]
     if changed:
         raise CheckpointError(
-            f"the config of {directory} has changed in what a run cannot change on its way:\n"
+            f"the config of {directory} has changed in keys that a resumed run cannot change:\n"
             + "\n".join(changed),
             hint=f"restore {directory / CONFIG_FILE}, or start a new run",
         )
 
 
 def differences(
-    began: Mapping[str, Any], config: Mapping[str, Any]
+    before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:  # Any: JSON values
-    """The keys in which two configs differ, with what each has there."""
-    before, now = dict(flat_keys(began)), dict(flat_keys(config))
-    both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
-    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+    """Return the keys in which two configs differ, each with its value in both."""
+    old, new = dict(flat_keys(before)), dict(flat_keys(after))
+    pairs = {key: (old.get(key), new.get(key)) for key in {**old, **new}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _may_change(key: str) -> bool:
-    return any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
+    return any(key == changeable or key.startswith(f"{changeable}.") for changeable in MAY_CHANGE)
 
 
-def refuse_other_origins(directory: Path, now: Mapping[str, Any], model: str) -> None:  # Any: JSON values
-    """A run goes on with the weights and the records it began with: others would silently change it."""
-    if read_json(directory / ARCH_FILE).get("fingerprint") != now["fingerprint"]:
-        raise CheckpointError(f"{model} is no longer the architecture {directory} began with")
-    began = read_json(directory / PROVENANCE_FILE)
-    if began.get("base") != now["base"]:
+def check_inputs_unchanged(
+    directory: Path, inputs: Mapping[str, Any], model: str
+) -> None:  # Any: JSON values
+    """Raise a CheckpointError if the models, records or tokens are not those that the run started with.
+
+    Args:
+        directory: The run directory.
+        inputs: The provenance as it is now, and the fingerprint of the architecture.
+        model: The name of the trained model, for messages.
+    """
+    if read_json(directory / ARCH_FILE).get("fingerprint") != inputs["fingerprint"]:
         raise CheckpointError(
-            f"the weights of {model} are no longer those {directory} began with",
-            hint="restore them (and run.precision and the kind of device), or start a new run",
+            f"the architecture of {model} is not the one that {directory} started with",
+            hint="restore the model, or start a new run",
         )
-    before, after = began.get("other_models", {}), now["other_models"]  # older runs have none
+    saved = read_json(directory / PROVENANCE_FILE)
+    if saved.get("base") != inputs["base"]:
+        raise CheckpointError(
+            f"the weights of {model} are not the ones that {directory} started with",
+            hint="restore them (and run.precision and the type of device), or start a new run",
+        )
+    before, after = saved.get("other_models", {}), inputs["other_models"]  # older runs did not record them
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         raise CheckpointError(
-            f"{', '.join(changed)} is no longer the model {directory} began with",
-            hint="restore it (and run.precision and the kind of device), or start a new run",
+            f"{directory} started with a different version of {', '.join(changed)}",
+            hint="restore the model (and run.precision and the type of device), or start a new run",
         )
-    before, after = began.get("data_sha256", {}), now["data_sha256"]
+    before, after = saved.get("data_sha256", {}), inputs["data_sha256"]
     changed = [f"data.{name}" for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
         raise CheckpointError(
-            f"{', '.join(changed)} is no longer what {directory} was trained on",
+            f"{', '.join(changed)}: the records are not the ones that {directory} was trained on",
             hint="restore the records, or start a new run",
         )
-    before, after = began.get("tokens_sha256", {}), now["tokens_sha256"]
+    before, after = saved.get("tokens_sha256", {}), inputs["tokens_sha256"]
     changed = [f"data.{name}" for name in before if before[name] != after.get(name)]
     if changed:
         raise CheckpointError(
-            f"{', '.join(changed)} gives other tokens than {directory} was trained on",
+            f"{', '.join(changed)}: the tokens are not the ones that {directory} was trained on",
             hint=f"restore the tokenizer and chat template of {model}, or start a new run",
         )
 
 
-def refuse_other_than_run(directory: Path) -> None:
-    """Raise a CheckpointError where there is nothing to resume."""
+def check_is_run(directory: Path) -> None:
+    """Raise a CheckpointError if the directory is not a run directory."""
     if not directory.exists():
         problem = "does not exist"
     elif not directory.is_dir():
-        problem = "is a file, not the directory of a run"
+        problem = "is a file, not a run directory"
     elif not (directory / CONFIG_FILE).is_file():
         problem = "is not a run: it has no config.yaml"
     else:
         return
-    raise CheckpointError(f"{directory} {problem}", hint="whet runs lists the runs that are there")
+    raise CheckpointError(f"{directory} {problem}", hint="list the existing runs with: whet runs")
 
 
-def is_run_of(config: RunConfig, directory: Path) -> bool:
-    """Whether a directory holds a run of this very config, and not somebody else's of the same name."""
+def is_run_of_config(config: RunConfig, directory: Path) -> bool:
+    """Return whether a directory contains a run of exactly this config, not another run of the same name."""
     file = directory / CONFIG_FILE
     return file.is_file() and not differences(to_dict(load_config(file)), to_dict(config))
 
 
-def refuse_taken_name(directory: Path) -> None:
-    """A new run needs a directory that is not there yet, or empty."""
+def check_directory_is_free(directory: Path) -> None:
+    """Raise a ConfigError unless the directory of a new run is empty or does not exist."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
-    ways = ""
+    resume_hint = ""
     if (directory / CONFIG_FILE).is_file() and not is_finished(directory):
-        saved = any((directory / CHECKPOINTS).glob("step-*"))
-        what = "go on with it" if saved else "start it over, as it has no checkpoint yet"
-        ways = f"{what} (whet resume {shlex.quote(str(directory))}) or "
+        has_checkpoint = any((directory / CHECKPOINTS).glob("step-*"))
+        action = "resume it" if has_checkpoint else "restart it, because it has no checkpoint yet"
+        resume_hint = f"{action} (whet resume {shlex.quote(str(directory))}), or "
     raise ConfigError(
-        f"{directory} exists already, and whet overwrites no run",
-        hint=f"{ways}choose another name (run.name=...)",
+        f"{directory} already exists, and whet never overwrites a run",
+        hint=f"{resume_hint}choose another name (run.name=...)",
     )
 
 
-def warn_of_missing_rows(path: Path, *, step: int, every: int) -> None:
-    """Log which training rows up to a checkpoint are not there: a resume does not compute them again."""
+def warn_about_missing_rows(path: Path, *, step: int, every: int) -> None:
+    """Warn if metrics.jsonl lacks training rows up to the checkpoint, which a resume does not compute again.
+
+    Args:
+        path: The metrics.jsonl of the run.
+        step: The step of the checkpoint.
+        every: The interval of training rows, log.every.
+    """
     trained = {step_of(row) for row in map(parse_row, row_lines(read_rows_text(path))) if "eval_s" not in row}
     missing = [due for due in range(every, step + 1, every) if due not in trained]
     if missing:
-        several = f"{len(missing)} steps between {missing[0]} and {missing[-1]}"
+        steps = f"{len(missing)} steps between {missing[0]} and {missing[-1]}"
         log.warning(
-            "%s has no training row for %s: they are lost, and reports will have a gap there",
+            "%s has no training row for %s: these metrics are lost, and reports will have a gap",
             path,
-            f"step {missing[0]}" if len(missing) == 1 else several,
+            f"step {missing[0]}" if len(missing) == 1 else steps,
         )

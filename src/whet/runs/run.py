@@ -1,4 +1,16 @@
-"""A run, assembled from its config: `whet.train` and `whet.resume`."""
+"""Train and resume runs: the functions behind `whet.train` and `whet.resume`.
+
+`train` and `resume` decide what to run: a new run directory, or an existing one and the checkpoint to resume
+from. `_Run.execute` then does the same work for both, stage by stage:
+
+1. Assemble the run: data, models, objective and training steps (`runs/assemble.py`).
+2. Distribute the model over the ranks.
+3. Check that a resumed run still has the inputs that it started with.
+4. Build the Trainer with all callbacks and evaluators.
+5. Create or open the run directory, and restore the checkpoint.
+6. Train.
+7. Write `final/`, evaluate the test split, and let callbacks write the summary.
+"""
 
 import contextlib
 import json
@@ -35,15 +47,15 @@ from whet.run_directory import (
     steps_with_rows,
 )
 from whet.runs.assemble import Assembly, assemble
-from whet.runs.build_callbacks import watchers
+from whet.runs.build_callbacks import callbacks_from_config
 from whet.runs.provenance import provenance
 from whet.runs.resume_checks import (
-    is_run_of,
+    check_directory_is_free,
+    check_inputs_unchanged,
+    check_is_run,
+    is_run_of_config,
     refuse_changes,
-    refuse_other_origins,
-    refuse_other_than_run,
-    refuse_taken_name,
-    warn_of_missing_rows,
+    warn_about_missing_rows,
 )
 from whet.runs.run_log import RunLog
 from whet.runs.signals import StopOnSignal
@@ -67,66 +79,90 @@ log = logging.getLogger("whet")
 
 
 def train(config: ConfigLike, callbacks: Iterable[Callback] = (), given: Given | None = None) -> RunResult:
-    """Run a config, with the objects `given` beside it, from its first step to `final/`."""
+    """Train a new run, from its first step to `final/`.
+
+    A process that was restarted after a failure resumes the run if it already exists.
+
+    Args:
+        config: A mapping, the path of a YAML file, or a `RunConfig`.
+        callbacks: Called after whet's own callbacks.
+        given: Python objects that the config refers to: records, reward functions, metrics, an objective.
+    """
     given = given or Given()
     config = bind_config(config, given)
     directory = config.directory
-    if was_restarted() and is_run_of(config, directory):
+    if was_restarted() and is_run_of_config(config, directory):
         return resume(directory, callbacks, given)
-    with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log:
+    with joined() as group, StopOnSignal() as stop_on_signal, RunLog(log) as run_log:
         world = agreed(group, config)
-        with world.abreast():
+        with world.abreast():  # an error on rank 0 is raised on all ranks
             if world.is_main:
-                refuse_taken_name(directory)
+                check_directory_is_free(directory)
                 clear_leftovers(directory.parent, of=directory.name)
                 for line in unread_lines(config):
                     log.warning("%s", line)
-        return _Run(config, directory, run_log, world, given).go([signals, *callbacks])
+        run = _Run(config, directory, run_log, world, given)
+        return run.execute([stop_on_signal, *callbacks])
 
 
 def resume(
     directory: str | Path, callbacks: Iterable[Callback] = (), given: Given | None = None
 ) -> RunResult:
-    """Resume a run from its newest whole checkpoint, with the same objects `given` as before."""
+    """Resume a run from its newest valid checkpoint, or restart it if it has no checkpoint.
+
+    Args:
+        directory: The run directory.
+        callbacks: Called after whet's own callbacks.
+        given: The same Python objects that the run was started with.
+    """
     directory = Path(directory)
-    refuse_other_than_run(directory)
+    check_is_run(directory)
     config = load_config(directory / CONFIG_FILE)
     given = given or Given()
     check_given(config, given, directory)
-    with joined() as group, StopOnSignal() as signals, RunLog(log) as run_log, contextlib.ExitStack() as held:
+    with (
+        joined() as group,
+        StopOnSignal() as stop_on_signal,
+        RunLog(log) as run_log,
+        contextlib.ExitStack() as stack,
+    ):
         world, checkpoint = agreed(group, config), None
-        with world.abreast():
+        with world.abreast():  # an error on rank 0 is raised on all ranks
             if world.is_main:
-                held.enter_context(locked(directory))
-                checkpoint = _where_to_go_on(directory, config)
+                stack.enter_context(locked(directory))
+                checkpoint = _checkpoint_to_resume(directory, config)
         run = _Run(config, directory, run_log, world, given)
-        chosen = world.from_main(None if checkpoint is None else str(checkpoint))
-        checkpoint = None if chosen is None else Path(chosen)
-        return run.go([signals, *callbacks], checkpoint=checkpoint, again=True)
+        path = world.from_main(None if checkpoint is None else str(checkpoint))
+        checkpoint = None if path is None else Path(path)
+        return run.execute([stop_on_signal, *callbacks], checkpoint=checkpoint, is_resumed=True)
 
 
-def _where_to_go_on(directory: Path, config: RunConfig) -> Path | None:
-    """The checkpoint to resume from; None where the run was stopped before its first."""
+def _checkpoint_to_resume(directory: Path, config: RunConfig) -> Path | None:
+    """Return the newest valid checkpoint, or None if the run has none and has to restart.
+
+    Raises:
+        CheckpointError: The run has finished, or keys of its config have changed that a resumed run cannot
+            change.
+    """
     clear_leftovers(directory)
     clear_leftovers(directory / CHECKPOINTS)
     checkpoint = None if is_finished(directory) else newest_valid(directory)
-    if checkpoint is None and (directory / FINAL).is_dir():
-        raise CheckpointError(f"{directory} has finished: its result is in {directory / FINAL}")
-    if checkpoint is None:
-        steps = steps_with_rows(directory / METRICS_FILE)
-        if steps:
-            rows = f"the rows of {steps} step{'s' * (steps > 1)} move to metrics.superseded.jsonl"
-            log.info("no checkpoint in %s: starting over; %s", directory / CHECKPOINTS, rows)
-        else:
-            log.info("%s was stopped before its first checkpoint: starting over", directory)
-    else:
+    if checkpoint is not None:
         with wrong_input(f"{checkpoint / STATE_FILE} is damaged", kind=CheckpointError):
             refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
-    return checkpoint
+        return checkpoint
+    if (directory / FINAL).is_dir():
+        raise CheckpointError(f"{directory} has already finished; its result is in {directory / FINAL}")
+    if steps := steps_with_rows(directory / METRICS_FILE):
+        rows = f"moving the metrics rows of {steps} step{'s' * (steps > 1)} to metrics.superseded.jsonl"
+        log.info("no checkpoint in %s: restarting from step 1, %s", directory / CHECKPOINTS, rows)
+    else:
+        log.info("%s stopped before its first checkpoint: restarting from step 1", directory)
+    return None
 
 
 class _Run:
-    """One run, from its assembly to its summary."""
+    """One run on one rank: everything that a new run and a resumed run have in common."""
 
     def __init__(
         self, config: RunConfig, directory: Path, run_log: RunLog, world: World, given: Given
@@ -137,173 +173,231 @@ class _Run:
         self.world = world
         self.given = given
 
-    def go(
-        self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, again: bool = False
+    def execute(
+        self, callbacks: Iterable[Callback], *, checkpoint: Path | None = None, is_resumed: bool = False
     ) -> RunResult:
-        """Assemble, train (`again`: a run that was begun before), write `final/`, test, and summarise."""
-        with memory_knobs_named(), contextlib.ExitStack() as held:
-            run = assemble(self.config, held, directory=self.directory, world=self.world, given=self.given)
-            self._distribute(run)
-            valid, test = (run.data.split(name, run.model) for name in ("valid", "test"))
-            origins = self._origins(run)
-            if again:
-                known = origins | {"fingerprint": run.model.fingerprint}
-                with wrong_input(f"{self.directory / PROVENANCE_FILE} is damaged", kind=CheckpointError):
-                    refuse_other_origins(self.directory, known, str(run.model.name))
-            description = self._describe(run, origins)
-            lock = held.enter_context(contextlib.ExitStack())  # released after sinks, which write there
-            trainer = Trainer(
-                run.model,
-                run.objective,
-                run.stream,
-                self.config,
-                [*self._own_callbacks(run, description, held), *callbacks],
-                total_steps=self._count_steps(run),
-                eval_batches=valid.batches if valid else (),
-                directory=self.directory,
-                precision=run.precision,
-                world=self.world,
-            )
-            pause = trainer.pause_between_answers
-            trainer.evaluators = run.recipe.evaluators(run.build, "valid", valid, pause)
-            self._open_directory(run, description, lock, again=again)
-            if checkpoint is not None:
-                with wrong_input(f"{checkpoint} cannot be restored", kind=CheckpointError):
-                    trainer.restore(checkpoint)
-                log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
-            began_after = trainer.state.step
-            if again and self.world.is_main:
-                self._tidy(trainer, checkpoint)
+        """Assemble and train the run, write `final/`, and evaluate the test split.
 
+        Args:
+            callbacks: Called after whet's own callbacks.
+            checkpoint: The checkpoint to resume from.
+            is_resumed: Whether the run directory exists already. A resumed run without a checkpoint starts at
+                step 1 again.
+        """
+        with memory_knobs_named(), contextlib.ExitStack() as stack:
+            assembly = assemble(
+                self.config, stack, directory=self.directory, world=self.world, given=self.given
+            )
+            self._distribute(assembly)
+            valid, test = (assembly.data.split(name, assembly.model) for name in ("valid", "test"))
+
+            provenance_json = self._collect_provenance(assembly)
+            if is_resumed:
+                self._check_inputs_unchanged(assembly, provenance_json)
+            metadata = self._build_metadata_files(assembly, provenance_json)
+
+            # Entered before the metric sinks: the lock is released after they are closed, because they write
+            # to the run directory.
+            lock_stack = stack.enter_context(contextlib.ExitStack())
+            own_callbacks = self._build_callbacks(assembly, metadata, stack)
+            trainer = self._build_trainer(assembly, [*own_callbacks, *callbacks], valid)
+
+            self._open_directory(assembly, metadata, lock_stack, is_resumed=is_resumed)
+            if checkpoint is not None:
+                self._restore_checkpoint(trainer, checkpoint)
+            if is_resumed and self.world.is_main:
+                self._trim_to_checkpoint(trainer, checkpoint)
+
+            start_step = trainer.state.step
             result = trainer.train()
             if not result.unfinished:
                 with self.world.watch.patiently("finishing"):
-                    self._write_final(run, trainer, began_after=began_after)
-                    self._test(run, trainer, test, result)
-            trainer.end(result)
+                    self._write_final(assembly, trainer, start_step=start_step)
+                    self._evaluate_test_split(assembly, trainer, test, result)
+            trainer.end(result)  # callbacks write the summary
             return result
 
-    def _distribute(self, run: Assembly) -> None:
-        """Make sure that all ranks are about to train the same thing, and let them train it together."""
+    def _distribute(self, assembly: Assembly) -> None:
+        """Check that all ranks have the same model and data, then broadcast or shard the weights."""
         if self.world.size == 1:
             return
-        known = {
-            "base": run.build.base_digest,
-            "others": run.build.identities,
-            **run.data.digests(),
-            "steps": run.stream.state(),
+        inputs = {
+            "base": assembly.build.base_digest,
+            "frozen_models": assembly.build.identities,
+            **assembly.data.digests(),
+            "steps": assembly.stream.state(),
         }
-        refuse_differences(self.world, "model and data", known)
+        refuse_differences(self.world, "model and data", inputs)
 
-        def learned() -> list[torch.nn.Parameter]:
-            return [*run.model.parameters(), *(run.objective.heads or torch.nn.Module()).parameters()]
+        def parameters() -> list[torch.nn.Parameter]:
+            heads = assembly.objective.heads or torch.nn.Module()
+            return [*assembly.model.parameters(), *heads.parameters()]
 
-        start_alike(self.world, [p for p in learned() if p.requires_grad])
+        start_alike(self.world, [p for p in parameters() if p.requires_grad])
         if self.config.parallel.kind == "fsdp":
-            self._shard(run)
+            self._shard(assembly)
         seed_rank(self.world, self.config.run.seed)
         log.info(
             "parallel: %s on %d processes; a rank has %.1f MiB of weights",
-            *(self.config.parallel.kind, self.world.size, local_bytes_of(learned()) / 2**20),
+            *(self.config.parallel.kind, self.world.size, local_bytes_of(parameters()) / 2**20),
         )
 
-    def _shard(self, run: Assembly) -> None:
-        refuse_uncuttable(run.model, self.world.tensor)
-        mesh = device_mesh(self.world, run.device)
-        cut_layers(run.model, mesh[TENSOR])
-        frozen = [model for model in run.build.frozen.values() if isinstance(model, LanguageModel)]
-        for model in [run.model, *frozen]:
-            shard(model, mesh, run.precision)
+    def _shard(self, assembly: Assembly) -> None:
+        """Apply tensor parallelism to the trained model, and FSDP to it and to the frozen models."""
+        refuse_uncuttable(assembly.model, self.world.tensor)
+        mesh = device_mesh(self.world, assembly.device)
+        cut_layers(assembly.model, mesh[TENSOR])
+        frozen = [model for model in assembly.build.frozen.values() if isinstance(model, LanguageModel)]
+        for model in [assembly.model, *frozen]:
+            shard(model, mesh, assembly.precision)
 
-    def _origins(self, run: Assembly) -> dict[str, Any]:  # Any: JSON values
-        """Return what the run is made from: code, data, models and devices."""
+    def _collect_provenance(self, assembly: Assembly) -> dict[str, Any]:  # Any: JSON values
+        """Return the contents of provenance.json."""
         return provenance(
-            run.data.digests(),
-            run.build.base_digest,
-            device=run.device,
-            began=run.began,
-            tokens=run.data.token_digests(),
-            others=run.build.identities,
+            assembly.data.digests(),
+            assembly.build.base_digest,
+            device=assembly.device,
+            start_date=assembly.start_date,
+            token_digests=assembly.data.token_digests(),
+            frozen_models=assembly.build.identities,
         )
 
-    def _describe(self, run: Assembly, origins: dict[str, Any]) -> dict[str, str]:  # Any: as above
-        """Return the files that say what this run is, by name."""
+    def _check_inputs_unchanged(
+        self,
+        assembly: Assembly,
+        provenance_json: dict[str, Any],  # Any: as above
+    ) -> None:
+        """Raise a CheckpointError if a resumed run would get other models, records or tokens."""
+        inputs = provenance_json | {"fingerprint": assembly.model.fingerprint}
+        with wrong_input(f"{self.directory / PROVENANCE_FILE} is damaged", kind=CheckpointError):
+            check_inputs_unchanged(self.directory, inputs, str(assembly.model.name))
+
+    def _build_metadata_files(
+        self,
+        assembly: Assembly,
+        provenance_json: dict[str, Any],  # Any: as above
+    ) -> dict[str, str]:
+        """Return the text files that describe the run, by name: config, provenance, architecture and more."""
         return {
-            **run.recipe.files(run.build),
+            **assembly.recipe.files(assembly.build),
             CONFIG_FILE: to_yaml(self.config),
-            PROVENANCE_FILE: json.dumps(origins, indent=2) + "\n",
+            PROVENANCE_FILE: json.dumps(provenance_json, indent=2) + "\n",
         }
 
-    def _own_callbacks(
-        self, run: Assembly, description: dict[str, str], held: contextlib.ExitStack
+    def _build_callbacks(
+        self, assembly: Assembly, metadata: dict[str, str], stack: contextlib.ExitStack
     ) -> list[Callback]:
+        """Return whet's own callbacks: those of every run, of the recipe, and of the config."""
         config = self.config
-        own: list[Callback] = [
+        callbacks: list[Callback] = [
             MetricsLogger(self.directory / METRICS_FILE, every=config.log.every),
-            _Description(self.directory, description),
-            *run.routers,
-            *run.recipe.callbacks(run.build),
-            *watchers(config, self.directory, run, held),
+            _RestoreMetadataFiles(self.directory, metadata),
+            *assembly.router_callbacks,
+            *assembly.recipe.callbacks(assembly.build),
+            *callbacks_from_config(config, self.directory, assembly, stack),
         ]
         if (early := config.eval.early_stop) is not None:
-            own.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
-        return own
+            callbacks.append(EarlyStopping(early.metric, patience=early.patience, min_delta=early.min_delta))
+        return callbacks
 
-    def _count_steps(self, run: Assembly) -> int:
+    def _build_trainer(
+        self, assembly: Assembly, callbacks: list[Callback], valid: EvaluationSplit | None
+    ) -> Trainer:
+        trainer = Trainer(
+            assembly.model,
+            assembly.objective,
+            assembly.stream,
+            self.config,
+            callbacks,
+            total_steps=self._count_steps(assembly),
+            eval_batches=valid.batches if valid else (),
+            directory=self.directory,
+            precision=assembly.precision,
+            world=self.world,
+        )
+        pause = trainer.pause_between_answers
+        trainer.evaluators = assembly.recipe.evaluators(assembly.build, "valid", valid, pause)
+        return trainer
+
+    def _count_steps(self, assembly: Assembly) -> int:
+        """Return the total number of steps: run.steps, or the steps of run.epochs epochs."""
         steps = self.config.run.steps
         if steps is None:
             epochs = range(self.config.run.epochs or 0)
-            steps = sum(run.stream.steps_in(epoch) or 0 for epoch in epochs)
-        log.info("steps: %d, each of at most %s", steps, run.data.describe_steps())
+            steps = sum(assembly.stream.steps_in(epoch) or 0 for epoch in epochs)
+        log.info("steps: %d, each of at most %s", steps, assembly.data.describe_steps())
         return steps
 
     def _open_directory(
-        self, run: Assembly, description: dict[str, str], lock: contextlib.ExitStack, *, again: bool
+        self,
+        assembly: Assembly,
+        metadata: dict[str, str],
+        lock_stack: contextlib.ExitStack,
+        *,
+        is_resumed: bool,
     ) -> None:
-        """Write what describes a new run, lock its directory, and keep its log there."""
-        with self.world.abreast():
-            if self.world.is_main and not again:
-                self._write_description(run, description)
-                lock.enter_context(locked(self.directory))
-            if self.world.is_main:
-                self.run_log.keep_in(self.directory / LOG_FILE)
+        """Create and lock the directory of a new run, and write the log to log.txt from now on.
 
-    def _write_description(self, run: Assembly, description: dict[str, str]) -> None:
-        """Before the first step, so that even a failed run can be understood; all of it or nothing."""
+        The directory of a resumed run exists, and `resume` has locked it.
+        """
+        with self.world.abreast():
+            if self.world.is_main and not is_resumed:
+                self._create_directory(assembly, metadata)
+                lock_stack.enter_context(locked(self.directory))
+            if self.world.is_main:
+                self.run_log.write_to(self.directory / LOG_FILE)
+
+    def _create_directory(self, assembly: Assembly, metadata: dict[str, str]) -> None:
+        """Create the run directory with its metadata files in one atomic step.
+
+        It is created before the first step, so that even a failed run can be understood.
+        """
         try:
             make_directory(self.directory.parent)
         except OSError as error:
-            raise ConfigError(f"{self.directory} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"{self.directory} cannot be created: {error.strerror}") from error
         with new_directory(self.directory.resolve()) as staging:
-            run.recipe.stage(run.build, staging)
-            for name, text in description.items():
+            assembly.recipe.stage(assembly.build, staging)
+            for name, text in metadata.items():
                 write_text(staging / name, text)
 
-    def _tidy(self, trainer: Trainer, checkpoint: Path | None) -> None:
-        """Leave of a run that is resumed what its checkpoint knows of."""
+    def _restore_checkpoint(self, trainer: Trainer, checkpoint: Path) -> None:
+        with wrong_input(f"{checkpoint} cannot be restored", kind=CheckpointError):
+            trainer.restore(checkpoint)
+        log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
+
+    def _trim_to_checkpoint(self, trainer: Trainer, checkpoint: Path | None) -> None:
+        """Move metrics rows from after the checkpoint to another file, and delete surplus checkpoints.
+
+        Without a checkpoint, all rows are moved.
+        """
         metrics, state = self.directory / METRICS_FILE, trainer.state
         step = state.step if checkpoint is not None else -1
         set_aside_later_rows(metrics, step=step, evaluated_step=state.evaluated_step)
         if checkpoint is not None:
-            began = read_state(checkpoint).get("config", {}).get("log", {})
-            warn_of_missing_rows(metrics, step=step, every=began.get("every", self.config.log.every))
-            # a process that ended while it removed the oldest has left one too many
+            log_config = read_state(checkpoint).get("config", {}).get("log", {})
+            warn_about_missing_rows(metrics, step=step, every=log_config.get("every", self.config.log.every))
+            # a process that was killed while it deleted the oldest checkpoint leaves one too many
             prune(self.directory, keep=self.config.checkpoint.keep, best_steps=state.best_steps)
 
-    def _write_final(self, run: Assembly, trainer: Trainer, *, began_after: int) -> None:
+    def _write_final(self, assembly: Assembly, trainer: Trainer, *, start_step: int) -> None:
+        """Save the trained model to `final/`, unless this run was killed right after it had written that."""
         final = self.directory / FINAL
-        if self.world.is_main and final.is_dir() and trainer.state.step > began_after:
-            remove_directory(final)  # of a run whose summary is lost, and which was resumed
-        if self.world.from_main(final.is_dir()):  # killed between its result and its summary
-            run.recipe.restore_final(run.build, final)
+        if self.world.is_main and final.is_dir() and trainer.state.step > start_step:
+            remove_directory(final)  # outdated: the run lost its summary, was resumed, and trained further
+        if self.world.from_main(final.is_dir()):
+            assembly.recipe.restore_final(assembly.build, final)
             return
         with self.world.watch.patiently("writing final/"):
-            run.recipe.save_final(run.build, trainer, final)
+            assembly.recipe.save_final(assembly.build, trainer, final)
         self.world.barrier()
 
-    def _test(self, run: Assembly, trainer: Trainer, test: EvaluationSplit | None, result: RunResult) -> None:
-        """Evaluate a finished run on its test records, into its summary."""
-        evaluators = run.recipe.evaluators(run.build, "test", test, trainer.pause_between_answers)
+    def _evaluate_test_split(
+        self, assembly: Assembly, trainer: Trainer, test: EvaluationSplit | None, result: RunResult
+    ) -> None:
+        """Evaluate the final model on the test split, and add the metrics to the summary."""
+        pause = trainer.pause_between_answers
+        evaluators = assembly.recipe.evaluators(assembly.build, "test", test, pause)
         if test is None and not evaluators:
             return
         try:
@@ -311,20 +405,20 @@ class _Run:
             for evaluator in evaluators:
                 metrics |= evaluator()
         except EvaluationStoppedError:
-            log.warning("the test records were not evaluated to the end; whet eval does it")
+            log.warning("the evaluation of the test split was interrupted: run whet eval to repeat it")
             return
         result.summary["test"] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
 
-class _Description(Injector):
-    """The files that say what a run is, put back where somebody removed them: without them no resume."""
+class _RestoreMetadataFiles(Injector):
+    """Write deleted metadata files back at every checkpoint, because a resume needs them."""
 
     def __init__(self, directory: Path, files: dict[str, str]) -> None:
         self.directory = directory
         self.files = files
 
     def on_save(self, step: int, path: Path) -> None:
-        """Beside every checkpoint."""
+        """Write the files that are missing from the run directory."""
         with contextlib.suppress(StorageError):  # the next save tries again
             for name, text in self.files.items():
                 if not (self.directory / name).exists():

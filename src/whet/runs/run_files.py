@@ -1,4 +1,4 @@
-"""What a run has left on disk, as far as it can be read: a torn row or a missing file hides nothing else."""
+"""Read the files of a run directory, and report damaged or missing ones instead of failing."""
 
 import json
 from collections.abc import Mapping
@@ -22,38 +22,38 @@ from whet.run_directory import (
 
 _LARGEST_STEP = 2**53
 
-Values = dict[str, Any]  # Any: JSON values, of any kind until they are looked at
+Values = dict[str, Any]  # Any: JSON values that have not been validated
 
 
 @dataclass
 class RunFiles:
-    """The files of a run, and what is wrong with them."""
+    """The parsed contents of a run directory, and the problems of its files."""
 
     directory: Path
     config_text: str = ""
     config: Values = field(default_factory=dict)
-    rows: list[Values] = field(default_factory=list)  # with a step, in the order they were written
+    rows: list[Values] = field(default_factory=list)  # those with a step, in file order
     summary: Values | None = None
     provenance: Values = field(default_factory=dict)
     classification: Values | None = None
     samples: list[Values] = field(default_factory=list)
-    plan: Values = field(default_factory=dict)  # what it was expected to take
+    plan: Values = field(default_factory=dict)  # the estimate from before the run
     problems: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """As the config says, or as its directory is called."""
-        given = section(self.config, "run").get("name")
-        return given if isinstance(given, str) and given else self.directory.resolve().name
+        """The value of run.name, or else the name of the directory."""
+        name = section(self.config, "run").get("name")
+        return name if isinstance(name, str) and name else self.directory.resolve().name
 
     @property
     def finished(self) -> bool:
-        """Whether it has left its result and its summary."""
+        """Whether the run has written `final/` and its summary."""
         return self.summary is not None and (self.directory / FINAL).is_dir()
 
     @property
     def status(self) -> str:
-        """In a few words."""
+        """The state of the run in a few words: "finished", "not finished", "stopped: REASON" and so on."""
         if self.summary is None:
             return "not finished"
         reason = str(self.summary.get("stopped_because", "finished"))
@@ -63,19 +63,23 @@ class RunFiles:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run was begun there."""
+    """Return whether a directory contains a run, finished or not."""
     return (directory / CONFIG_FILE).is_file() or (directory / METRICS_FILE).is_file()
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Everything that can be read of a run; a CheckpointError where there is none."""
+    """Return everything that can be read from a run directory.
+
+    Raises:
+        CheckpointError: The directory does not exist, or is not a run directory.
+    """
     if not directory.is_dir():
-        what = "is a file, not a run's directory" if directory.exists() else "does not exist"
-        raise CheckpointError(f"{directory} {what}", hint="whet runs lists the runs that are there")
+        problem = "is a file, not a run directory" if directory.exists() else "does not exist"
+        raise CheckpointError(f"{directory} {problem}", hint="list the existing runs with: whet runs")
     if not is_run(directory):
         raise CheckpointError(
             f"{directory} is not a run: it has no {CONFIG_FILE}",
-            hint="whet runs lists the runs that are there",
+            hint="list the existing runs with: whet runs",
         )
     run = RunFiles(directory)
     _read_config(run)
@@ -88,9 +92,9 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def section(values: Mapping[str, Any], name: str) -> Values:  # Any: JSON values
-    """A part that should be an object, or an empty one."""
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    """Return a nested object, or an empty one if the value is missing or not an object."""
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _read_config(run: RunFiles) -> None:
@@ -99,27 +103,27 @@ def _read_config(run: RunFiles) -> None:
         run.problems.append(f"{CONFIG_FILE} is missing or empty")
         return
     try:
-        found = parse_yaml(run.config_text)
+        config = parse_yaml(run.config_text)
     except yaml.YAMLError:
-        found = None
-    if isinstance(found, dict):
-        run.config = found
+        config = None
+    if isinstance(config, dict):
+        run.config = config
     else:
-        run.problems.append(f"{CONFIG_FILE} is no valid config")
+        run.problems.append(f"{CONFIG_FILE} is not a valid config")
 
 
 def _read_metrics(run: RunFiles) -> None:
     rows = _read_rows(run, METRICS_FILE)
-    run.rows = [row for row in rows if is_step(row.get("step"))]
-    # only as the last row: whatever comes after it was written by a run that went on
+    run.rows = [row for row in rows if is_valid_step(row.get("step"))]
+    # a summary counts only as the last row: later rows belong to a resumed run
     last = rows[-1].get("summary") if rows else None
     run.summary = last if isinstance(last, dict) else None
     if not rows:
         run.problems.append(f"{METRICS_FILE} has no rows")
 
 
-def is_step(value: object) -> bool:
-    """Whether it can be the number of a step."""
+def is_valid_step(value: object) -> bool:
+    """Return whether a value is a valid step: an integer of at least 0, and not absurdly large."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_STEP
 
 
@@ -146,17 +150,17 @@ def _read_object(run: RunFiles, name: str) -> Values | None:
     if not text:
         return None
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return found
+        value = None
+    if isinstance(value, dict):
+        return value
     run.problems.append(f"{name} is not a JSON object")
     return None
 
 
 def _read_text(run: RunFiles, name: str) -> str:
-    """A file's text; empty where there is none."""
+    """Return a file's text, or an empty string if the file does not exist or cannot be read."""
     try:
         return (run.directory / name).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

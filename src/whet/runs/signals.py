@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a closed terminal: finish the step, save, say how to go on; a second one ends at once."""
+"""Stop a run on Ctrl-C, SIGTERM or a closed terminal: finish the step and save; a second signal kills it."""
 
 import logging
 import signal
@@ -13,58 +13,62 @@ log = logging.getLogger("whet")
 
 
 class StopOnSignal(Callback):
-    """A callback that asks the run to stop once a signal has come.
+    """A callback that stops the run with a checkpoint after it has received a signal.
 
-    Before the run has begun there is nothing to finish and nothing to save: the signal ends it at once.
+    Before training starts there is nothing to save, and a signal raises KeyboardInterrupt at once.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._begun = False
-        self._before: dict[int, Any] = {}  # Any: whatever handler was there
+        self._is_training = False
+        self._previous_handlers: dict[int, Any] = {}  # Any: as signal.signal returns them
 
     def __enter__(self) -> "StopOnSignal":
-        if threading.current_thread() is threading.main_thread():  # handlers can be set nowhere else
-            self._before = catch_stop_signals(self._note)
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            self._previous_handlers = catch_stop_signals(self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        if self.received is not None and not self._begun and isinstance(error, Exception):
-            # some libraries turn an interruption into an error of their own
+        if self.received is not None and not self._is_training and isinstance(error, Exception):
+            # some libraries turn KeyboardInterrupt into their own error
             raise KeyboardInterrupt(self._nothing_to_save()) from error
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        again = self.received is not None
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_repeated = self.received is not None
         self.received = signal.Signals(number).name
-        if not self._begun:
+        if not self._is_training:
             raise KeyboardInterrupt(self._nothing_to_save())
-        if again:
-            raise KeyboardInterrupt(f"{self.received} again: ended at once; the checkpoints are as they were")
-        log.warning("%s: finishing this step, then saving; once more ends at once", self.received)
+        if is_repeated:
+            raise KeyboardInterrupt(
+                f"second signal ({self.received}): stopped at once; existing checkpoints are unchanged"
+            )
+        log.warning("%s: finishing this step, then saving; a second signal stops at once", self.received)
 
     def _nothing_to_save(self) -> str:
         return f"{self.received}: stopped before the first step, so there is nothing to save"
 
     def on_train_begin(self, run: RunView) -> None:
-        """From now on a step can be finished and saved."""
-        self._begun = True
+        """From now on, let a signal wait for the end of the step and a checkpoint."""
+        self._is_training = True
 
     def on_step_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Stop after the step in which the signal came."""
+        """Stop after the step during which the signal arrived."""
         return (
             None if self.received is None else StopRun(f"{self.received} after step {step}", unfinished=True)
         )
 
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Stop after an evaluation, too."""
+        """Stop after the evaluation during which the signal arrived."""
         return self.on_step_end(step, metrics)
 
     def on_pause(self) -> StopRun | None:
-        """Break off an evaluation: it is done again when the run is resumed."""
+        """Interrupt an evaluation, which a resumed run repeats."""
         return (
-            None if self.received is None else StopRun(f"{self.received} in an evaluation", unfinished=True)
+            None
+            if self.received is None
+            else StopRun(f"{self.received} during an evaluation", unfinished=True)
         )

@@ -1,4 +1,4 @@
-"""`whet teach`: teachers asked once about all of a run's data, for runs that do without them."""
+"""`whet teach`: store teachers' top-k log-probabilities, for distillation without a teacher in memory."""
 
 import logging
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from whet.ops.kl_divergence import top_logprobs
 from whet.planning.model_facts import model_facts
 from whet.recipes.frozen_models import load_teacher
 from whet.recipes.registry import needs_of, recipe_for
-from whet.recipes.teachers import plain, teaching_path
+from whet.recipes.teachers import require_examples, teacher_logprobs_path
 
 log = logging.getLogger("whet")
 
 
 def teach(config: RunConfig) -> None:
-    """Ask the offline teachers of a config about its data, and keep what they say beside the tokens."""
+    """Compute the log-probabilities of a config's offline teachers, and store them next to the tokens."""
     parts = {
         name: part
         for name, part in (config.parts() or {"": config}).items()
@@ -37,7 +37,7 @@ def teach(config: RunConfig) -> None:
     }
     if not parts:
         raise ConfigError(
-            "no teacher of this config is to be asked before the run",
+            "this config has no offline teacher",
             hint="set objective: {kind: distill, teacher: NAME, offline: {top_k: 64}}",
         )
     tokenizer = _tokenizer(config)
@@ -59,19 +59,19 @@ def teach(config: RunConfig) -> None:
                 tokenizer=tokenizer,
             )
             for split, examples in data.examples.items():
-                _ask(teacher, name, split, plain(examples), section, steps=data.steps)
+                _store_logprobs(teacher, name, split, require_examples(examples), section, steps=data.steps)
 
 
 def _tokenizer(config: RunConfig) -> Any:  # Any: a transformers tokenizer
-    """The one that the run will have."""
+    """Return the tokenizer that the run will use."""
     if isinstance(config.language_model, Preset):
         return new_tokenizer(config.language_model, recipe_for(config).open_data().texts())
-    if (found := tokenizer_of(config.language_model)) is None:
+    if (tokenizer := tokenizer_of(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
-    return found
+    return tokenizer
 
 
-def _ask(
+def _store_logprobs(
     teacher: LanguageModel,
     name: str,
     split: str,
@@ -81,8 +81,17 @@ def _ask(
     steps: StepSettings,
 ) -> None:
     assert section.offline is not None
-    path, top_k = teaching_path(name, examples, section), min(section.offline.top_k, teacher.vocab_size)
-    log.info("%s: asking %s for the %d likeliest of %d targets", split, name, top_k, examples.supervised)
+    path, top_k = (
+        teacher_logprobs_path(name, examples, section),
+        min(section.offline.top_k, teacher.vocab_size),
+    )
+    log.info(
+        "%s: computing the top %d tokens of %s for %d supervised tokens",
+        split,
+        top_k,
+        name,
+        examples.supervised,
+    )
     facts = {
         "teacher": name,
         "weights": weights_mark(name),
@@ -90,30 +99,30 @@ def _ask(
         "vocab_size": teacher.vocab_size,
         "top_k": top_k,
     }
-    write_teaching(path, _in_order(_answers(teacher, examples, steps, top_k)), facts)
+    write_teaching(path, _sort_by_index(_compute_logprobs(teacher, examples, steps, top_k)), facts)
     log.info("%s: %.1f MB in %s", split, path.stat().st_size / 1e6, path)
 
 
-def _answers(
+def _compute_logprobs(
     teacher: LanguageModel, examples: StoredExamples, steps: StepSettings, top_k: int
 ) -> Iterator[tuple[int, bytes]]:
-    """The place of each example and what is stored of its targets, in the order of the micro-batches."""
+    """Yield the index of each example and its encoded log-probabilities, in micro-batch order."""
     with evaluating(teacher):
-        for places, batch in one_pass(examples, steps):
-            here = batch.to(teacher.device)
-            likeliest = top_logprobs(teacher.states(here), teacher.head(), top_k=top_k)
-            ids, logprobs = (values.cpu().numpy() for values in likeliest)
-            ends = np.cumsum(np.bincount(batch.examples.numpy(), minlength=len(places)))
-            for place, stop, start in zip(places, ends, (0, *ends), strict=False):
-                yield place, as_bytes(Taught(ids[start:stop], logprobs[start:stop]))
+        for indices, batch in one_pass(examples, steps):
+            device_batch = batch.to(teacher.device)
+            top_tokens = top_logprobs(teacher.states(device_batch), teacher.head(), top_k=top_k)
+            ids, logprobs = (values.cpu().numpy() for values in top_tokens)
+            ends = np.cumsum(np.bincount(batch.examples.numpy(), minlength=len(indices)))
+            for index, stop, start in zip(indices, ends, (0, *ends), strict=False):
+                yield index, as_bytes(Taught(ids[start:stop], logprobs[start:stop]))
 
 
-def _in_order(answers: Iterator[tuple[int, bytes]]) -> Iterator[bytes]:
-    """By place: micro-batches mix examples of one step only, so that few wait."""
+def _sort_by_index(chunks: Iterator[tuple[int, bytes]]) -> Iterator[bytes]:
+    """Yield chunks by index; few have to wait, because micro-batches mix only the examples of one step."""
     waiting: dict[int, bytes] = {}
-    following = 0
-    for place, content in answers:
-        waiting[place] = content
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
+    next_index = 0
+    for index, chunk in chunks:
+        waiting[index] = chunk
+        while next_index in waiting:
+            yield waiting.pop(next_index)
+            next_index += 1

@@ -1,1 +1,1 @@
-"""Text classification, and whet.Classifier."""
+"""Text classification: the recipe, the report, and `whet.Classifier`."""

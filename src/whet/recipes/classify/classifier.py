@@ -1,4 +1,4 @@
-"""`whet.Classifier`: a classifier to use, and to train step by step in a loop of one's own."""
+"""`whet.Classifier`: load, use and save a classifier, and train it in a custom training loop."""
 
 import operator
 import time
@@ -39,14 +39,14 @@ from whet.models.heads import ClassificationHead, WithHeads
 from whet.models.language_model import LanguageModel, evaluating
 from whet.objectives.classify import Classify
 from whet.parallel.gradient_sync import flat_gradients, set_flat_gradients
-from whet.recipes.classify.calibration import rows_of
+from whet.recipes.classify.calibration import compute_outputs
 from whet.recipes.classify.classifier_config import (
     ClassifierSettings,
     StoredClassifier,
     new_settings,
-    refuse_what_needs_a_new_head,
+    reject_new_head_keys,
 )
-from whet.recipes.classify.classifier_report import report_on
+from whet.recipes.classify.classifier_report import classification_report
 from whet.training.callbacks import plain
 from whet.training.loss import computed_loss, evaluate_loss, total_weights
 from whet.training.optim.lr_schedules import create_schedule
@@ -55,20 +55,22 @@ from whet.training.settings import TrainSettings
 from whet.training.trainer import Trainer
 
 ClassifierText = str | Sequence[int]  # a text, or its token ids
-ClassifierSample = tuple[ClassifierText, Any]  # Any: a class by name or number, or several
+ClassifierSample = tuple[ClassifierText, Any]  # Any: a class by name or index, or a list of classes
 
 
 class Classifier:
-    """A model with a head that says which class a text belongs to, or which classes.
+    """A language model with a classification head.
 
-    `Classifier.load` makes one. Samples are (text, label): a text is a string or its token ids, a label is
-    the name or the number of a class; of several classes a text, a list of those, or a probability for each.
+    `Classifier.load` opens a trained classifier, or creates a new one.
+
+    Samples are (text, label) pairs. A text is a string, or a sequence of token ids. A label is the name or
+    the index of a class. With `multi_label` it is a list of classes, or a list of one probability per class.
     """
 
     def __init__(
         self,
         model: LanguageModel,
-        tokenizer: Any,  # Any: a transformers tokenizer, or None: texts are then given as ids
+        tokenizer: Any,  # Any: a transformers tokenizer; None if texts are always token ids
         head: ClassificationHead,
         info: ClassifierInfo,
         settings: ClassifierSettings,
@@ -94,9 +96,9 @@ class Classifier:
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._trainer: Trainer | None = None
         self._total_steps = total_steps or 1
-        self._steps = 0  # updates before the trainer was last made anew
-        self._lr: float | None = None  # as set by hand
-        self._waiting: list[Example] = []
+        self._steps = 0  # updates before the current trainer was created
+        self._lr: float | None = None  # set by `set_lr`
+        self._accumulated: list[Example] = []
         self._samples_seen = 0
 
     @classmethod
@@ -114,29 +116,31 @@ class Classifier:
         precision: PrecisionName | None = None,
         **objective: Any,
     ) -> "Classifier":
-        """Open a trained classifier, or with `classes` put a new head on a model.
+        """Load a trained classifier, or attach a new head to a model if `classes` is given.
 
-        What was trained before keeps training at its constant `optim.lr`, with the weights of classes that
-        it had.
+        A trained classifier can be trained further. It keeps its class weights, and its learning rate is the
+        constant `optim.lr` of its run.
 
         Args:
-            name_or_path: a finished run, one of its checkpoints or a saved classifier; with `classes`, any
-                model that can be named.
-            classes: the names of the classes of a new head, or how many there are.
-            method: the section `method` of a config, for a new head.
-            optim: keys of the section `optim`. The schedule is constant unless it is given here.
-            total_steps: how many updates a schedule spans; any but `constant` needs it.
-            max_length: tokens after which a new head cuts a text.
-            seed: the seed of a new head and of its adapters.
-            device: as in run.device.
-            precision: as in run.precision.
-            **objective: further keys of the section `objective` for a new head; `class_weights` for any.
+            name_or_path: A finished run, one of its checkpoints, or a saved classifier. With `classes`, any
+                model: a name, a directory or a run.
+            classes: The names of the classes of a new head, or their number.
+            method: The `method` section of a config, for a new head.
+            optim: Keys of the `optim` section. The schedule is constant unless it is set here.
+            total_steps: The length of the learning rate schedule in updates. Required for every schedule
+                except `constant`.
+            max_length: The number of tokens to which a new head truncates texts.
+            seed: The seed of a new head and its adapters.
+            device: The device, as in run.device.
+            precision: The precision, as in run.precision.
+            **objective: Further keys of the `objective` section for a new head. `class_weights` is also
+                accepted for a trained classifier.
 
         Returns:
             The classifier, ready to predict and to train.
 
         Raises:
-            WhetError: there is no such classifier or model, or a setting is wrong or would be ignored.
+            WhetError: The classifier or model does not exist, or a setting is invalid or would be ignored.
         """
         if total_steps is not None:
             check_positive(total_steps=total_steps)
@@ -154,13 +158,13 @@ class Classifier:
             )
             settings.require_total_steps(total_steps)
             return cls._with_new_head(settings, total_steps)
-        refuse_what_needs_a_new_head(method, objective)
+        reject_new_head_keys(method, objective)
         stored = StoredClassifier.find(name_or_path)
         weights = objective.get("class_weights")
         settings = stored.settings(optim=optim, class_weights=weights, device=device, precision=precision)
         settings.require_total_steps(total_steps)
-        where = choose_device(settings.device)
-        model, tokenizer = load_body(name_or_path, dtype=_dtype(settings, where), device=where)
+        torch_device = choose_device(settings.device)
+        model, tokenizer = load_body(name_or_path, dtype=_dtype(settings, torch_device), device=torch_device)
         head, info = stored.head(settings)
         if precision is not None:
             info = replace(info, precision=settings.precision)
@@ -168,47 +172,58 @@ class Classifier:
 
     @classmethod
     def _with_new_head(cls, settings: ClassifierSettings, total_steps: int | None) -> "Classifier":
-        where = choose_device(settings.device)
-        dtype = _dtype(settings, where)
+        device = choose_device(settings.device)
+        dtype = _dtype(settings, device)
         torch.manual_seed(settings.seed)
         if settings.method.kind == "qlora":
-            model = load_quantised(settings.base, dtype=dtype, device=where)
+            model = load_quantised(settings.base, dtype=dtype, device=device)
         else:
-            model, _ = load_base(settings.base, dtype=dtype, device=where)
-        trained = choose_precision(settings.precision, where).trained
-        make_trainable(model, settings.method, dtype=trained)
+            model, _ = load_base(settings.base, dtype=dtype, device=device)
+        trained_dtype = choose_precision(settings.precision, device).trained
+        make_trainable(model, settings.method, dtype=trained_dtype)
         info = replace(settings.info, max_length=min(settings.max_length, model.max_positions))
         size = model.head().weight.shape[1]
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
         head.initialise(settings.seed)
         return cls(model, tokenizer_of(settings.base), head, info, settings, total_steps=total_steps)
 
-    # --- training, step by step
-
+    # --- training
     def train_step(self, text: ClassifierText, label: Any) -> dict[str, float]:  # Any: as in a Sample
-        """Make one update from one text; returns what `train_batch` does."""
+        """Apply one optimizer update for one sample.
+
+        Args:
+            text: A string or token ids.
+            label: The class or classes of the text.
+
+        Returns:
+            The same metrics as `train_batch`.
+        """
         return self.train_batch([(text, label)])
 
     def train_batch(self, samples: Sequence[ClassifierSample]) -> dict[str, float]:
-        """Make one update from some samples.
+        """Apply one optimizer update for a batch of samples.
 
         Args:
-            samples: (text, label) pairs. None at all is no update, and zeros.
+            samples: (text, label) pairs. An empty batch applies no update and returns zeros.
 
         Returns:
-            loss, correct and total of the samples, and grad_norm before clipping.
+            The loss of the samples, how many of them were predicted correctly (`correct`), their number
+            (`total`), and the gradient norm before clipping (`grad_norm`).
         """
         self.accumulate(samples)
         return self.apply()
 
     def accumulate(self, samples: Sequence[ClassifierSample]) -> int:
-        """Keep samples for the next `apply`, and return how many it will have."""
-        self._waiting += self._examples(samples)
-        return len(self._waiting)
+        """Collect samples for the next `apply`, and return how many are collected so far."""
+        self._accumulated += self._examples(samples)
+        return len(self._accumulated)
 
     def apply(self) -> dict[str, float]:
-        """Make one update from all accumulated samples, exactly as `train_batch` would from all at once."""
-        examples, self._waiting = self._waiting, []
+        """Apply one optimizer update for all accumulated samples.
+
+        The update equals that of one `train_batch` call with all of these samples.
+        """
+        examples, self._accumulated = self._accumulated, []
         if not examples:
             return {"loss": 0.0, "correct": 0, "total": 0, "grad_norm": 0.0}
         metrics = self.trainer.step(self.batches(examples))
@@ -223,15 +238,16 @@ class Classifier:
     def gradients(self, samples: Sequence[ClassifierSample]) -> tuple[torch.Tensor, float]:
         """Compute the gradient of the summed loss of some samples, without an update.
 
-        Add up both results over all processes (an all-reduce), and give the sums to `apply_gradients`.
+        For data parallelism, sum both results over all processes (an all-reduce), and pass the sums to
+        `apply_gradients`.
 
         Args:
-            samples: this process's part of the step; it may be empty.
+            samples: This process's share of the step, which may be empty.
 
         Returns:
-            A 1-D float32 tensor on the model's device (adapters in the order of the layers, A before B, then
-            the head's weight and bias), and the number of samples. With `normalise: weights` the second is
-            the sum of the weights of their classes, which the loss is then a mean over.
+            The gradient as a 1-D float32 tensor on the model's device, in the order of
+            `trainable_parameters`, and the number of samples. With `normalise: weights` the second value is
+            the sum of the samples' class weights, over which the loss is then averaged.
         """
         examples = self._examples(samples)
         if not examples:
@@ -244,19 +260,22 @@ class Classifier:
     def collect_gradients(
         self, samples: Sequence[ClassifierSample], *, total: float | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Compute the gradient of the mean loss of some samples without an update, where the total is known.
+        """Compute the gradient of the mean loss of some samples, without an update.
 
-        `gradients` needs no total, as it returns one to add up.
+        Use this if the number of samples in the step is known in advance; `gradients` does not need it.
 
         Args:
-            samples: this worker's part of the step; it may be empty.
-            total: what the summed loss is divided by. It defaults to the number of these samples. Workers
-                give that of the whole step, so that their vectors and losses add up to those of the step.
-                With `normalise: weights` it is the sum of the weights of the samples' classes.
+            samples: This worker's share of the step, which may be empty.
+            total: The divisor of the summed loss; by default, the number of these samples. Workers pass the
+                number of samples in the step, so that the sums of their gradients and losses are those of
+                the step. With `normalise: weights`, pass the sum of the samples' class weights.
 
         Returns:
-            One float32 vector (adapters in the order of the layers, A before B, then the head's weight and
-            bias), and the loss, correct and total of the samples.
+            The gradient as a 1-D float32 tensor, in the order of `trainable_parameters`, and the loss,
+            correct and total of the samples.
+
+        Raises:
+            ConfigError: `total` is not above 0.
         """
         if total is not None and not total > 0:
             raise ConfigError(f"total must be above 0, not {total}")
@@ -283,21 +302,22 @@ class Classifier:
         return torch.zeros(self.num_trainable_parameters, device=self.model.device)
 
     def apply_gradients(self, flat: torch.Tensor | np.ndarray, n: float | None = None) -> dict[str, float]:
-        """Make one update from a flat gradient, clipped and at the schedule's rate.
+        """Clip a flat gradient, and apply one optimizer update at the scheduled learning rate.
 
         Args:
-            flat: the sum over all processes of what `gradients` returned first.
-            n: the sum of what it returned second; the gradient is divided by it. Without it, `flat` is the
-                gradient itself, as the vectors of `collect_gradients` add up to.
+            flat: The sum over all processes of the gradients from `gradients` or `collect_gradients`.
+            n: The sum over all processes of the second result of `gradients`, by which `flat` is divided.
+                Leave it out for gradients from `collect_gradients`, which are divided already.
 
         Returns:
-            lr, and grad_norm before clipping.
+            The learning rate (`lr`), and the gradient norm before clipping (`grad_norm`).
 
         Raises:
-            RunError: the gradient has another size or is not finite. No weight has changed then.
+            RunError: The gradient has the wrong size or is not finite. The weights are unchanged.
+            ConfigError: `n` is not above 0.
         """
         if n is not None and not n > 0:
-            raise ConfigError(f"n must be above 0, not {n}", hint="a step without a sample makes no update")
+            raise ConfigError(f"n must be above 0, not {n}", hint="skip the update of a step without samples")
         trainer = self.trainer
         vector = torch.as_tensor(flat)
         set_flat_gradients(self.trainable_parameters(), vector if n is None else vector / n)
@@ -308,22 +328,22 @@ class Classifier:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that makes the steps."""
+        """The `Trainer` that applies the updates, created on first use."""
         if self._trainer is None:
             section = self.settings.objective
             if are_counted(section):
                 raise ConfigError(
-                    f"class_weights: {section.class_weights} was counted in a run, and what came of it was "
-                    "not kept here",
-                    hint="give a list to Classifier.load, a number for each class: class_weights=[...]",
+                    f"class_weights: {section.class_weights} was computed from a run's training set, and the "
+                    "weights are not stored with this classifier",
+                    hint="pass a list with one weight per class to Classifier.load: class_weights=[...]",
                 )
             settings = self.settings
-            learner = WithHeads(self.model, self.objective.head)
+            module = WithHeads(self.model, self.objective.head)
             self._trainer = Trainer(
                 self.model,
                 self.objective,
                 (),
-                optimizer=create_optimizer(optim_groups(settings.optim, settings.method), learner),
+                optimizer=create_optimizer(optim_groups(settings.optim, settings.method), module),
                 schedule=create_schedule(settings.optim, self._total_steps),
                 total_steps=self._total_steps,
                 precision=self.precision,
@@ -340,14 +360,14 @@ class Classifier:
         return self._trainer
 
     def batches(self, examples: Sequence[Example]) -> list[Batch]:
-        """Return examples as the micro-batches of one step."""
-        settings = self._settings(examples)
+        """Return the micro-batches of one step with these examples."""
+        settings = self._step_settings(examples)
         lengths = np.array([example.length for example in examples])
-        rows = split_step(range(len(examples)), lengths, settings)
-        return [make_batch([[examples[index] for index in row] for row in each]) for each in rows]
+        micro_batches = split_step(range(len(examples)), lengths, settings)
+        return [make_batch([[examples[index] for index in row] for row in rows]) for rows in micro_batches]
 
     def set_lr(self, lr: float) -> None:
-        """Set another learning rate, which stays from the next update on."""
+        """Set a constant learning rate for all further updates."""
         self._lr = lr
         self.trainer.lr_at = lambda _: lr
 
@@ -357,58 +377,64 @@ class Classifier:
         return self.trainer.lr_at(self.trainer.state.step + 1)
 
     def optimizer_lr(self) -> float:
-        """Return the learning rate of the next update, as `learning_rate` is."""
+        """Return the learning rate of the next update, like the property `learning_rate`."""
         return self.learning_rate
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
-        """Return adapters in the order of the layers, A before B, then the head's weight and bias."""
-        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return [*own, *self.objective.head.parameters()]
+        """Return the trainable parameters in a fixed order.
+
+        Adapters come in the order of the layers, A before B, then the head's weight and bias.
+        """
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return [*parameters, *self.objective.head.parameters()]
 
     @property
     def num_trainable_parameters(self) -> int:
-        """How many numbers train."""
+        """The number of trainable values, that is, the length of a flat gradient."""
         return sum(parameter.numel() for parameter in self.trainable_parameters())
 
-    # --- use
-
+    # --- prediction and evaluation
     def logits(self, texts: Sequence[ClassifierText]) -> np.ndarray:
-        """Return the head's outputs, [texts, classes]."""
+        """Return the logits of the classes as a float32 array, [texts, classes]."""
         if isinstance(texts, str):
-            raise ConfigError("one text where a list of texts belongs", hint="write [text]")
+            raise ConfigError("texts must be a list of texts, not a single text", hint="write [text]")
         if not len(texts):
             return np.zeros((0, len(self.info.classes)), dtype=np.float32)
-        return self._logits([self._read(text) for text in texts])
+        return self._logits([self._encode(text) for text in texts])
 
     def predict_proba(self, texts: Sequence[ClassifierText]) -> np.ndarray:
-        """Return probabilities, [texts, classes]; of several classes a text, each for itself."""
+        """Return the probabilities of the classes, [texts, classes].
+
+        They are a softmax over the classes, or with `multi_label` an independent sigmoid per class.
+        """
         return self._probabilities(self.logits(texts))
 
     def predict(self, texts: Sequence[ClassifierText]) -> list[Any]:
-        """Return the name of the likeliest class of each text; of several a text, those above one half.
+        """Return the most probable class of each text, by name.
 
-        Names are strings, also those of classes that have only a number.
+        With `multi_label`, return for each text the list of classes with a probability above 0.5. Names are
+        strings, even if the classes were given as a number.
         """
         return self.choose(self.predict_proba(texts))
 
     def choose(self, probabilities: np.ndarray) -> list[Any]:
-        """Return what `predict` does, from the probabilities of `predict_proba`."""
+        """Return the predictions of `predict` for probabilities from `predict_proba`."""
         names = self.info.classes
         if self.info.multi_label:
             return [[names[index] for index in np.flatnonzero(row > 0.5)] for row in probabilities]
         return [names[index] for index in probabilities.argmax(1)] if len(probabilities) else []
 
     def loss(self, samples: Sequence[ClassifierSample]) -> float:
-        """Return the loss of some samples, weighted as in training, without dropout, gradient or update."""
+        """Return the loss of some samples in evaluation mode, with the class weights of training."""
         if not len(samples):
-            raise DataError("there is no sample to compute a loss of")
+            raise DataError("cannot compute the loss of an empty list of samples")
         batches = self.batches(self._examples(samples))
         return evaluate_loss(self.model, self.objective, batches, precision=self.precision)["eval_loss"]
 
     def forward_only(
         self, text: ClassifierText, label: Any
     ) -> tuple[float, Any]:  # Any: a ClassifierSample's; names of classes
-        """Return the weighted loss of one sample and its predicted class, without a gradient or an update."""
+        """Return the weighted loss of one sample and its predicted class, without computing a gradient."""
         [batch] = self.batches([self._example(text, label)])
         with evaluating(self.model):
             result = computed_loss(
@@ -420,20 +446,21 @@ class Classifier:
         return result.sums["loss"].item(), predicted
 
     def load_corpus(self, data: Spec | Path) -> list[ClassifierSample]:
-        """Read labelled records as samples for `train_batch`.
+        """Read labeled records as samples for `train_batch`.
 
         Args:
-            data: a source as in data.train: a file of {input, label} or {input, labels}, say.
+            data: A source as in data.train, such as a JSONL file of {input, label} or {input, labels}.
 
         Returns:
             (text, label) pairs, in the order of the records.
 
         Raises:
-            DataError: a record is wrong, or its label is none of the classes; the message names its line.
+            DataError: A record is invalid, or its label is not one of the classes. The message has the file
+                and the line.
         """
         samples: list[ClassifierSample] = []
         for record in open_source(str(data) if isinstance(data, Path) else data, form="classification"):
-            self._judge(record)
+            self._record_example(record)
             fields = record.fields
             samples.append((fields["input"], fields["labels"] if "labels" in fields else fields["label"]))
         return samples
@@ -442,27 +469,30 @@ class Classifier:
         self,
         data: Spec | Path | Sequence[Mapping[str, Any]],  # Any: records are JSON objects
     ) -> Report:
-        """Return the report on records: accuracy, F1, calibration and more, as `whet eval` shows.
+        """Return the classification report of labeled records, as `whet eval` shows it.
 
         Args:
-            data: a source as in data.test, or a list of {input, label}.
+            data: A source as in data.test, or a list of {input, label}.
+
+        Returns:
+            Accuracy, F1, calibration error, confusions and more.
         """
-        examples = [self._judge(record) for record in _records(data)]
+        examples = [self._record_example(record) for record in _records(data)]
         labels = np.array([example.values for example in examples])
         started = time.perf_counter()
         logits = self._logits(examples)
         seconds = time.perf_counter() - started
-        return report_on(logits, labels, self.info, examples, self.tokenizer, seconds=seconds)
+        return classification_report(logits, labels, self.info, examples, self.tokenizer, seconds=seconds)
 
     def merge_adapters(self) -> None:
-        """Fold the adapters into the weights; after that only the head trains."""
+        """Merge the adapters into the weights. From then on only the head is trainable."""
         merge(self.model).requires_grad_(False)
         if self._trainer is not None:
             self._steps, self._trainer = self._trainer.state.step, None
-        self.settings = self.settings.for_the_head(WithHeads(self.model, self.objective.head))
+        self.settings = self.settings.for_head_only(WithHeads(self.model, self.objective.head))
 
     def save(self, directory: str | Path) -> None:
-        """Write what `load` reads: an adapter, or the whole model, and always the head."""
+        """Write the adapter or the full model, and the head, to a directory that `load` can read."""
         stored = StoredHead(self.objective.head, self.info)
         if not are_counted(self.settings.objective):
             stored = WeightedHead(self.objective.head, self.info, self.objective.class_weights.tolist())
@@ -472,9 +502,10 @@ class Classifier:
             save(self.model, self.tokenizer, directory, classifier=stored)
 
     def counts(self) -> dict[str, int]:
-        """Return parameters, trained_parameters, head_parameters, classes, steps and samples_seen.
+        """Return the numbers of parameters, classes, updates and samples.
 
-        `steps` are the updates since `load`, and `samples_seen` the samples in them.
+        The keys are parameters, trained_parameters, head_parameters, classes, steps (updates since `load`)
+        and samples_seen (the samples in those updates).
         """
         head = sum(parameter.numel() for parameter in self.objective.head.parameters())
         return {
@@ -487,14 +518,14 @@ class Classifier:
         }
 
     def summary(self) -> str:
-        """Return the model, its tokenizer, adapters, head and `counts` as a text for people."""
+        """Return a human-readable description of the model, tokenizer, adapters, head and `counts`."""
         head, layers = self.objective.head.score, list(adapted(self.model))
         lora = [layer.settings for _, layer in layers if isinstance(layer, LoRALinear)]
-        ranks = "/".join(map(str, sorted({each.rank for each in lora})))
-        alphas = "/".join(f"{alpha:g}" for alpha in sorted({each.alpha for each in lora}))
+        ranks = "/".join(map(str, sorted({settings.rank for settings in lora})))
+        alphas = "/".join(f"{alpha:g}" for alpha in sorted({settings.alpha for settings in lora}))
         adapters = f"{len(layers)} layers, rank {ranks}, alpha {alphas}" if layers else "none"
         vocabulary = "none" if self.tokenizer is None else f"{len(self.tokenizer):,} tokens"
-        kind = "any of them" if self.info.multi_label else "one of them"
+        kind = "multi-label" if self.info.multi_label else "single-label"
         counts = self.counts()
         lines = {
             "model": f"{self.model.name or 'merged'} on {self.model.device} ({self.precision.reason})",
@@ -510,18 +541,20 @@ class Classifier:
         }
         return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
-    # --- texts as examples
+    # --- conversion of texts to examples
 
-    def _settings(self, examples: Sequence[Example]) -> StepSettings:
-        """Micro-batches as in the run, unless a text is longer than those."""
-        own = self.settings
-        usual = StepSettings(None, own.batch_tokens, own.micro_batch_tokens, own.pack).micro_tokens
+    def _step_settings(self, examples: Sequence[Example]) -> StepSettings:
+        """Return the micro-batch settings of the run, enlarged if a text is longer than a micro-batch."""
+        settings = self.settings
+        micro_tokens = StepSettings(
+            None, settings.batch_tokens, settings.micro_batch_tokens, settings.pack
+        ).micro_tokens
         longest = max(example.length for example in examples)
-        return StepSettings(None, None, max(usual, longest), own.pack)
+        return StepSettings(None, None, max(micro_tokens, longest), settings.pack)
 
     def _logits(self, examples: Sequence[Example]) -> np.ndarray:
-        settings = self._settings(examples)
-        return rows_of(self.objective.logits, self.model, examples, settings, precision=self.precision)
+        steps = self._step_settings(examples)
+        return compute_outputs(self.objective.logits, self.model, examples, steps, precision=self.precision)
 
     def _probabilities(self, logits: np.ndarray) -> np.ndarray:
         return (sigmoid if self.info.multi_label else softmax)(logits)
@@ -530,69 +563,77 @@ class Classifier:
         return [self._example(*_text_and_label(sample)) for sample in samples]
 
     def _example(self, text: ClassifierText, label: Any) -> Example:  # Any: as in a Sample
-        given = plain(label)
-        key = "labels" if isinstance(given, list) else "label"
-        return self._judge(Record({"input": text, key: given}, "a sample"))
+        value = plain(label)
+        key = "labels" if isinstance(value, list) else "label"
+        return self._record_example(Record({"input": text, key: value}, "a sample"))
 
-    def _judge(self, record: Record) -> Example:
+    def _record_example(self, record: Record) -> Example:
         text = record.fields.get("input")
-        if text is not None and not isinstance(text, str):  # token ids: the labels are those of any record
+        if text is not None and not isinstance(text, str):  # token ids; only the labels need the usual check
             record = checked(Record({**record.fields, "input": ""}, record.origin), "classification")
         else:
             record = record if record.shape else checked(record, "classification")
             text = record.fields["input"]
         try:
-            return self._read(text, self.labels.values(record.fields), record.origin)
+            return self._encode(text, self.labels.values(record.fields), record.origin)
         except DataError as error:
-            where = "" if error.message.startswith(record.origin) else f"{record.origin}: "
-            raise DataError(f"{where}{error.message}", hint=error.hint) from None
+            prefix = "" if error.message.startswith(record.origin) else f"{record.origin}: "
+            raise DataError(f"{prefix}{error.message}", hint=error.hint) from None
 
-    def _read(self, text: ClassifierText, values: tuple[float, ...] = (), origin: str = "a text") -> Example:
+    def _encode(
+        self, text: ClassifierText, values: tuple[float, ...] = (), origin: str = "a text"
+    ) -> Example:
         if isinstance(text, str) and self._encoder is None:
-            raise ConfigError("this model has no tokenizer", hint="give token ids instead of texts")
+            raise ConfigError("this model has no tokenizer", hint="pass token ids instead of texts")
         if isinstance(text, str):
             assert self._encoder is not None
-            whole = Rendering(text, [(0, len(text))], True, False, origin, judged=True)
-            tokens = list(self._encoder.example(whole).tokens[:-1])
+            rendering = Rendering(text, [(0, len(text))], True, False, origin, judged=True)
+            tokens = list(self._encoder.example(rendering).tokens[:-1])
         else:
-            tokens = self._ids(text, origin)
+            tokens = self._validate_ids(text, origin)
         if not tokens:
-            raise DataError(f"{origin}: a text without a token cannot be classified")
+            raise DataError(f"{origin}: the text has no tokens, so it cannot be classified")
         tokens = tokens[: min(self.info.max_length, self.model.max_positions)]
         ids = np.array([*tokens, tokens[-1]], dtype=np.int64)
         return Example(ids, np.ones(len(ids), dtype=bool), origin, values)
 
-    def _ids(self, given: Sequence[int], origin: str) -> list[int]:
+    def _validate_ids(self, values: Sequence[int], origin: str) -> list[int]:
         try:
-            ids = [operator.index(each) for each in given]
+            ids = [operator.index(value) for value in values]
         except TypeError:
-            raise DataError(f"{origin}: {str(given)[:50]} is neither a text nor its token ids") from None
-        size = self.model.vocab_size
-        if outside := [each for each in ids if not 0 <= each < size]:
-            raise DataError(f"{origin}: the id {outside[0]} is outside the model's vocabulary of {size:,}")
+            raise DataError(
+                f"{origin}: {str(values)[:50]} is neither a string nor a sequence of token ids"
+            ) from None
+        vocab_size = self.model.vocab_size
+        if outside := [token for token in ids if not 0 <= token < vocab_size]:
+            raise DataError(
+                f"{origin}: token id {outside[0]} is outside the model's vocabulary of {vocab_size:,}"
+            )
         return ids
 
 
 def _dtype(settings: ClassifierSettings, device: torch.device) -> torch.dtype:
-    """Return the dtype of the model under the head: that of trained weights, or of frozen ones."""
+    """Return the dtype of the base model, whose weights are trained only by full fine-tuning."""
     precision = choose_precision(settings.precision, device)
     return precision.trained if settings.method.kind == "full" else precision.frozen
 
 
-def _text_and_label(sample: Any) -> ClassifierSample:  # Any: whatever was given as one
+def _text_and_label(sample: Any) -> ClassifierSample:  # Any: not validated yet
     if not isinstance(sample, str | Mapping):
         try:
             text, label = sample
             return text, label
         except (TypeError, ValueError):
             pass
-    raise DataError(f"a sample is (text, label), not {str(sample)[:50]!r}", hint="write [(text, label), ...]")
+    raise DataError(
+        f"a sample must be (text, label), not {str(sample)[:50]!r}", hint="write [(text, label), ...]"
+    )
 
 
 def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
     data = str(data) if isinstance(data, Path) else data
     if not len(data):
-        raise DataError("there is no record to evaluate")
+        raise DataError("there are no records to evaluate")
     if isinstance(data, str) or not isinstance(data[0], Mapping):
         return list(open_source(data, split="test", form="classification"))
     return [Record(dict(fields), f"record {number}") for number, fields in enumerate(data, start=1)]

@@ -1,4 +1,4 @@
-"""The settings of a `whet.Classifier`: from a run, a saved classifier or the caller, and what is refused."""
+"""The settings of a `whet.Classifier`: from a run, from a saved classifier, or from the caller."""
 
 import json
 import re
@@ -27,15 +27,15 @@ from whet.models.heads import HEADS, ClassificationHead, WithHeads
 from whet.run_directory import CONFIG_FILE, FINAL, run_of
 from whet.storage import MANIFEST
 
-_ORIGIN = "Classifier.load"  # in messages
-_NOT_READ = "the caller's own"  # where a config names its training data
+_ORIGIN = "Classifier.load"  # named in messages
+_UNUSED_SOURCE = "the caller's own"  # a placeholder for data.train, which is never opened
 
 
 @dataclass(frozen=True)
 class ClassifierSettings:
-    """How a classifier computes and trains. What trains it, and for how long, is for its caller to say."""
+    """How a classifier computes and trains. The caller provides the data and decides how long to train."""
 
-    base: str  # the model under the head
+    base: str  # the model that the head is attached to
     objective: ClassifyObjective
     method: Method
     optim: Optim
@@ -50,10 +50,12 @@ class ClassifierSettings:
     nonfinite_limit: int
 
     @classmethod
-    def of_config(cls, config: RunConfig, name: str | Path) -> "ClassifierSettings":
-        """Take from a config what a classifier needs; `name` is what it was opened by."""
+    def from_config(cls, config: RunConfig, name: str | Path) -> "ClassifierSettings":
+        """Return the settings of a run's config; `name` is the classifier's name, for messages."""
         if not isinstance(config.objective, ClassifyObjective):
-            raise ModelError(f"{name} belongs to a run with objective.kind: {config.objective.kind}")
+            raise ModelError(
+                f"{name} is not a classifier: its run has objective.kind: {config.objective.kind}"
+            )
         run = config.run
         return cls(
             base=config.model if isinstance(config.model, str) else str(name),
@@ -73,7 +75,7 @@ class ClassifierSettings:
 
     @property
     def info(self) -> ClassifierInfo:
-        """What is stored with the head."""
+        """The description of the classifier that is saved with the head."""
         section = self.objective
         return ClassifierInfo(
             section.names,
@@ -85,21 +87,25 @@ class ClassifierSettings:
         )
 
     def require_total_steps(self, total_steps: int | None) -> None:
-        """Raise a ConfigError where the schedule ends and the number of updates is not given."""
+        """Raise a ConfigError if the learning rate schedule needs the number of updates and it is missing."""
         kinds = [part.kind for part in self.optim.parts if part.kind != "constant"]
         if kinds and total_steps is None:
             raise ConfigError(
-                f"optim.schedule: {kinds[0]} needs the number of updates that it spans",
-                hint="give total_steps to Classifier.load, or choose schedule: constant (with a warmup)",
+                f"optim.schedule: {kinds[0]} needs the number of updates",
+                hint="pass total_steps to Classifier.load, or use schedule: constant (with a warmup)",
             )
 
-    def for_the_head(self, learner: WithHeads) -> "ClassifierSettings":
-        """Return the settings without the rates of what does not train any more."""
-        names = [name for name, parameter in learner.named_parameters() if parameter.requires_grad]
+    def for_head_only(self, module: WithHeads) -> "ClassifierSettings":
+        """Return the settings without the learning rates of parameters that are no longer trainable.
+
+        Args:
+            module: The model and the head, after the adapters were merged.
+        """
+        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         groups = self.optim.groups
-        first = {next((pattern for pattern in groups if re.search(pattern, name)), None) for name in names}
-        kept = {pattern: group for pattern, group in groups.items() if pattern in first}
-        optim = self.optim.model_copy(update={"groups": kept, "router_lr_scale": None})
+        used = {next((pattern for pattern in groups if re.search(pattern, name)), None) for name in names}
+        used_groups = {pattern: group for pattern, group in groups.items() if pattern in used}
+        optim = self.optim.model_copy(update={"groups": used_groups, "router_lr_scale": None})
         return replace(self, optim=optim, method=self.method.model_copy(update={"lr_ratio": None}))
 
 
@@ -115,8 +121,8 @@ def new_settings(
     precision: str | None,
     objective: Mapping[str, Any],
 ) -> ClassifierSettings:
-    """Return the settings of a new head on a model, validated as the sections of a config are."""
-    _refuse_what_needs_a_run(objective)
+    """Return the validated settings of a new head on a model. See `Classifier.load` for the arguments."""
+    _reject_run_only_keys(objective)
     weights = objective.get("class_weights", "none")
     head = {**objective, "classes": classes, "class_weights": "none" if weights == "auto" else weights}
     return _validated(
@@ -138,50 +144,54 @@ def _validated(
     max_length: int,
     run: Mapping[str, Any],
 ) -> ClassifierSettings:
-    """Check sections as those of a run are checked, with a constant rate unless `optim` has a schedule."""
+    """Return validated settings; the learning rate is constant unless `optim` has a schedule."""
     values = {
         "model": base,
         "method": dict(method),
         "objective": {"kind": "classify", **objective},
-        "data": {"train": _NOT_READ, "max_length": max_length},
+        "data": {"train": _UNUSED_SOURCE, "max_length": max_length},
         "optim": {"schedule": "constant", **optim},
         "run": {"steps": 1, "batch_size": 1, **run},
     }
-    return ClassifierSettings.of_config(make_config(values, origin=_ORIGIN), base)
+    return ClassifierSettings.from_config(make_config(values, origin=_ORIGIN), base)
 
 
-def _refuse_what_needs_a_run(objective: Mapping[str, Any]) -> None:  # Any: as in a config
-    """Keys that would do nothing here, where they ask for something."""
+def _reject_run_only_keys(objective: Mapping[str, Any]) -> None:  # Any: as in a config
+    """Raise a ConfigError for keys of a new head that only have an effect in runs."""
     if objective.get("class_weights") in ("inverse", "sqrt_inverse", "effective"):
         raise ConfigError(
-            f"class_weights: {objective['class_weights']} needs the counts of a training set",
-            hint="give a list, a number for each class",
+            f"class_weights: {objective['class_weights']} needs the class counts of a training set",
+            hint="pass a list with one weight per class",
         )
     for key in ("oversample", "valid_share", "calibrate", "probe"):
         if objective.get(key):
-            raise ConfigError(f"{key} is for runs", hint="whet.train with objective.kind: classify")
+            raise ConfigError(
+                f"{key} is only supported in runs", hint="use whet.train with objective.kind: classify"
+            )
 
 
-def refuse_what_needs_a_new_head(
+def reject_new_head_keys(
     method: Mapping[str, Any] | None, objective: Mapping[str, Any]
 ) -> None:  # Any: as in a config
-    """Settings that a trained classifier has already, and that would be ignored."""
-    given = [*(["method"] if method else []), *(key for key in objective if key != "class_weights")]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: only for a new head", hint="give classes, or leave it out")
+    """Raise a ConfigError for settings that a trained classifier already has and that would be ignored."""
+    keys = [*(["method"] if method else []), *(key for key in objective if key != "class_weights")]
+    if keys:
+        raise ConfigError(
+            f"{', '.join(keys)}: only supported for a new head", hint="pass classes, or leave it out"
+        )
 
 
 @dataclass(frozen=True)
 class StoredClassifier:
-    """A classifier on disk: `final/` of a run, one of a run's checkpoints, or a directory of its own."""
+    """A classifier on disk: `final/` of a run, a checkpoint of a run, or a saved classifier."""
 
-    name: str | Path  # as it was given
-    directory: Path  # of the weights
+    name: str | Path  # as the caller wrote it
+    directory: Path  # with the weights
     is_checkpoint: bool
 
     @classmethod
     def find(cls, name_or_path: str | Path) -> "StoredClassifier":
-        """Return what a name stands for; raise a ModelError where that is not a classifier."""
+        """Return the classifier of a name or path; raise a ModelError if that is not a classifier."""
         path = at_home(name_or_path)
         if (path / MANIFEST).is_file():
             return cls(name_or_path, path, True)
@@ -190,18 +200,18 @@ class StoredClassifier:
             raise ModelError(
                 f"{name_or_path} is not a classifier",
                 hint="name a run with objective.kind: classify; in Python, Classifier.load(..., classes) "
-                "puts a new head on any model",
+                "attaches a new head to any model",
             )
         return cls(name_or_path, directory, False)
 
     @property
     def run(self) -> Path:
-        """The run that it would belong to."""
+        """The run directory, if the classifier belongs to a run."""
         return run_of(self.directory) if self.is_checkpoint else self.directory.parent
 
     @property
     def belongs_to_run(self) -> bool:
-        """Whether it is part of a run, whose config describes it."""
+        """Whether the classifier is part of a run with a config."""
         return (self.run / CONFIG_FILE).is_file() and (self.is_checkpoint or self.directory.name == FINAL)
 
     def settings(
@@ -212,15 +222,21 @@ class StoredClassifier:
         device: str | None,
         precision: PrecisionName | None,
     ) -> ClassifierSettings:
-        """Return its settings: a constant rate and the class weights that it had, unless others are given."""
+        """Return the settings of the classifier.
+
+        The learning rate is constant, and the class weights are the stored ones, unless the arguments replace
+        them.
+        """
         if self.belongs_to_run:
-            given = [] if class_weights is None else [f"objective.class_weights={json.dumps(class_weights)}"]
-            config = _with_constant_rate(load_config(self.run / CONFIG_FILE, given), optim)
-            settings = ClassifierSettings.of_config(config, self.name)
+            overrides = []
+            if class_weights is not None:
+                overrides.append(f"objective.class_weights={json.dumps(class_weights)}")
+            config = _with_constant_lr(load_config(self.run / CONFIG_FILE, overrides), optim)
+            settings = ClassifierSettings.from_config(config, self.name)
         else:
             settings = self._saved_settings(optim, class_weights)
         if class_weights is None and not isinstance(settings.objective.class_weights, list):
-            settings = replace(settings, objective=self._with_kept_weights(settings.objective))
+            settings = replace(settings, objective=self._with_stored_weights(settings.objective))
         return replace(settings, device=device or settings.device, precision=precision or settings.precision)
 
     def _saved_settings(
@@ -228,7 +244,7 @@ class StoredClassifier:
         optim: Mapping[str, Any] | None,  # Any: as in a config
         class_weights: Sequence[float] | None,
     ) -> ClassifierSettings:
-        """Return the least that describes a classifier without a run."""
+        """Return the settings of a classifier that does not belong to a run."""
         info = read_head(self.directory).info
         has_adapter = (self.directory / "adapter_config.json").is_file()
         return _validated(
@@ -246,26 +262,24 @@ class StoredClassifier:
             run={"precision": info.precision},
         )
 
-    def _with_kept_weights(self, section: ClassifyObjective) -> ClassifyObjective:
-        """Return the section with the class weights that were stored beside the head, if they were."""
+    def _with_stored_weights(self, section: ClassifyObjective) -> ClassifyObjective:
+        """Return the section with the class weights that are stored with the head, if there are any."""
         directory = self.run / FINAL if self.is_checkpoint else self.directory
         weights = read_class_weights(directory, section.names)
         return section if weights is None else section.model_copy(update={"class_weights": weights})
 
     def head(self, settings: ClassifierSettings) -> tuple[ClassificationHead, ClassifierInfo]:
-        """Return the trained head and what its answers mean."""
+        """Return the trained head, and the description of its classes."""
         if not self.is_checkpoint:
             stored = read_head(self.directory)
             return stored.head, stored.info
         weights = checkpoint_weights(self.directory)
-        own = {name.removeprefix(HEADS): t for name, t in weights.items() if name.startswith(HEADS)}
-        return head_from(own, settings.info, self.directory), settings.info
+        head_weights = {name.removeprefix(HEADS): t for name, t in weights.items() if name.startswith(HEADS)}
+        return head_from(head_weights, settings.info, self.directory), settings.info
 
 
-def _with_constant_rate(
-    config: RunConfig, optim: Mapping[str, Any] | None
-) -> RunConfig:  # Any: as in a config
-    """Return the config of a trained classifier with a constant rate, unless `optim` says otherwise."""
+def _with_constant_lr(config: RunConfig, optim: Mapping[str, Any] | None) -> RunConfig:  # Any: as in a config
+    """Return the config with a constant learning rate and the keys of `optim`, which may set a schedule."""
     constant = config.optim.model_copy(update={"schedule": "constant", "warmup": 0})
     config = config.model_copy(update={"optim": constant})
     if not optim:

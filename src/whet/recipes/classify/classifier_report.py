@@ -1,4 +1,4 @@
-"""The end of a run that classifies: its head calibrated and saved, and a report of what it can do."""
+"""The end of a classification run: calibrate the head, fit a linear probe, and write the report."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from whet.model_io.formats.classifier_head import (
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify
 from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
-from whet.recipes.classify.calibration import fitted_temperature, rows_of
+from whet.recipes.classify.calibration import compute_outputs, fit_temperature
 from whet.recipes.classify.classifier_config import ClassifierSettings
 from whet.recipes.recipe import Build
 from whet.run_directory import CLASSIFICATION_FILE, FINAL, PROBE_FILE
@@ -39,10 +39,10 @@ from whet.training.state import RunResult
 
 log = logging.getLogger("whet")
 
-PROBE_EXAMPLES = 2_000  # the most it is fitted on
+PROBE_EXAMPLES = 2_000  # the maximum number of training examples of the linear probe
 
 
-def report_on(
+def classification_report(
     logits: np.ndarray,
     labels: np.ndarray,
     info: ClassifierInfo,
@@ -51,22 +51,35 @@ def report_on(
     *,
     seconds: float,
 ) -> Report:
-    """The report on the logits of some examples, which took so long."""
-    tokens = int(sum(example.length for example in examples))
-    speed = {"seconds": seconds, "examples_per_s": len(examples) / seconds, "tokens_per_s": tokens / seconds}
+    """Return the classification report: metrics, calibration, confusions and throughput.
 
-    def show(place: int) -> dict[str, str]:
-        example = examples[place]
+    Args:
+        logits: The outputs of the head, [examples, classes].
+        labels: The classes [examples, 1], or with multi_label the targets [examples, classes].
+        info: The classes and the kind of the classifier.
+        examples: The examples, in the order of the logits.
+        tokenizer: Decodes the texts of examples that the report shows.
+        seconds: How long the logits took to compute.
+    """
+    tokens = int(sum(example.length for example in examples))
+    throughput = {
+        "seconds": seconds,
+        "examples_per_s": len(examples) / seconds,
+        "tokens_per_s": tokens / seconds,
+    }
+
+    def show(index: int) -> dict[str, str]:
+        example = examples[index]
         return {"text": tokenizer.decode(example.tokens[:-1]), "origin": example.origin}
 
     if info.multi_label:
-        return {**marked_report(sigmoid(logits), labels, info.classes), "throughput": speed}
+        return {**marked_report(sigmoid(logits), labels, info.classes), "throughput": throughput}
     classes = labels[:, 0].astype(np.int64)
-    return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": speed}
+    return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": throughput}
 
 
 class ClassificationReport:
-    """What is measured of a classifier's run: a baseline before it, the calibration and a report after it."""
+    """Measures a classification run: a linear probe before it, calibration and a report after it."""
 
     def __init__(self, config: RunConfig, section: ClassifyObjective, b: Build, objective: Classify) -> None:
         self.section = section
@@ -76,12 +89,15 @@ class ClassificationReport:
         self.directory = b.directory
         self.precision = b.precision
         self.world = b.world
-        self.info = ClassifierSettings.of_config(config, config.directory).info
-        held = "test" if "test" in self.data.examples else "valid"
-        self.split = held if held in self.data.examples else None
+        self.info = ClassifierSettings.from_config(config, config.directory).info
+        split = "test" if "test" in self.data.examples else "valid"
+        self.split = split if split in self.data.examples else None
 
     def probe(self) -> dict[str, float] | None:
-        """Return how far a line through the untrained model's features gets, and keep it in the run."""
+        """Return the scores of a linear probe on the untrained model's features, and store them in the run.
+
+        None if the run has no probe: it is turned off, there is no evaluation split, or a library is missing.
+        """
         path = self.directory / PROBE_FILE
         if self.split is None or not self.section.probe:
             return None
@@ -93,37 +109,37 @@ class ClassificationReport:
             log.warning("no linear probe: %s (%s)", error.message, error.hint)
             return None
         train = [self._examples(split) for split in LEARNED if split in self.data.examples]
-        every = -(-sum(map(len, train)) // PROBE_EXAMPLES)
-        known = [examples.only(np.arange(len(examples))[::every]) for examples in train]
+        stride = -(-sum(map(len, train)) // PROBE_EXAMPLES)
+        subsets = [examples.only(np.arange(len(examples))[::stride]) for examples in train]
         features = [
-            (self._rows(examples, self.objective.features), self._marks_or_classes(examples))
-            for examples in (*known, self._examples(self.split))
+            (self._rows(examples, self.objective.features), self._hard_labels(examples))
+            for examples in (*subsets, self._examples(self.split))
         ]
         x, y = (np.concatenate(parts) for parts in zip(*features[:-1], strict=True))
-        x_held, y_held = features[-1]
-        guessed = probe.fit(x, y).predict(x_held)
+        x_eval, y_eval = features[-1]
+        predictions = probe.fit(x, y).predict(x_eval)
         if self.section.multi_label:
-            scores = mark_metrics(y_held, guessed)
+            scores = mark_metrics(y_eval, predictions)
         else:
-            matrix = confusion_matrix(y_held, guessed, len(self.info.classes))
+            matrix = confusion_matrix(y_eval, predictions, len(self.info.classes))
             scores = {name: float(value) for name, value in confusion_metrics(matrix).items()}
         log.info("linear probe of the untrained model: macro F1 %.3f", scores["f1_macro"])
         if self.world.is_main:
-            with contextlib.suppress(StorageError):  # then the report of a resumed run has none
+            with contextlib.suppress(StorageError):  # then the report of a resumed run has no probe
                 replace_text(path, json.dumps(scores, indent=2) + "\n")
         return scores
 
     def _examples(self, split: str) -> StoredExamples:
         examples = self.data.examples[split]
-        assert isinstance(examples, StoredExamples)  # labels are never read from pairs
+        assert isinstance(examples, StoredExamples)  # pairs have no labels
         return examples
 
-    def _rows(self, examples: StoredExamples, compute: Any) -> np.ndarray:  # Any: the objective's own method
-        return rows_of(
+    def _rows(self, examples: StoredExamples, compute: Any) -> np.ndarray:  # Any: the objective's method
+        return compute_outputs(
             compute, self.model, examples, self.data.steps, precision=self.precision, world=self.world
         )
 
-    def _marks_or_classes(self, examples: StoredExamples) -> np.ndarray:
+    def _hard_labels(self, examples: StoredExamples) -> np.ndarray:
         labels = self._labels(examples)
         return to_marks(labels) if self.section.multi_label else labels
 
@@ -134,19 +150,19 @@ class ClassificationReport:
         return classes
 
     def calibrated_head(self) -> StoredHead:
-        """Return the head to be saved: calibrated, where the config asks for it."""
+        """Calibrate the head if the config asks for it, and return it in the form that is saved."""
         calibration = {"temperature": self._calibrate()} if self.section.calibrate else None
         weights = self.objective.class_weights.tolist()
         stored = WeightedHead(self.objective.head, self.info, weights, calibration)
         if (reason := stored.unexportable(self.model)) is not None:
-            log.info("whet alone can use this head: %s", reason)
+            log.info("only whet can load this head: %s", reason)
         return stored
 
     def _calibrate(self) -> float:
-        """Divide the head by the temperature that fits the validation records best, and return it."""
+        """Divide the head by the temperature that fits the validation records best, and return that."""
         valid = self._examples("valid")
         logits, labels = self._rows(valid, self.objective.logits), self._labels(valid)
-        temperature = fitted_temperature(logits, labels, multi_label=self.section.multi_label)
+        temperature = fit_temperature(logits, labels, multi_label=self.section.multi_label)
         with torch.no_grad():
             for parameter in self.objective.head.parameters():
                 parameter.div_(temperature)
@@ -154,12 +170,16 @@ class ClassificationReport:
         return temperature
 
     def load_saved_head(self, final: Path) -> None:
-        """Use the head that was saved: a run that was stopped after it has another one."""
+        """Load the saved head, because the one in the checkpoint is not calibrated."""
         saved = read_head(final).head.to(self.model.device)
         self.objective.head.load_state_dict(saved.state_dict())
 
     def write(self, probe: dict[str, float] | None) -> dict[str, float]:
-        """Write classification.json, on the test records or else the validation ones; returns its scores."""
+        """Write classification.json for the test split, or else the valid split, and return its main scores.
+
+        Args:
+            probe: The scores of the linear probe, if there are any.
+        """
         if self.split is None:
             return {}
         examples = self._examples(self.split)
@@ -168,7 +188,7 @@ class ClassificationReport:
         seconds = time.perf_counter() - started
         columns = len(self.info.classes) if self.section.multi_label else 1
         try:
-            report = report_on(
+            report = classification_report(
                 logits,
                 label_values(examples, columns),
                 self.info,
@@ -185,30 +205,30 @@ class ClassificationReport:
         try:
             if self.world.is_main:
                 replace_text(self.directory / CLASSIFICATION_FILE, json.dumps(report, indent=2) + "\n")
-        except StorageError as error:  # final/ is there; whet eval makes the report again
+        except StorageError as error:  # final/ is complete, and whet eval can write the report again
             log.warning(error.message)
             return {}
         scores = ("accuracy", "balanced_accuracy", "f1_macro", "mcc", "ece")
         return {name: report[name] for name in scores if name in report}
 
 
-class ClassificationEnd(ModelCallback, Injector):
-    """Measures a baseline before the first step, and writes the report of a finished run."""
+class ClassificationReportCallback(ModelCallback, Injector):
+    """Fits the linear probe before the first step, and writes the report of a finished run."""
 
     def __init__(self, report: ClassificationReport) -> None:
         self.report = report
         self.probe: dict[str, float] | None = None
 
     def touches_model(self, step: int) -> bool:
-        """Return False: only the untrained and the final model are looked at."""
+        """Return False: only the untrained and the final model are evaluated."""
         return False
 
     def on_train_begin(self, run: RunView) -> None:
-        """Measure the untrained model, or read what was measured before the run was stopped."""
+        """Fit the linear probe on the untrained model, or read the scores that the run has stored."""
         if run.step == 0 or self.report.world.from_main((self.report.directory / PROBE_FILE).is_file()):
             self.probe = self.report.probe()
 
     def on_train_end(self, result: RunResult) -> None:
-        """Write the report, and its scores into the summary."""
+        """Write the report of a finished run, and add its main scores to the summary."""
         if not result.unfinished and (scores := self.report.write(self.probe)):
             result.summary["classification"] = scores

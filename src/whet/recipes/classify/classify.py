@@ -1,4 +1,4 @@
-"""Classification: labels, the head, class weights, and the recipe that trains them."""
+"""Text classification: the recipe, the classification head and the class weights."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from whet.data.tokens.examples import StoredExamples
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify, balanced_weights, mark_weights
-from whet.recipes.classify.classifier_report import ClassificationEnd, ClassificationReport
+from whet.recipes.classify.classifier_report import ClassificationReport, ClassificationReportCallback
 from whet.recipes.model_setup import save_language_model
 from whet.recipes.recipe import Build, ColumnShape, Recipe, StepShape
 from whet.run_directory import HELD_OUT_FILE
@@ -25,47 +25,47 @@ from whet.training.callbacks import Callback
 from whet.training.trainer import Trainer
 
 log = logging.getLogger("whet")
-UNBALANCED = 2.0  # the largest class over the smallest, from which `auto` weights them
+UNBALANCED = 2.0  # ratio of the largest to the smallest class, above which `auto` weights classes
 
 
 class ClassifyRecipe(Recipe[ClassifyObjective]):
-    """A head on the model tells classes apart."""
+    """Trains a language model with a classification head."""
 
     answers_in_text = False
 
     def needs(self) -> Needs:
-        """Return what is read from records: labels; some are held out of each class, or repeated."""
+        """Request labels, a held-out share of each class, and oversampling if it is configured."""
         section = self.section
         return Needs(
             labels=labels_of(section), valid_share=section.valid_share, oversample=section.oversample
         )
 
     def step_shape(self) -> StepShape:
-        """Return the shape of texts with their labels."""
+        """Return the shape of a step, with a column of labels per document."""
         columns = len(self.section.names) if self.section.multi_label else 1
         return StepShape(columns={"values": ColumnShape("document", (columns,))})
 
     def objective(self, b: Build) -> Classify:
-        """Return the objective with a new head, weighted as the training records ask for."""
+        """Return the objective with a new head and the class weights of the training records."""
         train = None if b.is_plan else learned(b.data.examples)
         return build_classify(self.section, b.model, train, seed=self.config.run.seed)
 
     def callbacks(self, b: Build) -> list[Callback]:
-        """Return the one that writes the report."""
-        return [ClassificationEnd(self._report(b))]
+        """Return the callback that fits the linear probe and writes the classification report."""
+        return [ClassificationReportCallback(self._report(b))]
 
     def files(self, b: Build) -> dict[str, str]:
-        """Return which records were held out, too."""
+        """Return the default files, and the list of records that were held out for validation."""
         held_out = b.data.held_out
-        more = {} if held_out is None else {HELD_OUT_FILE: json.dumps(held_out, indent=2) + "\n"}
-        return {**super().files(b), **more}
+        held_out_file = {} if held_out is None else {HELD_OUT_FILE: json.dumps(held_out, indent=2) + "\n"}
+        return {**super().files(b), **held_out_file}
 
     def save_final(self, b: Build, trainer: Trainer, path: Path) -> None:
-        """Write the model with its head, calibrated where the config asks for it."""
+        """Write the model with its head, which is calibrated first if the config asks for it."""
         save_language_model(self.config, b, path, head=self._report(b).calibrated_head())
 
     def restore_final(self, b: Build, path: Path) -> None:
-        """Load the head as it was saved: calibrated."""
+        """Load the saved head, which may be calibrated."""
         self._report(b).load_saved_head(path)
 
     def _report(self, b: Build) -> ClassificationReport:
@@ -74,14 +74,21 @@ class ClassifyRecipe(Recipe[ClassifyObjective]):
 
 
 def labels_of(section: ClassifyObjective) -> Labels:
-    """Return the classes of a task, by name and by number."""
+    """Return the classes of an objective."""
     return Labels(section.names, multi_label=section.multi_label)
 
 
 def build_classify(
     section: ClassifyObjective, model: LanguageModel, train: Sequence[StoredExamples] | None, *, seed: int
 ) -> Classify:
-    """Return the objective with a new head, weighted as the training records, if any, ask for."""
+    """Return the objective with a new head and class weights.
+
+    Args:
+        section: The `objective` section of the config.
+        model: The model that the head is attached to.
+        train: The training examples, for class weights; None in plans.
+        seed: The seed of the head's initialization.
+    """
     names = section.names
     head = ClassificationHead(
         model.head().weight.shape[1], len(names), pooling=section.pooling, bias=section.bias
@@ -101,12 +108,12 @@ def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) 
     counts = np.sum([class_counts(labels_of(section), examples) for examples in train], axis=0)
     log.info("classes: %s", describe_classes(names, counts))
     if absent := [name for name, count in zip(names, counts, strict=True) if not count]:
-        log.warning("no training record is of the class %s", ", ".join(absent))
+        log.warning("no training record has the class %s", ", ".join(absent))
     if isinstance(kind, list):
         return kind
     if section.multi_label:
-        chosen = cast(Literal["none", "inverse", "sqrt_inverse"], "none" if kind == "auto" else kind)
-        weights = mark_weights(counts, sum(map(len, train)), chosen)
+        weighting = cast(Literal["none", "inverse", "sqrt_inverse"], "none" if kind == "auto" else kind)
+        weights = mark_weights(counts, sum(map(len, train)), weighting)
     else:
         ratio = counts.max() / max(1, counts.min())
         unbalanced = ratio > UNBALANCED and not section.oversample
@@ -114,7 +121,9 @@ def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) 
             kind = "sqrt_inverse" if unbalanced else "none"
             if unbalanced:
                 log.info(
-                    "class weights: sqrt_inverse, as the largest class is %.1f times the smallest", ratio
+                    "class weights: sqrt_inverse, because the largest class has %.1f times as many texts as "
+                    "the smallest",
+                    ratio,
                 )
         weights = balanced_weights(counts, kind)
     if kind not in ("auto", "none"):

@@ -1,1 +1,1 @@
-"""The quality-decision task, all of it."""
+"""The quality-decision task: a tabular mixture of experts, its data, recipe and file formats."""

@@ -1,4 +1,4 @@
-"""The recipe of the quality-decision task: its rows, metrics, final files and dry run."""
+"""The recipe of the quality-decision task: its data, metrics, final files and dry run."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ from whet.model_io.fingerprints import weights_digest
 from whet.objectives.objective import Objective
 from whet.recipes.quality.padic_router import EXPERTS, IN_DIM
 from whet.recipes.quality.regression import Regression
-from whet.recipes.quality.row_batches import QualityRows, RowPart, RowStream, read_rows, row_batches
+from whet.recipes.quality.row_batches import QualityRows, RowSplit, RowStream, read_rows, row_batches
 from whet.recipes.quality.tabular_model import (
     OUT_DIM,
     PAIRS,
@@ -49,7 +49,7 @@ from whet.training.trainer import Trainer
 log = logging.getLogger("whet")
 
 CHECKPOINT = "checkpoint.tkp1"
-_EVALUATED_ROWS = 4096  # at once
+_EVALUATION_BATCH_ROWS = 4096
 DRY = "dry_run"
 _DECIMALS = {
     "final_loss": 6,
@@ -60,7 +60,7 @@ _DECIMALS = {
 
 
 class RowData:
-    """The rows that a config's data section names, in the same form as the texts of other runs."""
+    """The tabular rows of a config's data section, with the interface of RunData."""
 
     def __init__(self, config: RunConfig, given: GivenRows = MappingProxyType({})) -> None:
         self.config = config
@@ -68,52 +68,52 @@ class RowData:
         self.steps = StepSettings(
             run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
         )
-        self.sources: dict[RowPart, Source] = {
+        self.sources: dict[RowSplit, Source] = {
             split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record, given=given)
             for split in SPLITS
             if (spec := getattr(data, split)) is not None
         }
-        self.rows: dict[RowPart, QualityRows] = {}
-        self.examples: dict[str, Any] = {}  # Any: none; an objective on texts has some
+        self.rows: dict[RowSplit, QualityRows] = {}
+        self.examples: dict[str, Any] = {}  # Any: always empty; other objectives have tokenized examples here
 
     def texts(self) -> Iterator[str]:
-        """Return nothing: rows are not texts."""
+        """Return an empty iterator, because rows are not text."""
         return iter(())
 
     def prepare(self, tokenizer: object = None) -> None:
-        """Read every source; one that is named for several splits is divided between them."""
+        """Read every source, and divide a source that is used for several splits between them."""
         data = self.config.data
         for split, source in self.sources.items():
             rows = read_rows(source, inputs=IN_DIM, outputs=OUT_DIM)
-            sharing = [other for other in SPLITS if getattr(data, other) == getattr(data, split)]
-            if len(sharing) > 1:
-                rows = rows.only(split, among=sharing)
+            same_source = [name for name in SPLITS if getattr(data, name) == getattr(data, split)]
+            if len(same_source) > 1:
+                rows = rows.select_split(split, splits=same_source)
             self.rows[split] = rows
             log.info("%s: %s: %d rows", split, source.name, len(rows))
             if source.skipped.count:
                 log.warning("%s: %s", split, source.skipped.summary())
 
     def check(self, _: TabularModel) -> None:
-        """Widths are checked as rows are read."""
+        """Do nothing, because `prepare` checks the number of features and targets."""
 
     def digests(self) -> dict[str, str]:
-        """A hash of each source's content."""
+        """Return a hash of each source's records."""
         return {split: source.digest() for split, source in self.sources.items()}
 
     def token_digests(self) -> dict[str, str]:
-        """Rows are no tokens."""
+        """Return an empty mapping, because rows have no tokens."""
         return {}
 
     def describe_steps(self) -> str:
-        """How large a step is, for a person."""
+        """Return the size of a step in words."""
         return f"{self.steps.batch_size or self.steps.batch_tokens:,} rows"
 
     def stream(self) -> RowStream:
-        """The training steps."""
+        """Return the training steps."""
         return RowStream(self.rows["train"], self.steps, seed=self.config.run.seed)
 
-    def split(self, name: RowPart, _: TabularModel) -> EvaluationSplit | None:
-        """The batches of valid or test."""
+    def split(self, name: RowSplit, _: TabularModel) -> EvaluationSplit | None:
+        """Return the batches of the split "valid" or "test", or None if the run does not have it."""
         if name not in self.rows:
             return None
         batches: list[Batch] = list(row_batches(self.rows[name], range(len(self.rows[name])), self.steps))
@@ -121,55 +121,58 @@ class RowData:
         return EvaluationSplit(batches[:limit], [])
 
 
-class Gluing(Injector):
-    """For each pair of experts, how far they disagree on the rows they share; none is shared: not there."""
+class GluingResidual(Injector):
+    """Adds the metric gluing_residual: the disagreement of each pair of experts on the rows they share."""
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """Of a training step."""
-        glue(metrics)
+        """Add gluing_residual to the metrics of a training step."""
+        add_gluing_residual(metrics)
 
     def on_eval_end(self, step: int, metrics: Metrics) -> None:
-        """Of an evaluation."""
-        glue(metrics, prefix="eval_")
+        """Add eval_gluing_residual to the metrics of an evaluation."""
+        add_gluing_residual(metrics, prefix="eval_")
 
 
-def glue(metrics: Metrics, *, prefix: str = "") -> None:
-    """Turn sums over all rows into means over the shared ones."""
-    apart = metrics.pop(f"{prefix}pair_disagreement", None)
-    if apart is not None:
+def add_gluing_residual(metrics: Metrics, *, prefix: str = "") -> None:
+    """Replace pair_disagreement, a mean over all rows, by the mean over each pair's shared rows.
+
+    Pairs of experts without shared rows are left out.
+    """
+    disagreements = metrics.pop(f"{prefix}pair_disagreement", None)
+    if disagreements is not None:
         shares = metrics[f"{prefix}pair_share"]
         metrics[f"{prefix}gluing_residual"] = {
-            f"{a}-{b}": total / share
-            for (a, b), total, share in zip(PAIRS, apart, shares, strict=True)
+            f"{a}-{b}": disagreement / share
+            for (a, b), disagreement, share in zip(PAIRS, disagreements, shares, strict=True)
             if share
         }
 
 
-class QualityRow(Injector):
-    """Adds to every training row what parsers of this task's metrics expect beside whet's own names."""
+class QualityMetricNames(Injector):
+    """Adds the metric names that other tools for this task expect to every training row."""
 
     def __init__(self, spec: QualitySpec) -> None:
         self.size = spec.size
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
-        """Complete the row."""
-        metrics |= known_names(metrics["loss"], metrics["elapsed_s"], self.size)
+        """Add the metrics to the row."""
+        metrics |= quality_metrics(metrics["loss"], metrics["elapsed_s"], self.size)
 
 
-def known_names(loss: float, elapsed_s: float, size: str) -> Metrics:
-    """Return the loss as `final_loss`, the milliseconds since the run began, and the model's size."""
+def quality_metrics(loss: float, elapsed_s: float, size: str) -> Metrics:
+    """Return the loss as `final_loss`, the milliseconds since the start of the run, and the model's size."""
     return {"final_loss": loss, "elapsed_ms": 1000 * elapsed_s, "model_size": size}
 
 
 class QualitySummary(Injector):
-    """What the last line of a run says of it."""
+    """Adds the fields of the SUMMARY line to the summary of a run."""
 
     def __init__(self, spec: QualitySpec, directory: Path) -> None:
         self.spec = spec
         self.directory = directory
 
     def on_train_end(self, result: RunResult) -> None:
-        """Add it to the summary."""
+        """Add the fields to the summary of a finished run."""
         if not result.unfinished:
             entropy = result.metrics.get("router_entropy_mean", math.nan)
             result.summary["quality"] = summary_fields(
@@ -185,7 +188,7 @@ class QualitySummary(Injector):
 def summary_fields(
     spec: QualitySpec, directory: Path, *, loss: float, steps: int, seconds: float, entropy: float
 ) -> dict[str, Any]:  # Any: numbers and texts
-    """Size, cost and result of a run, and where it is."""
+    """Return the fields of the SUMMARY line: model, loss, throughput, and the paths of its files."""
     return {
         "model_size": spec.size,
         "arm": spec.arm,
@@ -204,15 +207,15 @@ def summary_fields(
 
 
 def summary_line(fields: Mapping[str, Any]) -> str:  # Any: as above
-    """SUMMARY: and what `summary_fields` gives, as key=value."""
-    shown = {
+    """Return the SUMMARY line: the values of `summary_fields` as key=value."""
+    formatted = {
         name: f"{value:.{_DECIMALS[name]}f}" if name in _DECIMALS else value for name, value in fields.items()
     }
-    return "SUMMARY: " + " ".join(f"{name}={value}" for name, value in shown.items())
+    return "SUMMARY: " + " ".join(f"{name}={value}" for name, value in formatted.items())
 
 
 def write_final(trainer: Trainer, directory: Path, *, seed: int) -> None:
-    """`final/`: the model to use, and the checkpoint that the task's other tools read."""
+    """Write `final/`: the model, and a TKP1 checkpoint for other tools."""
     model = trainer.model
     assert isinstance(model, TabularModel)
     steps = trainer.total_steps or trainer.state.step
@@ -228,26 +231,34 @@ def write_final(trainer: Trainer, directory: Path, *, seed: int) -> None:
 
 
 def evaluate_quality(path: str | Path, data: Spec) -> Metrics:
-    """Return the loss of a finished run's model on every row of a source, and what its router does with them.
+    """Evaluate the model of a finished run on every row of a source.
 
-    `eval_loss` has the weights of the run's own objective, so it compares with those of the run.
+    Args:
+        path: The run directory or its `final/`.
+        data: The source of the rows.
+
+    Returns:
+        The loss and the router's metrics. `eval_loss` uses the run's weight of the gluing term, so it is
+        comparable with the evaluations of the run.
     """
     model = load_quality(path, device=choose_device())
     rows = read_rows(open_source(data, split="test", form="tabular"), inputs=IN_DIM, outputs=OUT_DIM)
-    settings = StepSettings(None, _EVALUATED_ROWS, _EVALUATED_ROWS, pack=True, order="sequential")
+    settings = StepSettings(
+        None, _EVALUATION_BATCH_ROWS, _EVALUATION_BATCH_ROWS, pack=True, order="sequential"
+    )
     dtype = next(model.parameters()).dtype
     metrics = evaluate_loss(
         model,
-        Regression(gluing=_gluing_of(Path(path))),
+        Regression(gluing=_gluing_weight(Path(path))),
         row_batches(rows, range(len(rows)), settings),
         precision=Precision(dtype, dtype, dtype, "as loaded"),
     )
-    glue(metrics, prefix="eval_")
+    add_gluing_residual(metrics, prefix="eval_")
     return metrics
 
 
-def _gluing_of(path: Path) -> float:
-    """Return `objective.gluing` of the run that a model is from; 0 where its config is not there."""
+def _gluing_weight(path: Path) -> float:
+    """Return `objective.gluing` of the run that a model belongs to, or 0 if it has no config."""
     files = [directory / CONFIG_FILE for directory in (path, path.absolute().parent)]
     file = next((file for file in files if file.is_file()), None)
     objective = None if file is None else load_config(file).objective
@@ -256,27 +267,34 @@ def _gluing_of(path: Path) -> float:
 
 def dry_run(
     config: RunConfig,
-    describe_origins: Callable[..., dict[str, Any]],  # as runs describe them; Any: JSON values
+    collect_provenance: Callable[..., dict[str, Any]],  # Any: JSON values
 ) -> dict[str, Any]:  # Any: the fields of the summary line
-    """Go through a run with no model: its rows are read and planned, and all its files are written.
+    """Write all files of a run without building a model, with its real data and step count.
 
-    It lands beside the run, in NAME-dry-run, and may replace an earlier dry run.
+    The files go to NAME-dry-run, next to the run, and replace an earlier dry run.
+
+    Args:
+        config: The run's config.
+        collect_provenance: `whet.runs.provenance.provenance`, which this package must not import.
+
+    Returns:
+        The fields of the SUMMARY line.
     """
     assert isinstance(config.model, Quality)
-    began = time.perf_counter()
+    started = time.perf_counter()
     spec = QualitySpec.from_config(config.model)
     directory = config.directory.with_name(f"{config.run.name}-dry-run")
-    earlier = directory.is_dir() and _is_dry(directory)
-    if directory.exists() and not earlier:
-        raise ConfigError(f"{directory} exists already, and is no dry run", hint="choose another run.name")
+    replaces_dry_run = directory.is_dir() and _is_dry_run(directory)
+    if directory.exists() and not replaces_dry_run:
+        raise ConfigError(f"{directory} already exists, and is not a dry run", hint="choose another run.name")
     data = RowData(config)
     data.prepare()
     stream = data.stream()
     run, optim = config.run, config.optim
     steps = run.steps or sum(stream.steps_in(epoch) for epoch in range(run.epochs or 0))
-    rate = create_schedule(optim, steps)
-    rows = [_dry_row(step, rate(step), spec, began=began) for step in range(1, steps + 1)]
-    marked = {
+    lr_at = create_schedule(optim, steps)
+    rows = [_dry_run_row(step, lr_at(step), spec, started=started) for step in range(1, steps + 1)]
+    checkpoint_config = {
         "size": spec.size,
         "seed": run.seed,
         "steps": steps,
@@ -289,59 +307,59 @@ def dry_run(
         directory,
         loss=1 / steps,
         steps=steps,
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - started,
         entropy=math.nan,
     )
-    with new_directory(directory.resolve(), replace=earlier) as staging:
+    with new_directory(directory.resolve(), replace=replaces_dry_run) as staging:
         write_text(staging / CONFIG_FILE, to_yaml(config))
         write_json(staging / ARCH_FILE, architecture(spec))
         device = choose_device(config.run.device)
-        origins = describe_origins(
-            data.digests(), "none: a dry run", device=device, began=date.today(), tokens={}
+        provenance = collect_provenance(
+            data.digests(), "none: a dry run", device=device, start_date=date.today(), token_digests={}
         )
-        write_json(staging / PROVENANCE_FILE, {DRY: True, **origins})
+        write_json(staging / PROVENANCE_FILE, {DRY: True, **provenance})
         summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
         append_text(staging / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
         write_text(staging / LOG_FILE, f"a dry run: {steps} steps, no model\n")
         (staging / FINAL).mkdir()
         write_json(staging / FINAL / ARCH_FILE, architecture(spec))
-        write_tkp1(staging / FINAL / CHECKPOINT, step=steps, config=marked, count=0, records=())
+        write_tkp1(staging / FINAL / CHECKPOINT, step=steps, config=checkpoint_config, count=0, records=())
     return fields
 
 
-def _is_dry(directory: Path) -> bool:
+def _is_dry_run(directory: Path) -> bool:
     path = directory / PROVENANCE_FILE
     return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY) is True)
 
 
-def _dry_row(step: int, lr: float, spec: QualitySpec, *, began: float) -> Metrics:
-    """Return a row of a run that did not happen: a loss of 1 / step, and rows spread evenly."""
-    elapsed_s = time.perf_counter() - began
-    routed = {"router_entropy_mean": math.log(EXPERTS), "per_expert_share": [1 / EXPERTS] * EXPERTS}
+def _dry_run_row(step: int, lr: float, spec: QualitySpec, *, started: float) -> Metrics:
+    """Return the metrics row of a step that was not computed: a loss of 1 / step, and uniform routing."""
+    elapsed_s = time.perf_counter() - started
+    router_metrics = {"router_entropy_mean": math.log(EXPERTS), "per_expert_share": [1 / EXPERTS] * EXPERTS}
     row: Metrics = {
         "step": step,
         "loss": 1 / step,
         "grad_norm": 1 / step,
         "lr": lr,
         "elapsed_s": elapsed_s,
-        **known_names(1 / step, elapsed_s, spec.size),
+        **quality_metrics(1 / step, elapsed_s, spec.size),
         DRY: True,
     }
-    return row if spec.arm == "dense" else row | routed
+    return row if spec.arm == "dense" else row | router_metrics
 
 
 class QualityRecipe(Recipe[RegressionObjective]):
-    """The quality-decision models, on rows of numbers."""
+    """Trains the quality-decision models on tabular rows."""
 
     answers_in_text = False
     counts_flops = False
 
     def open_data(self, *, today: date | None = None) -> RowData:
-        """Open the tables."""
+        """Open the sources of tabular rows without reading them."""
         return RowData(self.config, self.given.data)
 
     def find_tokenizer(self, data: RecipeData, directory: Path) -> None:
-        """Return None: rows need no tokenizer."""
+        """Return None, because rows do not need a tokenizer."""
         return
 
     def model(
@@ -351,7 +369,7 @@ class QualityRecipe(Recipe[RegressionObjective]):
         device: torch.device,
         precision: Precision,
     ) -> tuple[TabularModel, str]:
-        """Return a new model and the digest of its weights."""
+        """Return a new model and the hash of its weights."""
         log.info("device: %s; precision %s", device, precision.reason)
         model = new_quality_model(self._spec, seed=self.config.run.seed)
         model.to(device, precision.trained).requires_grad_(True)
@@ -361,32 +379,36 @@ class QualityRecipe(Recipe[RegressionObjective]):
 
     @property
     def _spec(self) -> QualitySpec:
-        assert isinstance(self.config.model, Quality)  # a config with this objective has no other
+        assert isinstance(self.config.model, Quality)  # the config allows no other model with this objective
         return QualitySpec.from_config(self.config.model)
 
     def objective(self, b: Build) -> Objective:
-        """Return the objective."""
+        """Return the regression objective."""
         return Regression(gluing=self.section.gluing)
 
     def callbacks(self, b: Build) -> list[Callback]:
-        """Return how experts agree, the rows' other names, and the last line."""
-        return [Gluing(), QualityRow(self._spec), QualitySummary(self._spec, b.directory)]
+        """Return the callbacks that add this task's metrics and summary."""
+        return [
+            GluingResidual(),
+            QualityMetricNames(self._spec),
+            QualitySummary(self._spec, b.directory),
+        ]
 
     def evaluators(
         self, b: Build, split: str, data: EvaluationSplit | None, pause: Callable[[], None]
     ) -> Evaluators:
-        """Return none: the loss has everything."""
+        """Return no evaluators, because the objective computes all metrics."""
         return []
 
     def files(self, b: Build) -> dict[str, str]:
-        """Return the architecture, as the task's other tools read it."""
+        """Return arch.json in the format that other tools for this task read."""
         return {ARCH_FILE: json.dumps(architecture(self._spec), indent=2) + "\n"}
 
     def stage(self, b: Build, staging: Path) -> None:
-        """Write nothing more: there is no tokenizer."""
+        """Write nothing, because there is no tokenizer."""
 
     def save_final(self, b: Build, trainer: Trainer, path: Path) -> None:
-        """Write the model, and the checkpoint that the task's other tools read."""
+        """Write the model, and a TKP1 checkpoint for other tools."""
         with b.world.abreast():
             if b.world.is_main:
                 write_final(trainer, b.directory, seed=self.config.run.seed)

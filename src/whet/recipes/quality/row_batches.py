@@ -1,4 +1,4 @@
-"""Rows of numbers as batches: each row takes one position of a step, as a token would."""
+"""Tabular rows as batches: each row counts as one token of a step."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -13,67 +13,76 @@ from whet.data.packing import StepSettings, split_step
 from whet.data.sources.source import Source
 from whet.errors import DataError
 
-RowPart = Literal["train", "valid", "test"]
-_TENTHS: dict[int, RowPart] = {0: "valid", 1: "test"}
+RowSplit = Literal["train", "valid", "test"]
+_SPLIT_OF_TENTH: dict[int, RowSplit] = {0: "valid", 1: "test"}
 
 
 @dataclass(frozen=True)
 class QualityRows:
-    """A source of tabular records, read as a whole."""
+    """All rows of a tabular source, in memory."""
 
     features: torch.Tensor  # [N, inputs]
     outcomes: torch.Tensor  # [N, outputs]
     origins: Sequence[str]
-    keys: Sequence[str]  # what a row is known by: its decision, or its number
+    keys: Sequence[str]  # identifies a row: its decision_group_id, or its number
 
     def __len__(self) -> int:
         return len(self.origins)
 
-    def batch(self, places: Sequence[int]) -> Batch:
-        """Some of the rows: their indices as `tokens`, their numbers as the columns features and outcomes."""
-        chosen = torch.tensor(places, dtype=torch.long)
-        count = len(places)
-        column = torch.zeros((count, 1), dtype=torch.long)
-        every = torch.arange(count)
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return a batch of some rows: their indices as `tokens`, and the columns features and outcomes."""
+        index = torch.tensor(indices, dtype=torch.long)
+        count = len(indices)
+        zeros = torch.zeros((count, 1), dtype=torch.long)
+        all_rows = torch.arange(count)
         batch = Batch(
-            tokens=chosen[:, None],
-            targets=column,
-            positions=column,
-            supervised_positions=every,
+            tokens=index[:, None],
+            targets=zeros,
+            positions=zeros,
+            supervised_positions=all_rows,
             documents=None,
             supervised=count,
-            examples=every,
+            examples=all_rows,
             real_tokens=count,
-            origins=tuple(self.origins[place] for place in places),
+            origins=tuple(self.origins[i] for i in indices),
         )
-        return batch.with_columns("document", features=self.features[chosen], outcomes=self.outcomes[chosen])
+        return batch.with_columns("document", features=self.features[index], outcomes=self.outcomes[index])
 
-    def only(self, part: RowPart, *, among: Sequence[RowPart]) -> "QualityRows":
-        """The rows that fall to one of several parts of the same source, by a hash of their keys.
+    def select_split(self, split: RowSplit, *, splits: Sequence[RowSplit]) -> "QualityRows":
+        """Return the rows of one split of a source that several splits share.
 
-        A tenth goes to valid and one to test, where these are asked for. A row stays where it is when others
-        are added.
+        Rows are assigned by a hash of their keys: a tenth to valid and a tenth to test, if these are in
+        `splits`, and all others to train. The split of a row does not depend on the other rows.
         """
-        kept = [place for place, key in enumerate(self.keys) if _part_of(key, among) == part]
-        if not kept:
-            raise DataError(f"data.{part}: none of the {len(self)} rows falls to it")
-        chosen = torch.tensor(kept, dtype=torch.long)
+        indices = [i for i, key in enumerate(self.keys) if _split_of_key(key, splits) == split]
+        if not indices:
+            raise DataError(f"data.{split}: none of the {len(self)} rows of its source is in this split")
+        index = torch.tensor(indices, dtype=torch.long)
         return QualityRows(
-            self.features[chosen],
-            self.outcomes[chosen],
-            [self.origins[place] for place in kept],
-            [self.keys[place] for place in kept],
+            self.features[index],
+            self.outcomes[index],
+            [self.origins[i] for i in indices],
+            [self.keys[i] for i in indices],
         )
 
 
-def _part_of(key: str, among: Sequence[RowPart]) -> RowPart:
+def _split_of_key(key: str, splits: Sequence[RowSplit]) -> RowSplit:
     tenth = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % 10
-    part = _TENTHS.get(tenth, "train")
-    return part if part in among else "train"
+    split = _SPLIT_OF_TENTH.get(tenth, "train")
+    return split if split in splits else "train"
 
 
 def read_rows(source: Source, *, inputs: int, outputs: int) -> QualityRows:
-    """Every record of a source, each with as many numbers as the model takes and gives."""
+    """Read all records of a source.
+
+    Args:
+        source: A source of tabular records.
+        inputs: The number of features that the model reads.
+        outputs: The number of targets that the model predicts.
+
+    Raises:
+        DataError: A record is not tabular, or has another number of features or targets.
+    """
     features: list[list[float]] = []
     outcomes: list[list[float]] = []
     origins: list[str] = []
@@ -81,21 +90,19 @@ def read_rows(source: Source, *, inputs: int, outputs: int) -> QualityRows:
     for number, record in enumerate(source, start=1):
         if record.shape != "tabular":
             raise DataError(
-                f"{record.origin}: a {record.shape} record, and the model reads rows of numbers",
-                hint="rows are records with features and target",
+                f"{record.origin}: this is a {record.shape} record, but the model reads tabular records",
+                hint="a tabular record has features and target",
             )
         target = record.fields["target"]
-        wanted = target if isinstance(target, list) else [target]
+        targets = target if isinstance(target, list) else [target]
         for name, values, expected in (
             ("features", record.fields["features"], inputs),
-            ("targets", wanted, outputs),
+            ("targets", targets, outputs),
         ):
             if len(values) != expected:
-                raise DataError(
-                    f"{record.origin}: {len(values)} {name}, and the model has {expected} of them"
-                )
+                raise DataError(f"{record.origin}: {len(values)} {name}, but the model has {expected}")
         features.append(record.fields["features"])
-        outcomes.append(wanted)
+        outcomes.append(targets)
         origins.append(record.origin)
         keys.append(str(record.fields.get("decision_group_id", number)))
     return QualityRows(
@@ -107,7 +114,7 @@ def read_rows(source: Source, *, inputs: int, outputs: int) -> QualityRows:
 
 
 class RowStream(BatchStream):
-    """An endless stream of steps of rows, in a new order each epoch."""
+    """An endless stream of training steps, with a new order of the rows in each epoch."""
 
     def __init__(self, rows: QualityRows, settings: StepSettings, *, seed: int) -> None:
         self.rows = rows
@@ -120,8 +127,8 @@ class RowStream(BatchStream):
         return list(row_batches(self.rows, step, self.settings))
 
 
-def row_batches(rows: QualityRows, places: Sequence[int], settings: StepSettings) -> Iterator[Batch]:
-    """Some rows, in micro-batches."""
+def row_batches(rows: QualityRows, indices: Sequence[int], settings: StepSettings) -> Iterator[Batch]:
+    """Yield some rows as micro-batches."""
     lengths = np.ones(len(rows), dtype=np.int64)
-    for group in split_step(places, lengths, settings):
-        yield rows.batch([place for row in group for place in row])
+    for group in split_step(indices, lengths, settings):
+        yield rows.batch([index for row in group for index in row])
