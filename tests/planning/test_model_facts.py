@@ -54,7 +54,7 @@ def test_facts_of_a_preset_match_the_new_model():
     facts = model_facts(preset, tokens=len(tokenizer))
     assert (facts.vocab_size, facts.max_positions) == (model.vocab_size, model.max_positions)
     assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
-    with pytest.raises(ConfigError, match="smaller than the 256 of the tokenizer"):
+    with pytest.raises(ConfigError, match=r"smaller than the tokenizer's vocabulary \(256\)"):
         model_facts(Preset(preset="nano", vocab_size=100), tokens=256)
 
 

@@ -13,6 +13,7 @@ from whet.config.objectives.custom import CustomObjective
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
+from whet.models.heads import WithHeads
 from whet.models.language_model import LanguageModel
 from whet.models.spec import ModelSpec
 from whet.objectives.objective import Objective
@@ -152,15 +153,17 @@ class Planner:
         self.step = self.recipe.step_shape()
         self.frozen = read_frozen_models(self.recipe, precision)
         self.frozen_models = [model for model in self.frozen.values() if isinstance(model, LanguageModel)]
-        self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.trained_bytes = _bytes(p for p in self.model.parameters() if p.requires_grad)
-        self.model_bytes = _bytes([*self.model.parameters(), *self.model.buffers()])
+        self.objective = self._make_objective()
+        heads = self.objective.heads
+        trained_module = self.model if heads is None else WithHeads(self.model, heads)
+        self.trained = sum(p.numel() for p in trained_module.parameters() if p.requires_grad)
+        self.trained_bytes = _bytes(p for p in trained_module.parameters() if p.requires_grad)
+        self.model_bytes = _bytes([*trained_module.parameters(), *self.model.buffers()])
         self.frozen_model_bytes = sum(_bytes(model.parameters()) for model in self.frozen_models)
         self.gathered_bytes = self._count_gathered_bytes()
         self.layers = len(list(self.model.blocks()))
         self.d_model = self.model.head().weight.shape[1]
-        self.objective = self._make_objective()
-        optimizer = create_optimizer(config.optim_groups, self.model, quiet=True)
+        optimizer = create_optimizer(config.optim_groups, trained_module, quiet=True)
         self.optimizer_bytes = state_bytes(optimizer)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.update_bytes = update_bytes(optimizer, self.fake)

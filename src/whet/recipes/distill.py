@@ -14,8 +14,6 @@ from whet.objectives.objective import Objective
 from whet.recipes.recipe import Build, ColumnShape, FrozenModel, Recipe, StepShape
 from whet.recipes.teachers import open_teacher_logprobs
 
-_PLANNED_TOP_K = 64  # tokens per target in a plan's teacher columns
-
 
 class DistillRecipe(Recipe[DistillObjective]):
     """Trains a language model on the token distributions of one or more teachers."""
@@ -33,9 +31,9 @@ class DistillRecipe(Recipe[DistillObjective]):
         """Return the shape of a step, with columns for stored log-probabilities."""
         if self.section.offline is None:
             return StepShape()
-        count = len(self.section.teachers)
-        ids = ColumnShape("token", (count, _PLANNED_TOP_K), torch.long)
-        logprobs = ColumnShape("token", (count, _PLANNED_TOP_K + 1))
+        count, top_k = len(self.section.teachers), self.section.offline.top_k
+        ids = ColumnShape("token", (count, top_k), torch.long)
+        logprobs = ColumnShape("token", (count, top_k + 1))
         return StepShape(columns={"taught_ids": ids, "taught_logprobs": logprobs})
 
     def check_models(self, b: Build) -> None:
@@ -68,7 +66,7 @@ class DistillRecipe(Recipe[DistillObjective]):
             alpha=section.alpha,
             divergence=section.divergence,
             taught=weights if section.offline else (),
-            matching=None if b.is_plan else self._build_matching(b),
+            matching=self._build_matching(b),
         )
 
     def _build_matching(self, b: Build) -> HiddenMatching | None:
