@@ -255,7 +255,7 @@ class RewardPool:
         if (function := given.get(placeholder.name)) is None:
             raise ConfigError(
                 f"objective.rewards: {reward.function} is a placeholder for a function passed from Python, "
-                "and no such function was passed",
+                "and it was not passed",
                 hint=f"pass it to whet.train or whet.resume: rewards={{{placeholder.name!r}: function}}",
             )
         self._given[index] = function
