@@ -133,8 +133,8 @@ def test_what_was_stopped_does_not_start_again(tiny_directory, tmp_path, pause_s
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode in ((130,) if pause_s is None else (3, 130)), err
-    assert "starting again" not in err
-    assert "was ended by" not in err
+    assert "restarting" not in err
+    assert "was terminated by" not in err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -147,7 +147,7 @@ def test_a_process_that_dies_before_it_met_the_others_is_noticed(tiny_directory,
         sorted(ranks, key=lambda each: each.pid)[rank].kill()
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert f"rank {rank} of 2 was ended by SIGKILL" in err
+    assert f"rank {rank} of 2 was terminated by SIGKILL" in err
 
 
 @pytest.mark.slow

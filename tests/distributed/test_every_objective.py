@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import FalconConfig, FalconForCausalLM
 
 import tiny
-from distributed.checks import watched_train
+from distributed.checks import recorded_train
 from distributed.harness import run_world
 
 FULL, LORA = {"kind": "full"}, {"kind": "lora", "rank": 4}
@@ -140,9 +140,9 @@ def distance(one, other):
 
 def compare(names, kind, directory, tiny_directory, teacher):
     configs = {name: config(name, kind, directory, tiny_directory, teacher) for name in names}
-    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=500, configs=configs)
+    ranks = run_world(2, "train_and_record", out=directory / "out", timeout=500, configs=configs)
     for name in names:
-        alone = watched_train(config(name, "none", directory, tiny_directory, teacher)).found()
+        alone = recorded_train(config(name, "none", directory, tiny_directory, teacher)).results()
         apart = distance(final(directory, "none", name), final(directory, kind, name))
         print(f"{kind} {name}: weights {apart:.2e} apart")
         assert apart < 1e-6, name
@@ -179,9 +179,9 @@ def test_probes_of_a_replicated_run_are_those_of_one_process(tiny_directory, tmp
         sections = {"method": FULL, "log": {"probes": probes}, "run": {"steps": 4, "micro_batch_tokens": 256}}
         settings = tiny.run_config(tiny_directory, tmp_path / kind, **sections) | {"parallel": {"kind": kind}}
         if kind == "none":
-            watched_train(settings)
+            recorded_train(settings)
         else:
-            run_world(2, "train_and_tell", out=tmp_path / "out", configs={"ddp": settings})
+            run_world(2, "train_and_record", out=tmp_path / "out", configs={"ddp": settings})
         lines = (tmp_path / kind / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
         rows[kind] = [row for row in map(json.loads, lines) if "probe_s" in row]
     assert len(rows["none"]) == len(rows["ddp"]) == 2

@@ -48,9 +48,9 @@ def nobody_left(processes):
 @pytest.mark.parametrize(
     ("kind", "said", "limit_s"),
     [
-        ("raise", "rank 1 failed at step 4, between steps, after .*: ValueError: a bad thing", 0),
+        ("raise", "rank 1 failed at step 4, between steps, after .*: ValueError: a test error", 0),
         # its last sign is up to a tenth of a second old, and may come from within a collective
-        ("kill", r"rank 1 \(process \d+ on .*\) died at step 4, (?:between steps, after|in) .*", 0),
+        ("kill", r"rank 1 \(process \d+ on .*\) died at step 4, (?:between steps, after|waiting in) .*", 0),
         (
             "hang",
             r"rank 1 hangs at step 4, between steps, after .*, for (\d+) s .*rank 0 is at step 4, .*",
@@ -90,7 +90,7 @@ def test_a_signal_to_one_rank_saves_once_on_all(tiny_directory, tmp_path):
         pytest.param(signal.SIGKILL, r"rank 1 \(process \d+ on .*\) died at step \d+, .*", 0, id="killed"),
         pytest.param(
             signal.SIGSTOP,
-            r"rank 1 \(process \d+ on .*\) gave no sign for 10 s, at step \d+, .*",
+            r"rank 1 \(process \d+ on .*\) sent no heartbeat for 10 s, at step \d+, .*",
             LIMIT_S,
             id="stopped",
         ),
@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_job(tiny_directory, tmp_path,
         assert nobody_left(ranks.values())
     (message,) = errors_in(log)
     assert re.fullmatch(f"error: {said}", message), message
-    assert ", after a" in message or ", in a" in message  # the last collective
+    assert ", after " in message or ", waiting in " in message  # the last collective
     assert "Traceback" not in log.read_text()
 
 

@@ -14,7 +14,7 @@ def test_a_loss_that_is_no_number_on_one_rank_is_skipped_or_stops_on_all(tiny_di
     sections = {"method": {"kind": "full"}, "data": {"pack": False, "valid": None}}
     run = {"steps": 4, "batch_size": 2, "micro_batch_tokens": 160}
     config = tiny.run_config(tiny_directory, tmp_path, **sections, run=run) | {"parallel": {"kind": kind}}
-    ranks = run_world(2, "nonfinite_on_one", out=tmp_path / "out", config=config)
+    ranks = run_world(2, "train_with_nonfinite_loss", out=tmp_path / "out", config=config)
     for each in ranks:
         first, second, third, fourth = each["skip"]
         assert first == second != third != fourth

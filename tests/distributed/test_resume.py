@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from distributed.checks import watched_train
+from distributed.checks import recorded_train
 from distributed.harness import run_world
 
 
@@ -48,17 +48,17 @@ def switch(directory, kind):
 @pytest.fixture(scope="module")
 def whole(tiny_directory, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
-    watched_train(config(tiny_directory, directory, "none"))
+    recorded_train(config(tiny_directory, directory, "none"))
     return directory
 
 
-def leg(size, directory, *, config=None, stop_at=None):
+def run_part(size, directory, *, config=None, stop_at=None):
     if size == 1:
-        again = None if config is not None else str(directory / "runs" / "test")
-        watched_train(config, again=again, stop_at=stop_at)
+        resume_from = None if config is not None else str(directory / "runs" / "test")
+        recorded_train(config, resume_from=resume_from, stop_at=stop_at)
         return
     run_world(
-        *(size, "leg"),
+        *(size, "run_part"),
         out=directory / f"out-{size}-{stop_at}",
         config=config,
         directory=str(directory),
@@ -78,10 +78,10 @@ def leg(size, directory, *, config=None, stop_at=None):
 )
 def test_a_run_goes_on_in_another_world(tiny_directory, tmp_path, whole, first, second):
     (kind, size), (other, other_size) = first, second
-    leg(size, tmp_path, config=config(tiny_directory, tmp_path, kind), stop_at=3)
+    run_part(size, tmp_path, config=config(tiny_directory, tmp_path, kind), stop_at=3)
     assert not (tmp_path / "runs" / "test" / "final").exists()
     switch(tmp_path, other)
-    leg(other_size, tmp_path)
+    run_part(other_size, tmp_path)
     assert distance(final(whole), final(tmp_path)) < 1e-6
     found = positions(tmp_path)
     assert found.keys() > positions(whole).keys()  # and the one where it was stopped
@@ -98,9 +98,9 @@ def test_what_is_random_on_each_rank_goes_on_where_it_was(tiny_directory, tmp_pa
     settings = {
         part: config(tiny_directory, tmp_path / part, "ddp", method=method) for part in ("whole", "cut")
     }
-    leg(2, tmp_path / "whole", config=settings["whole"])
-    leg(2, tmp_path / "cut", config=settings["cut"], stop_at=3)
-    leg(2, tmp_path / "cut")
+    run_part(2, tmp_path / "whole", config=settings["whole"])
+    run_part(2, tmp_path / "cut", config=settings["cut"], stop_at=3)
+    run_part(2, tmp_path / "cut")
     one, two = (
         load_file(tmp_path / part / "runs" / "test" / "final" / "adapter_model.safetensors")
         for part in settings

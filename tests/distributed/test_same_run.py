@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from distributed.checks import watched_train
+from distributed.checks import recorded_train
 from distributed.harness import run_world
 from whet.config.load_config import load_config
 from whet.planning.plan import plan_run
@@ -39,13 +39,13 @@ def config(tiny_directory, directory, kind, **sections):
 def runs(tiny_directory, tmp_path_factory):
     """{(kind, processes): (directory, what each rank saw)} of one full run each."""
     alone = tmp_path_factory.mktemp("alone")
-    watch = watched_train(config(tiny_directory, alone, "none"))
-    torch.save(watch.gradient, alone / "none.gradient")
-    found = {("none", 1): (alone, [watch.found()])}
+    recorder = recorded_train(config(tiny_directory, alone, "none"))
+    torch.save(recorder.gradient, alone / "none.gradient")
+    found = {("none", 1): (alone, [recorder.results()])}
     for size in (2, 4):
         out = tmp_path_factory.mktemp(f"world-{size}")
         configs = {kind: config(tiny_directory, out, kind) for kind in ("ddp", "fsdp")}
-        ranks = run_world(size, "train_and_tell", out=out, timeout=120, configs=configs)
+        ranks = run_world(size, "train_and_record", out=out, timeout=120, configs=configs)
         found |= {(kind, size): (out, [each[kind] for each in ranks]) for kind in configs}
     return found
 
@@ -135,10 +135,10 @@ def test_what_a_rank_holds_is_what_the_plan_says(runs, kind, size):
 
 def test_gradients_are_sent_in_pieces_while_the_last_backward_pass_runs(runs, tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path, "ddp")
-    ranks = run_world(2, "small_buckets", out=tmp_path / "out", config=settings)
+    ranks = run_world(2, "train_with_small_buckets", out=tmp_path / "out", config=settings)
     for each in ranks:
         assert each["hashes"] == ranks[0]["hashes"]
-        assert all(sent == count > 5 for sent, count in each["early"][1:])
+        assert all(sent == count > 5 for sent, count in each["sent_early"][1:])
     assert distance(weights(runs["none", 1][0], "none"), weights(tmp_path, "ddp")) < 1e-6
 
 
@@ -152,9 +152,9 @@ def test_a_metric_sees_the_answers_of_all_ranks_and_is_computed_once(tiny_direct
     (tmp_path / "shared_metrics.py").write_text(source)
     named = {name: f"{tmp_path}/shared_metrics.py:{name}" for name in ("count", "process", "length")}
     settings = {"eval": {"every": 2, "metrics": named, "max_new_tokens": 4}, "run": {"steps": 2}}
-    alone = watched_train(config(tiny_directory, tmp_path / "alone", "none", **settings)).found()
+    alone = recorded_train(config(tiny_directory, tmp_path / "alone", "none", **settings)).results()
     shared = config(tiny_directory, tmp_path / "two", "ddp", **settings)
-    one, two = run_world(2, "train_on", out=tmp_path / "out", timeout=120, config=shared)
+    one, two = run_world(2, "train_or_resume", out=tmp_path / "out", timeout=120, config=shared)
     sys.modules.pop("shared_metrics")
     assert one["evaluations"] == two["evaluations"]
     for mine, theirs in zip(one["evaluations"], alone["evaluations"], strict=True):

@@ -8,7 +8,7 @@ import pytest
 import typer
 import yaml
 
-from distributed.checks import train_on  # noqa: F401 # the name that run_world looks for
+from distributed.checks import train_or_resume  # noqa: F401 # the name that run_world looks for
 from distributed.harness import run_world
 from whet.cli.app import app
 from whet.config.load_config import load_config, to_dict
@@ -24,7 +24,7 @@ def test_the_config_runs_on_two_processes(tmp_path):
     config = to_dict(load_config(EXAMPLES / "fsdp-nano.yaml"))
     config["run"] |= {"dir": str(tmp_path), "steps": 2, "device": "cpu", "precision": "fp32"}
     config["eval"] |= {"every": None, "batches": 1}
-    first, second = run_world(2, "train_on", out=tmp_path / "out", timeout=120, config=config)
+    first, second = run_world(2, "train_or_resume", out=tmp_path / "out", timeout=120, config=config)
     assert first["losses"] == second["losses"]
     assert (tmp_path / "fsdp-nano" / "final" / "config.json").is_file()
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import tiny
 import whet
-from distributed.checks import train_on
+from distributed.checks import train_or_resume
 from distributed.harness import run_world
 from whet.model_io.checkpoint_weights import checkpoint_weights
 from whet.model_io.sharded_tensors import has_shards
@@ -32,15 +32,15 @@ def config(tiny_directory, directory, kind, **sections):
 
 def go_on(out, size, **arguments):
     if size == 1:
-        return [train_on(None, out, **arguments)]
-    return run_world(size, "train_on", out=out, timeout=120, **arguments)
+        return [train_or_resume(None, out, **arguments)]
+    return run_world(size, "train_or_resume", out=out, timeout=120, **arguments)
 
 
 def in_pieces(directory, settings, pieces):
     """A run on another number of processes from time to time: what each step computed, in all."""
     losses, records = [], []
     for number, (size, stop_at) in enumerate(pieces):
-        what = {"config": settings} if number == 0 else {"again": str(directory / "runs" / "test")}
+        what = {"config": settings} if number == 0 else {"resume_from": str(directory / "runs" / "test")}
         ranks = go_on(directory / f"ranks-{number}", size, stop_at=stop_at, **what)
         losses += ranks[0]["losses"]
         records += [

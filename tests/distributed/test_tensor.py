@@ -142,9 +142,13 @@ def test_cut_layers_generate_the_same_text(tmp_path):
     ("changes", "ranks", "reason"),
     [
         ({}, 4, "does not divide the 2 key/value heads"),
-        ({"attention": {"fused": True}}, 2, "one projection for queries, keys and values is not cut"),
-        ({"attention": {"qk_norm": "all"}}, 2, "a norm over the queries of all heads is not cut"),
-        ({"feedforward": {"fused": True}}, 2, "one projection for gate and up is not cut"),
+        (
+            {"attention": {"fused": True}},
+            2,
+            "a fused projection of queries, keys and values is not supported",
+        ),
+        ({"attention": {"qk_norm": "all"}}, 2, "a norm over the queries of all heads is not supported"),
+        ({"feedforward": {"fused": True}}, 2, "a fused projection of gate and up is not supported"),
         ({"positions": "alibi", "attention": {"rope": None}}, 2, "ALiBi"),
     ],
 )
@@ -156,7 +160,7 @@ def test_what_cannot_be_cut_is_refused(changes, ranks, reason):
 def test_adapters_are_refused(tiny):
     model, _ = tiny
     whet.attach_lora(model, rank=2)
-    with pytest.raises(ConfigError, match=r"only method\.kind=full"):
+    with pytest.raises(ConfigError, match=r"supports method\.kind=full only"):
         refuse_uncuttable(model, 2)
 
 

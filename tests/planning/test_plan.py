@@ -233,7 +233,7 @@ def test_a_mix_sends_what_all_its_parts_send(tensor):
         ({"gpus": 8, "network_gb_s": 0}, "must be positive"),
         ({"gpus": 9, "parallel": {"kind": "fsdp", "tensor": 2}}, "=2 does not divide the 9"),
         ({"gpus": 16, "parallel": {"kind": "fsdp", "tensor": 8}}, "does not divide the model's heads"),
-        ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "reads whole matrices"),
+        ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "needs full matrices"),
     ],
 )
 def test_bad_input_gets_one_message(given, said):
