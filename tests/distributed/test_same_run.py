@@ -30,9 +30,9 @@ def config(tiny_directory, directory, kind, **sections):
         "name": kind,
         **sections.pop("run", {}),
     }
-    results = tiny.run_config(tiny_directory, directory, **sections, run=run)
-    results["parallel"] = {"kind": kind}
-    return results
+    settings = tiny.run_config(tiny_directory, directory, **sections, run=run)
+    settings["parallel"] = {"kind": kind}
+    return settings
 
 
 @pytest.fixture(scope="module")
