@@ -295,8 +295,11 @@ def test_eval_rejects_preference_pairs(cli, trained, tmp_path):
     path = write_records(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"})
     code, out, err = cli("eval", trained, "--data", path)
     assert (code, out) == (2, "")
-    assert "data.jsonl:1: whet eval measures the loss of next tokens, and a preference record has none" in err
-    assert "give messages, prompt + completion or text; pairs are evaluated in their run" in err
+    assert "data.jsonl:1: whet eval computes a next-token loss, and a preference record has none" in err
+    assert (
+        "use records with messages, with prompt and completion, or with text; a run evaluates preference pairs as"
+        in err
+    )
 
 
 def test_chat_continues_after_a_too_long_message(cli, trained):

@@ -1,4 +1,4 @@
-"""What runs on every rank of a test's world; each returns something JSON can hold."""
+"""Functions that run on every rank of a test's world; each returns a JSON value."""
 
 import hashlib
 import math
@@ -21,25 +21,25 @@ def _hash(tensors):
     return digest.hexdigest()
 
 
-class Watch(ModelCallback):
-    """Remembers, of each step, the loss, a hash of the weights, and the records this rank computed."""
+class Recorder(ModelCallback):
+    """Records the loss, a hash of the weights and the records of this rank for each step."""
 
     def __init__(self):
         self.losses, self.norms, self.hashes, self.records, self.evaluations = [], [], [], [], []
         self.gradient = None
-        self._now = []
+        self._current_records = []
 
     def on_step_end(self, step, metrics):
         self.losses.append(metrics["loss"])
         self.norms.append(metrics["grad_norm"])
-        self.hashes.append(_hash(whole(p) for p in self.trainer.learner.parameters()))
-        self.records.append(self._now)
-        self._now = []
+        self.hashes.append(_hash(full_tensor(p) for p in self.trainer.learner.parameters()))
+        self.records.append(self._current_records)
+        self._current_records = []
 
     def on_eval_end(self, step, metrics):
         self.evaluations.append({name: value for name, value in metrics.items() if not name.endswith("_s")})
 
-    def found(self):
+    def results(self):
         return {
             "losses": self.losses,
             "norms": self.norms,
@@ -50,39 +50,41 @@ class Watch(ModelCallback):
         }
 
     def _bytes(self):
-        """Of weights and moments that this rank holds."""
+        """Return the bytes of weights and moments that this rank stores."""
         moments = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
         return local_bytes_of([*self.trainer.learner.parameters(), *moments])
 
 
-def whole(tensor):
+def full_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def watched_train(config, again=None, stop_at=None):
-    """Train, and tell what was computed where."""
-    watch = Watch()
-    taken, masked_step = step.taken, step.masked_step
+def recorded_train(config, resume_from=None, stop_at=None):
+    """Train or resume a run, and return a recorder with the results of this rank."""
+    recorder = Recorder()
+    original, masked_step = step.taken, step.masked_step
 
-    def noted(world, batches, **rest):
-        for place, batch, counts in taken(world, batches, **rest):
-            watch._now += [list(batch.origins)] if counts else []
-            yield place, batch, counts
+    def recorded_batches(world, batches, **rest):
+        for index, batch, counts in original(world, batches, **rest):
+            recorder._current_records += [list(batch.origins)] if counts else []
+            yield index, batch, counts
 
-    def noted_step(optimizer, **rest):
-        found = [p.grad for p in watch.trainer.trained if p.grad is not None]
-        watch.gradient = torch.cat([whole(g).detach().double().flatten() for g in found])
-        if (divisor := rest.get("divisor")) is not None:  # the optimizer clips them itself
-            watch.gradient /= divisor.double()
+    def recorded_step(optimizer, **rest):
+        gradients = [p.grad for p in recorder.trainer.trained if p.grad is not None]
+        recorder.gradient = torch.cat([full_tensor(g).detach().double().flatten() for g in gradients])
+        if (divisor := rest.get("divisor")) is not None:  # the optimizer divides them itself
+            recorder.gradient /= divisor.double()
         masked_step(optimizer, **rest)
 
-    step.taken, step.masked_step = noted, noted_step
+    step.taken, step.masked_step = recorded_batches, recorded_step
     try:
-        callbacks = [watch] if stop_at is None else [watch, StopAt(stop_at)]
-        watch.result = whet.train(config, callbacks) if again is None else whet.resume(again, callbacks)
+        callbacks = [recorder] if stop_at is None else [recorder, StopAt(stop_at)]
+        recorder.result = (
+            whet.train(config, callbacks) if resume_from is None else whet.resume(resume_from, callbacks)
+        )
     finally:
-        step.taken, step.masked_step = taken, masked_step
-    return watch
+        step.taken, step.masked_step = original, masked_step
+    return recorder
 
 
 class StopAt(Callback):
@@ -93,27 +95,27 @@ class StopAt(Callback):
         return whet.training.callbacks.StopRun("enough", unfinished=True) if step == self.step else None
 
 
-def train_and_tell(world, out, configs):
-    """Runs one after the other in one world: what happened on this rank, and what it holds in memory.
+def train_and_record(world, out, configs):
+    """Run the configs one after the other in one world, and return the results of this rank by name.
 
-    The last gradient is in a file.
+    The main rank writes the last gradient to a file.
     """
-    found = {}
+    results = {}
     for name, config in configs.items():
-        watch = watched_train(config)
+        recorder = recorded_train(config)
         if world.is_main:
-            torch.save(watch.gradient, out / f"{name}.gradient")
-        found[name] = watch.found()
-    return found
+            torch.save(recorder.gradient, out / f"{name}.gradient")
+        results[name] = recorder.results()
+    return results
 
 
-def train_on(world, out, config=None, again=None, stop_at=None):
-    """A run, or the next part of one: what happened on this rank."""
-    return watched_train(config, again=again, stop_at=stop_at).found()
+def train_or_resume(world, out, config=None, resume_from=None, stop_at=None):
+    """Train or resume a run, and return the results of this rank."""
+    return recorded_train(config, resume_from=resume_from, stop_at=stop_at).results()
 
 
 class FillWithRank(ModelCallback):
-    """After the last step, what a rank holds of each trained weight becomes the rank's number."""
+    """After the last step, fills this rank's shard of each trained weight with the rank."""
 
     def on_step_end(self, step, metrics):
         if step == self.trainer.total_steps:
@@ -126,56 +128,58 @@ def train_and_fill(world, out, config):
     whet.train(config, [FillWithRank()])
 
 
-def nonfinite_on_one(world, out, config):
-    """The last rank's loss is not a number in step 2: what all of them made of it."""
-    found = {}
-    for what in ("skip", "stop"):
-        run = {**config["run"], "on_nonfinite": what, "name": what}
+def train_with_nonfinite_loss(world, out, config):
+    """Make the loss of the last rank NaN in step 2, and return what this rank does for each policy."""
+    results = {}
+    for policy in ("skip", "stop"):
+        run = {**config["run"], "on_nonfinite": policy, "name": policy}
         weighted_loss, calls = step.weighted_loss, []
 
-        def broken(*arguments, calls=calls, weighted_loss=weighted_loss, **rest):
+        def broken_loss(*arguments, calls=calls, weighted_loss=weighted_loss, **rest):
             share, metrics = weighted_loss(*arguments, **rest)
             calls.append(1)
             return share * (float("nan") if world.rank == 1 and len(calls) == 2 else 1.0), metrics
 
-        step.weighted_loss = broken
+        step.weighted_loss = broken_loss
         try:
-            found[what] = watched_train({**config, "run": run}).hashes
+            results[policy] = recorded_train({**config, "run": run}).hashes
         except whet.errors.RunError as error:
-            found[what] = str(error)
+            results[policy] = str(error)
         finally:
             step.weighted_loss = weighted_loss
-    return found
+    return results
 
 
-def small_buckets(world, out, config):
-    """A run whose gradients are sent in many pieces: how many were on their way before the backward ended."""
+def train_with_small_buckets(world, out, config):
+    """Train with many gradient buckets, and record how many were sent before the backward pass ended."""
     from whet.parallel import gradient_sync
 
-    finish, early = gradient_sync.GradientSum.finish, []
+    finish, sent_early = gradient_sync.GradientSum.finish, []
 
-    def noted(self):
-        early.append((self._next, len(self.buckets)))
+    def recorded_finish(self):
+        sent_early.append((self._next, len(self.buckets)))
         finish(self)
 
-    gradient_sync._BUCKET_NUMBERS, gradient_sync.GradientSum.finish = 2000, noted
-    return watched_train(config).found() | {"early": early}
+    gradient_sync._BUCKET_ELEMENTS, gradient_sync.GradientSum.finish = 2000, recorded_finish
+    return recorded_train(config).results() | {"sent_early": sent_early}
 
 
-def leg(world, out, config, directory, stop_at):
-    """Begin a run, or go on with one, up to a step or to its end."""
-    again = None if config is not None else f"{directory}/runs/test"
-    # one rank alone wants to stop: all do
-    return watched_train(config, again=again, stop_at=stop_at if world.rank == 1 else None).losses
+def run_part(world, out, config, directory, stop_at):
+    """Train or resume a run up to a step, or to its end."""
+    resume_from = None if config is not None else f"{directory}/runs/test"
+    # one rank stops, and then all do
+    return recorded_train(
+        config, resume_from=resume_from, stop_at=stop_at if world.rank == 1 else None
+    ).losses
 
 
-class _Odd(Exception):
+class _UnusualError(Exception):
     def __init__(self, one, two):
         super().__init__("here")
 
 
-def tell(world, out):
-    """Everything a world can do, with what differs by rank."""
+def exercise_world(world, out):
+    """Call every collective of a world with values that depend on the rank."""
     import time
 
     from whet.config.load_config import make_config
@@ -183,10 +187,10 @@ def tell(world, out):
     from whet.parallel.preflight import agreed, seed_rank
 
     def fail_on(rank, error):
-        def compute(mine):
+        def compute(items):
             if world.rank == rank:
                 raise error
-            return mine
+            return items
 
         try:
             world.each(range(5), compute)
@@ -199,19 +203,19 @@ def tell(world, out):
         agreed(world, make_config(config))
     except WhetError as error:
         differs = str(error)
-    numbers = {"loss": world.rank + 1.0, "layers": [[1.0, 2.0]]} | ({"only": 5.0} if world.rank == 1 else {})
+    values = {"loss": world.rank + 1.0, "layers": [[1.0, 2.0]]} | ({"only": 5.0} if world.rank == 1 else {})
     seed_rank(world, 0)
     with world.first_alone():
         turn = time.monotonic()
     return {
         "gathered": world.gather(world.rank),
         "from main": world.from_main(["zero", "one", "two"][world.rank]),
-        "squares": world.each(range(7), lambda mine: [number**2 for number in mine]),
+        "squares": world.each(range(7), lambda items: [number**2 for number in items]),
         "of none": world.each([], list),
-        "sums": world.sums(numbers),
+        "sums": world.sums(values),
         "added": world.add_up(torch.tensor([world.rank + 1.0, 3.0])).tolist(),
-        "raised": fail_on(1, DataError("rank 1 cannot read", hint="mend it")),
-        "odd": fail_on(2, _Odd(1, 2)),
+        "raised": fail_on(1, DataError("rank 1 cannot read", hint="fix it")),
+        "odd": fail_on(2, _UnusualError(1, 2)),
         "config": differs,
         "turn": turn,
         "drawn": torch.rand(()).item(),
@@ -221,7 +225,7 @@ def tell(world, out):
 
 
 def _exchange_exactly(world):
-    """Whether values that JSON does not have, or rounds elsewhere, arrive as they were."""
+    """Return whether values that plain JSON cannot represent exactly arrive unchanged."""
     values = {
         "float": [0.1 + world.rank, math.inf, -0.0, 5e-324],
         "bf16": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3) / 7 + world.rank,
@@ -240,22 +244,22 @@ def _exchange_exactly(world):
 
 
 def forbid_pickle(world, out, config):
-    """Train with every collective of torch that pickles taken away."""
+    """Train while all pickling collectives of torch raise an error."""
 
-    def refuse(*_, **__):
+    def forbidden(*_, **__):
         raise AssertionError("a pickling collective")
 
     for module in (torch.distributed, distributed_c10d):
         for name in [name for name in dir(module) if "_object" in name]:
-            setattr(module, name, refuse)
+            setattr(module, name, forbidden)
     return str(whet.train(config).directory)
 
 
 def train_logged(world, out, configs):
-    """Train each config, and tell where it landed and what the last weights hash to."""
-    found = {}
+    """Train each config, and return its directory and the hash of the last weights."""
+    results = {}
     for name, config in configs.items():
-        watch = Watch()
-        result = whet.train(config, [watch])
-        found[name] = {"directory": str(result.directory), "hash": watch.hashes[-1]}
-    return found
+        recorder = Recorder()
+        result = whet.train(config, [recorder])
+        results[name] = {"directory": str(result.directory), "hash": recorder.hashes[-1]}
+    return results

@@ -1,4 +1,4 @@
-"""The command line on several processes: started, watched from outside, and never left behind."""
+"""Start whet commands on several processes, observe them from outside, and clean up their processes."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from distributed.harness import _context, free_port, place_of
+from distributed.harness import _context, free_port, rank_environment
 
 
 def write_config(path, settings):
@@ -34,53 +34,53 @@ def whet_command(*arguments):
 
 @contextlib.contextmanager
 def started(command, log):
-    """A command in a session of its own; all its processes are gone at the end, however they were."""
+    """Start a command in a new session, and kill all its processes at the end."""
     with Path(log).open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
     family = psutil.Process(process.pid)
-    known = {}
+    children = {}
     try:
         yield process
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            known = {each.pid: each for each in family.children(recursive=True)}
+            children = {each.pid: each for each in family.children(recursive=True)}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        for each in known.values():
+        for each in children.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         process.wait()
 
 
 def rank_processes(process):
-    """{rank: process} of those that a command has started."""
-    found = {}
+    """Return {rank: process} of the ranks that a command has started."""
+    ranks = {}
     for each in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if "RANK" in (around := each.environ()):
-                found[int(around["RANK"])] = each
-    return found
+            if "RANK" in (variables := each.environ()):
+                ranks[int(variables["RANK"])] = each
+    return ranks
 
 
 def wait_for_step(run, step, *, log, process, limit_s=90):
-    """Until a run's metrics have a step."""
-    ends = time.monotonic() + limit_s
+    """Wait until a step is in the metrics of a run."""
+    deadline = time.monotonic() + limit_s
     while last_step(run) < step:
         assert process.poll() is None, Path(log).read_text()
-        assert time.monotonic() < ends, f"no step {step} after {limit_s} s\n{Path(log).read_text()}"
+        assert time.monotonic() < deadline, f"no step {step} after {limit_s} s\n{Path(log).read_text()}"
         time.sleep(0.05)
 
 
 def last_step(run):
     metrics = Path(run) / "metrics.jsonl"
     rows = metrics.read_text().splitlines() if metrics.is_file() else []
-    found = [0]
+    steps = [0]
     for row in rows:
-        with contextlib.suppress(ValueError):  # the one being written
-            found.append(json.loads(row).get("step", 0))
-    return max(found)
+        with contextlib.suppress(ValueError):  # the row may be incomplete
+            steps.append(json.loads(row).get("step", 0))
+    return max(steps)
 
 
 def errors_in(log):
@@ -88,9 +88,9 @@ def errors_in(log):
 
 
 def run_command(size, arguments, *, out, trouble=None, limit_s=60):
-    """`whet ARGUMENTS` as the ranks of a world, forked and so quick to start: exit codes, seconds, output.
+    """Run `whet ARGUMENTS` as forked ranks, and return exit codes, seconds since the trouble, and output.
 
-    `trouble` is (rank, step, kind): what happens to a rank before that step.
+    `trouble` is (rank, step, kind): what to do to a rank before that step.
     """
     context, port = _context(), free_port()
     log = Path(out) / "log"
@@ -101,13 +101,13 @@ def run_command(size, arguments, *, out, trouble=None, limit_s=60):
     try:
         for each in ranks:
             each.start()
-        ends = time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         for each in ranks:
-            each.join(max(0.0, ends - time.monotonic()))
+            each.join(max(0.0, deadline - time.monotonic()))
         text = log.read_text()
-        began = [float(line.split()[1]) for line in text.splitlines() if line.startswith("trouble ")]
+        started_at = [float(line.split()[1]) for line in text.splitlines() if line.startswith("trouble ")]
         codes = [each.exitcode for each in ranks]
-        return codes, time.monotonic() - (began or [time.monotonic()])[0], text
+        return codes, time.monotonic() - (started_at or [time.monotonic()])[0], text
     finally:
         for each in ranks:
             each.kill()
@@ -115,7 +115,7 @@ def run_command(size, arguments, *, out, trouble=None, limit_s=60):
 
 
 def _whet(rank, size, port, arguments, log, trouble):
-    os.environ |= place_of(rank, size, port)
+    os.environ |= rank_environment(rank, size, port)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -133,19 +133,19 @@ def _whet(rank, size, port, arguments, log, trouble):
 def _make_trouble(step, kind):
     from whet.training.trainer import Trainer
 
-    honest = Trainer._next_step
+    original = Trainer._next_step
 
-    def troubled(self):
+    def next_step(self):
         if self.state.step + 1 == step:
             os.write(2, f"trouble {time.monotonic()}\n".encode())
             if kind == "raise":
-                raise ValueError("a bad thing")
+                raise ValueError("a test error")
             if kind == "terminate":
                 os.kill(os.getpid(), signal.SIGTERM)
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "hang":
                 time.sleep(600)
-        return honest(self)
+        return original(self)
 
-    Trainer._next_step = troubled
+    Trainer._next_step = next_step

@@ -1,4 +1,4 @@
-"""Worlds of a few processes on this machine: started quickly, bounded in time, none of them left behind."""
+"""Run functions in a world of a few local processes, with a time limit and without leaked processes."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).parent
+TESTS_DIR = Path(__file__).parent
 
 
 def free_port():
@@ -21,14 +21,14 @@ def free_port():
 
 @functools.cache
 def _context():
-    """Processes forked from one that has imported everything and computed nothing yet."""
+    """Return a context that forks processes from one that has done all imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["whet.runs.run", "transformers", "distributed.checks"])
     return context
 
 
 def run_world(size, check, *, out, timeout=60, **arguments):
-    """What `checks.CHECK(world, **arguments)` returned on each rank; the first error is raised here."""
+    """Return the results of `checks.CHECK(world, **arguments)` on all ranks; fail if any rank raises."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -44,23 +44,23 @@ def run_world(size, check, *, out, timeout=60, **arguments):
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        assert not late, f"{check}: ranks {late} of {size} have not ended after {timeout} s"
+        assert not late, f"{check}: ranks {late} of {size} are still running after {timeout} s"
     finally:
         for process in processes:
             process.kill()
             process.join()
     paths = [out / f"rank-{rank}.json" for rank in range(size)]
     dead = {rank: process.exitcode for rank, process in enumerate(processes) if not paths[rank].is_file()}
-    told = [path.read_text() for path in paths if path.is_file()]
-    assert not dead, f"{check}: exit codes of ranks that died: {dead}; the others: {told}"
-    found = [json.loads(each) for each in told]
-    errors = [f"rank {rank}:\n{each['error']}" for rank, each in enumerate(found) if "error" in each]
+    texts = [path.read_text() for path in paths if path.is_file()]
+    assert not dead, f"{check}: exit codes of ranks that died: {dead}; the others: {texts}"
+    outcomes = [json.loads(each) for each in texts]
+    errors = [f"rank {rank}:\n{each['error']}" for rank, each in enumerate(outcomes) if "error" in each]
     assert not errors, "\n".join(errors)
-    return [each["result"] for each in found]
+    return [each["result"] for each in outcomes]
 
 
-def place_of(rank, size, port):
-    """What a process is told of its world."""
+def rank_environment(rank, size, port):
+    """What a process is texts of its world."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -72,8 +72,8 @@ def place_of(rank, size, port):
 
 
 def _work(rank, size, port, check, out, arguments, environment):
-    os.environ |= {**environment, **place_of(rank, size, port)}
-    sys.path.insert(0, str(HERE.parent))
+    os.environ |= {**environment, **rank_environment(rank, size, port)}
+    sys.path.insert(0, str(TESTS_DIR.parent))
     import torch
 
     from distributed import checks
@@ -82,9 +82,9 @@ def _work(rank, size, port, check, out, arguments, environment):
     torch.set_num_threads(1)
     try:
         with joined(timeout_s=30) as world:
-            found = {"result": getattr(checks, check)(world, out=Path(out), **arguments)}
+            outcomes = {"result": getattr(checks, check)(world, out=Path(out), **arguments)}
     except BaseException:
-        found = {"error": traceback.format_exc()}
+        outcomes = {"error": traceback.format_exc()}
     path = Path(out) / f"rank-{rank}.json"
-    path.with_suffix(".part").write_text(json.dumps(found))
+    path.with_suffix(".part").write_text(json.dumps(outcomes))
     path.with_suffix(".part").rename(path)

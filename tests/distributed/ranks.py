@@ -1,4 +1,4 @@
-"""Functions run by several ranks at once, each a process forked from a server that has imported torch."""
+"""Run functions on several ranks; each rank is a process forked from a server that has imported torch."""
 
 import multiprocessing
 import os
@@ -20,46 +20,48 @@ SERVER.set_forkserver_preload(
 
 
 def run_ranks(function, world, *arguments, limit_s=60):
-    """What `function(rank, *arguments)` returned on each rank of a gloo group, in order.
+    """What `function(rank, *arguments)` returned on process rank of a gloo group, in order.
 
-    A rank that fails, or time that runs out, ends them all.
+    If a rank fails or the time limit is reached, all ranks are killed.
     """
     ports = SERVER.Queue()
     results = SERVER.Queue()
     ranks = [
-        SERVER.Process(target=_one, args=(rank, world, ports, results, function, arguments), daemon=True)
+        SERVER.Process(target=_run_rank, args=(rank, world, ports, results, function, arguments), daemon=True)
         for rank in range(world)
     ]
     try:
-        for each in ranks:
-            each.start()
+        for process in ranks:
+            process.start()
         return _gather(ranks, results, limit_s)
     finally:
-        for each in ranks:
+        for process in ranks:
             with suppress(ProcessLookupError):
-                each.kill()
-            each.join()
+                process.kill()
+            process.join()
 
 
 def _gather(ranks, results, limit_s):
-    found = {}
-    ends = time.monotonic() + limit_s
-    while len(found) < len(ranks):
-        left = ends - time.monotonic()
-        assert left > 0, f"after {limit_s} s only the ranks {sorted(found)} had ended"
+    by_rank = {}
+    deadline = time.monotonic() + limit_s
+    while len(by_rank) < len(ranks):
+        left = deadline - time.monotonic()
+        assert left > 0, f"after {limit_s} s only the ranks {sorted(by_rank)} had ended"
         try:
             rank, result, failure = results.get(timeout=min(left, 0.5))
         except multiprocessing.queues.Empty:
-            dead = [i for i, each in enumerate(ranks) if each.exitcode not in (None, 0) and i not in found]
+            dead = [
+                i for i, process in enumerate(ranks) if process.exitcode not in (None, 0) and i not in by_rank
+            ]
             assert not dead, f"ranks {dead} died"
             continue
         assert failure is None, f"rank {rank}:\n{failure}"
-        found[rank] = result
-    return [found[rank] for rank in range(len(ranks))]
+        by_rank[rank] = result
+    return [by_rank[rank] for rank in range(len(ranks))]
 
 
-def joined(rank, world, ports):
-    """The store of a gloo group that this process has become a rank of; rank 0 tells the others its port."""
+def join_group(rank, world, ports):
+    """Join a gloo group and return its store; rank 0 sends its port to the others through `ports`."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
@@ -75,10 +77,10 @@ def joined(rank, world, ports):
     return store
 
 
-def _one(rank, world, ports, results, function, arguments):
+def _run_rank(rank, world, ports, results, function, arguments):
     import torch.distributed as dist
 
-    joined(rank, world, ports)
+    join_group(rank, world, ports)
     try:
         results.put((rank, function(rank, *arguments), None))
     except BaseException:

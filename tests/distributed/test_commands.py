@@ -1,4 +1,4 @@
-"""whet train --nproc, torchrun and whet resume, as a person starts them."""
+"""whet train --nproc, torchrun and whet resume on the command line."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ LIMIT_S = 120
 
 @contextlib.contextmanager
 def started(*arguments, **environment):
-    """A command in a session of its own; whatever is left of it is ended."""
+    """Start a command in a new session, and kill its remaining processes at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
@@ -51,7 +51,7 @@ def write_config(path, tiny_directory, **sections):
     return str(path)
 
 
-def test_a_number_of_processes_without_a_kind_is_refused_before_any_starts(tiny_directory, tmp_path):
+def test_processes_without_parallel_kind_are_rejected_before_start(tiny_directory, tmp_path):
     config = write_config(tmp_path / "c.yaml", tiny_directory)
     code, out, err = run("whet", "train", config, "parallel.kind=none", "--nproc", "2")
     assert code == 2
@@ -59,7 +59,7 @@ def test_a_number_of_processes_without_a_kind_is_refused_before_any_starts(tiny_
     assert "2 processes but parallel.kind is none" in err
 
 
-def test_an_error_of_all_ranks_is_said_once(tiny_directory, tmp_path):
+def test_error_of_all_ranks_is_printed_once(tiny_directory, tmp_path):
     config = write_config(tmp_path / "c.yaml", tiny_directory, data={"train": str(tmp_path / "none.jsonl")})
     code, out, err = run("whet", "train", config, "--nproc", "2")
     assert code == 2, err
@@ -69,18 +69,18 @@ def test_an_error_of_all_ranks_is_said_once(tiny_directory, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rendezvous_that_cannot_be_reached_is_said_once_a_machine(tiny_directory, tmp_path):
+def test_unreachable_rendezvous_is_printed_once_per_machine(tiny_directory, tmp_path):
     config = write_config(tmp_path / "c.yaml", tiny_directory)
-    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place["WHET_RENDEZVOUS_S"] = "1"
+    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables["WHET_RENDEZVOUS_S"] = "1"
     with (
-        started("whet", "train", config, RANK="1", LOCAL_RANK="0", **place) as first,
-        started("whet", "train", config, RANK="2", LOCAL_RANK="1", **place) as second,
+        started("whet", "train", config, RANK="1", LOCAL_RANK="0", **variables) as first,
+        started("whet", "train", config, RANK="2", LOCAL_RANK="1", **variables) as second,
     ):
-        said = [each.communicate(timeout=LIMIT_S)[1] for each in (first, second)]
+        stderr = [each.communicate(timeout=LIMIT_S)[1] for each in (first, second)]
         assert [first.returncode, second.returncode] == [1, 1]
-    assert [text.count("error:") for text in said] == [1, 0]
-    assert "rank 1 of 3 waited 1 s" in said[0]
+    assert [text.count("error:") for text in stderr] == [1, 0]
+    assert "rank 1 of 3 waited 1 s" in stderr[0]
 
 
 def wait_for_step(directory, step):
@@ -92,7 +92,7 @@ def wait_for_step(directory, step):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_saves_once_on_all_and_the_run_goes_on(tiny_directory, tmp_path):
+def test_signal_to_one_rank_saves_once_and_the_run_can_resume(tiny_directory, tmp_path):
     run_directory = tmp_path / "runs" / "test"
     sections = {"data": {"valid": None}, "run": {"steps": 100_000}, "checkpoint": {"every": None}}
     config = write_config(tmp_path / "c.yaml", tiny_directory, **sections)
@@ -116,8 +116,8 @@ def test_a_signal_to_one_rank_saves_once_on_all_and_the_run_goes_on(tiny_directo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [None, 0.2])
-def test_what_was_stopped_does_not_start_again(tiny_directory, tmp_path, pause_s):
-    """Neither before its first step nor by a second signal."""
+def test_stopped_run_does_not_restart(tiny_directory, tmp_path, pause_s):
+    """Neither before its first step, nor after a second signal."""
     sections = {"data": {"valid": None}, "run": {"steps": 100_000}, "checkpoint": {"every": None}}
     config = write_config(tmp_path / "c.yaml", tiny_directory, **sections)
     with started("whet", "train", config, "--nproc", "2", "--max-restarts", "2") as process:
@@ -133,12 +133,12 @@ def test_what_was_stopped_does_not_start_again(tiny_directory, tmp_path, pause_s
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode in ((130,) if pause_s is None else (3, 130)), err
-    assert "starting again" not in err
-    assert "was ended by" not in err
+    assert "restarting" not in err
+    assert "was terminated by" not in err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_dies_before_it_met_the_others_is_noticed(tiny_directory, tmp_path, rank):
+def test_process_that_dies_before_rendezvous_is_detected(tiny_directory, tmp_path, rank):
     config = write_config(tmp_path / "c.yaml", tiny_directory, data={"valid": None})
     with started("whet", "train", config, "--nproc", "2") as process:
         launcher = psutil.Process(process.pid)
@@ -147,18 +147,18 @@ def test_a_process_that_dies_before_it_met_the_others_is_noticed(tiny_directory,
         sorted(ranks, key=lambda each: each.pid)[rank].kill()
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert f"rank {rank} of 2 was ended by SIGKILL" in err
+    assert f"rank {rank} of 2 was terminated by SIGKILL" in err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["rank", "launcher"])
-def test_nobody_is_left_behind(tiny_directory, tmp_path, whom):
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_no_process_is_left(tiny_directory, tmp_path, victim):
     sections = {"data": {"valid": None}, "run": {"steps": 100_000}}
     config = write_config(tmp_path / "c.yaml", tiny_directory, **sections)
     with started("whet", "train", config, "--nproc", "2") as process:
         wait_for_step(tmp_path / "runs" / "test", 2)
         children = psutil.Process(process.pid).children(recursive=True)
-        (children[1] if whom == "rank" else process).send_signal(signal.SIGKILL)
+        (children[1] if victim == "rank" else process).send_signal(signal.SIGKILL)
         _, err = process.communicate(timeout=60)
         assert process.returncode not in (0, 3)
         gone, alive = psutil.wait_procs(children, timeout=20)
@@ -166,7 +166,7 @@ def test_nobody_is_left_behind(tiny_directory, tmp_path, whom):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_run(tiny_directory, tmp_path):
+def test_torchrun(tiny_directory, tmp_path):
     config = write_config(tmp_path / "c.yaml", tiny_directory)
     code, out, err = run(
         "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "whet", "train", config

@@ -1,4 +1,4 @@
-"""Every objective and method on two processes, replicated and sharded, against one process."""
+"""Runs that stop and resume on more or fewer processes."""
 
 import json
 
@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import FalconConfig, FalconForCausalLM
 
 import tiny
-from distributed.checks import watched_train
+from distributed.checks import recorded_train
 from distributed.harness import run_world
 
 FULL, LORA = {"kind": "full"}, {"kind": "lora", "rank": 4}
@@ -64,7 +64,7 @@ SLOW = [(kind, name) for kind in QUICK for name in CASES if name not in QUICK[ki
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Wider than the student, so that hidden states are matched through a learned projection."""
+    """A teacher wider than the student, so that hidden states are matched through a trained projection."""
     directory = tmp_path_factory.mktemp("models") / "teacher"
     tiny.write_tiny_model(directory, hidden_size=48)
     return directory
@@ -101,7 +101,7 @@ def config(name, kind, directory, tiny_directory, teacher):
         topics = {"train": "synth:python-topics", "valid": "synth:python-topics-valid"}
         sections["data"] = {**topics, "max_length": 65, "too_long": "split"}
         sections["eval"] = {"batches": 3}
-    elif name == "unused-head":  # no rank has a gradient of lm_head, so it does not decay either
+    elif name == "unused-head":  # no rank has a gradient of lm_head, so weight decay does not apply
         tiny_directory = directory / "untied"
         tiny.write_tiny_model(tiny_directory, tie_word_embeddings=False)
         sections["optim"] = {"weight_decay": 0.5}
@@ -109,14 +109,14 @@ def config(name, kind, directory, tiny_directory, teacher):
         tiny_directory = falcon(directory / "falcon")
     run = {"steps": 4, "batch_size": 5, "micro_batch_tokens": 320, "name": name, **sections.pop("run", {})}
     sections["optim"] = {"lr": 1e-3, "clip": 1.0, "warmup": 1, **sections.get("optim", {})}
-    found = tiny.run_config(tiny_directory, directory / kind, **sections, run=run)
+    settings = tiny.run_config(tiny_directory, directory / kind, **sections, run=run)
     if name == "experts":
-        found["model"] = tiny_directory
-    return found | {"parallel": {"kind": kind}}
+        settings["model"] = tiny_directory
+    return settings | {"parallel": {"kind": kind}}
 
 
 def falcon(directory):
-    """A model that runs through transformers, with its head tied to its embedding."""
+    """Write a model that runs through transformers, with tied embeddings, and return its directory."""
     if not directory.exists():
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -131,61 +131,63 @@ def final(directory, kind, name):
     return load_file(file if file.is_file() else path / "model.safetensors")
 
 
-def distance(one, other):
-    """Relative L2 over all numbers."""
-    assert one.keys() == other.keys()
-    squares = sum((one[name].double() - other[name].double()).square().sum() for name in one)
-    return float((squares / sum(tensor.double().square().sum() for tensor in one.values())).sqrt())
+def distance(a, b):
+    """Return the relative L2 distance of all tensors."""
+    assert a.keys() == b.keys()
+    squares = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return float((squares / sum(tensor.double().square().sum() for tensor in a.values())).sqrt())
 
 
 def compare(names, kind, directory, tiny_directory, teacher):
     configs = {name: config(name, kind, directory, tiny_directory, teacher) for name in names}
-    ranks = run_world(2, "train_and_tell", out=directory / "out", timeout=500, configs=configs)
+    ranks = run_world(2, "train_and_record", out=directory / "out", timeout=500, configs=configs)
     for name in names:
-        alone = watched_train(config(name, "none", directory, tiny_directory, teacher)).found()
-        apart = distance(final(directory, "none", name), final(directory, kind, name))
-        print(f"{kind} {name}: weights {apart:.2e} apart")
-        assert apart < 1e-6, name
-        samples, same = (directory / each / "runs" / name / "samples.jsonl" for each in ("none", kind))
+        single = recorded_train(config(name, "none", directory, tiny_directory, teacher)).results()
+        error = distance(final(directory, "none", name), final(directory, kind, name))
+        print(f"{kind} {name}: relative error of the weights: {error:.2e}")
+        assert error < 1e-6, name
+        samples, parallel_samples = (
+            directory / each / "runs" / name / "samples.jsonl" for each in ("none", kind)
+        )
         if samples.exists() and not name.startswith("grpo"):
-            assert samples.read_text() == same.read_text()
+            assert samples.read_text() == parallel_samples.read_text()
         for each in ranks:
-            # the terms of grpo's loss nearly cancel: what is left has the rounding of numbers around one
+            # the terms of the GRPO loss nearly cancel: the difference has the rounding error of values around 1
             rounding = 1e-7 if name.startswith("grpo") else None
-            assert each[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=rounding), name
-            assert len(each[name]["evaluations"]) == len(alone["evaluations"])
-            # a margin is what is left of log-ratios, which are large against another model
+            assert each[name]["losses"] == pytest.approx(single["losses"], rel=1e-5, abs=rounding), name
+            assert len(each[name]["evaluations"]) == len(single["evaluations"])
+            # a margin is a difference of log-ratios, which are large against another model
             rounding = 1e-5 if "named" in name else 1e-6
-            for mine, one in zip(each[name]["evaluations"], alone["evaluations"], strict=True):
-                assert mine == pytest.approx(one, rel=1e-4, abs=rounding), name
+            for metrics, expected in zip(each[name]["evaluations"], single["evaluations"], strict=True):
+                assert metrics == pytest.approx(expected, rel=1e-4, abs=rounding), name
 
 
 @pytest.mark.parametrize("kind", QUICK)
-def test_two_processes_train_what_one_does(tiny_directory, teacher, tmp_path, kind):
+def test_two_processes_equal_one(tiny_directory, teacher, tmp_path, kind):
     compare(QUICK[kind], kind, tmp_path, tiny_directory, teacher)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SLOW)
-def test_two_processes_train_what_one_does_with(tiny_directory, teacher, tmp_path, kind, name):
+def test_two_processes_equal_one_with(tiny_directory, teacher, tmp_path, kind, name):
     compare([name], kind, tmp_path, tiny_directory, teacher)
 
 
 @pytest.mark.slow
-def test_probes_of_a_replicated_run_are_those_of_one_process(tiny_directory, tmp_path):
+def test_probes_of_replicated_run_equal_one_process(tiny_directory, tmp_path):
     rows = {}
     for kind in ("none", "ddp"):
         probes = dict.fromkeys(("gradients", "weights", "activations", "attention", "noise", "rank"), 2)
         sections = {"method": FULL, "log": {"probes": probes}, "run": {"steps": 4, "micro_batch_tokens": 256}}
         settings = tiny.run_config(tiny_directory, tmp_path / kind, **sections) | {"parallel": {"kind": kind}}
         if kind == "none":
-            watched_train(settings)
+            recorded_train(settings)
         else:
-            run_world(2, "train_and_tell", out=tmp_path / "out", configs={"ddp": settings})
+            run_world(2, "train_and_record", out=tmp_path / "out", configs={"ddp": settings})
         lines = (tmp_path / kind / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
         rows[kind] = [row for row in map(json.loads, lines) if "probe_s" in row]
     assert len(rows["none"]) == len(rows["ddp"]) == 2
-    for one, two in zip(rows["none"], rows["ddp"], strict=True):
-        assert one.keys() == two.keys()
+    for a, two in zip(rows["none"], rows["ddp"], strict=True):
+        assert a.keys() == two.keys()
         for name in ("exp_grad_norm_mean", "exp_effective_rank_mean", "exp_attn_entropy_mean"):
-            assert two[name] == pytest.approx(one[name], rel=1e-5)
+            assert two[name] == pytest.approx(a[name], rel=1e-5)

@@ -1,4 +1,4 @@
-"""What crosses from one process to another is JSON, and only this machine can connect."""
+"""Processes exchange JSON only, never pickles, and listen on the loopback interface only."""
 
 import json
 import re
@@ -21,16 +21,16 @@ PICKLES = re.compile(
 
 
 def test_no_module_pickles():
-    found = [
+    matches = [
         f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
         for path in SOURCE.rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if PICKLES.search(line)
     ]
-    assert found == []
+    assert matches == []
 
 
-def test_a_sharded_run_with_checkpoints_uses_no_pickling_collective(tiny_directory, tmp_path):
+def test_sharded_run_uses_no_pickling_collective(tiny_directory, tmp_path):
     settings = tiny.run_config(
         tiny_directory,
         tmp_path,
@@ -57,7 +57,7 @@ def test_a_sharded_run_with_checkpoints_uses_no_pickling_collective(tiny_directo
         FileNotFoundError(2, "No such file or directory", "/a/file"),
     ],
 )
-def test_an_error_keeps_its_type_and_words(error):
+def test_error_keeps_type_and_text(error):
     received = restore_error(json.loads(json.dumps(describe_error(error))))
     assert type(received) is type(error)
     assert str(received) == str(error)
@@ -68,7 +68,7 @@ class _Foreign(Exception):
     pass
 
 
-def test_an_error_of_an_unknown_type_is_a_run_error_with_its_words():
+def test_error_of_unknown_type_becomes_run_error():
     for kind in (
         "os:system",
         "builtins:eval",
@@ -81,7 +81,7 @@ def test_an_error_of_an_unknown_type_is_a_run_error_with_its_words():
         assert "words" in received.message
 
 
-def test_processes_of_one_machine_listen_on_loopback_only(tiny_directory, tmp_path):
+def test_local_processes_listen_on_loopback_only(tiny_directory, tmp_path):
     settings = tiny.run_config(
         tiny_directory, tmp_path, run={"steps": 100_000, "batch_size": 4}, checkpoint={"every": 1000}
     )
@@ -93,8 +93,8 @@ def test_processes_of_one_machine_listen_on_loopback_only(tiny_directory, tmp_pa
         assert len(ranks) == 2
         addresses = [
             connection.laddr.ip
-            for each in (psutil.Process(process.pid), *ranks.values())
-            for connection in each.net_connections(kind="inet")
+            for rank_process in (psutil.Process(process.pid), *ranks.values())
+            for connection in rank_process.net_connections(kind="inet")
             if connection.status == psutil.CONN_LISTEN
         ]
     assert addresses, "the store of rank 0 listens"

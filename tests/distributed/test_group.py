@@ -1,4 +1,4 @@
-"""What ranks tell one another: shares, order and errors; and worlds that cannot be."""
+"""Collectives of a world: shares, order and errors; and invalid worlds."""
 
 import pytest
 import torch
@@ -15,21 +15,21 @@ CONFIG = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size"
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3), st.booleans())
-def test_rounds_are_disjoint_exhaustive_and_of_one_length_where_matched(count, shares, tensor, matched):
+def test_rounds_are_disjoint_exhaustive_and_equal_if_matched(count, shares, tensor, matched):
     items = [f"item {number}" for number in range(count)]
     worlds = [World(rank, shares * tensor, tensor=tensor) for rank in range(shares * tensor)]
-    found = [list(world.rounds(items, matched=matched)) for world in worlds]
-    for start in range(tensor):  # ranks that compute layers together have the same
-        assert found[start::tensor] == found[::tensor]
-    counted = [(place, item) for each in found[::tensor] for place, item, counts in each if counts]
+    rounds = [list(world.rounds(items, matched=matched)) for world in worlds]
+    for start in range(tensor):  # tensor-parallel ranks have the same items
+        assert rounds[start::tensor] == rounds[::tensor]
+    counted = [(index, item) for each in rounds[::tensor] for index, item, counts in each if counts]
     assert sorted(counted) == sorted(enumerate(items))
-    assert all(items[place] == item for each in found for place, item, _ in each)
+    assert all(items[index] == item for each in rounds for index, item, _ in each)
     if matched:
-        assert len({len(each) for each in found}) == 1
+        assert len({len(each) for each in rounds}) == 1
 
 
-def test_what_ranks_tell_one_another(tmp_path):
-    first, second, third = run_world(3, "tell", out=tmp_path)
+def test_collectives(tmp_path):
+    first, second, third = run_world(3, "exercise_world", out=tmp_path)
     for each in (first, second, third):
         assert each["gathered"] == [0, 1, 2]
         assert each["from main"] == "zero"
@@ -37,22 +37,24 @@ def test_what_ranks_tell_one_another(tmp_path):
         assert each["of none"] == []
         assert each["sums"] == {"loss": 6.0, "layers": [[3.0, 6.0]], "only": 5.0}
         assert each["added"] == [6.0, 9.0]
-        assert each["raised"] == "DataError: rank 1 cannot read\n  hint: mend it"
+        assert each["raised"] == "DataError: rank 1 cannot read\n  hint: fix it"
         assert each["exact"]
         assert each["stopped"] == "EvaluationStoppedError: "
         assert "rank 0 and rank 2 do not have the same config: optim.lr: 0.0001 and 0.5" in each["config"]
-    assert [each["odd"] for each in (first, second, third)] == 2 * ["RunError: _Odd: here"] + ["_Odd: here"]
+    assert [each["odd"] for each in (first, second, third)] == 2 * ["RunError: _UnusualError: here"] + [
+        "_UnusualError: here"
+    ]
     assert len({each["drawn"] for each in (first, second, third)}) == 3
     assert first["turn"] < min(second["turn"], third["turn"])
 
 
-def test_one_process_is_a_world_of_its_own(monkeypatch):
+def test_single_process_world(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with joined() as world:
         assert world is SOLO
     assert world.gather(3) == [3]
     assert world.sums({"a": [1, 2]}) == {"a": [1, 2]}
-    assert world.each([1, 2], lambda mine: [2 * each for each in mine]) == [2, 4]
+    assert world.each([1, 2], lambda items: [2 * each for each in items]) == [2, 4]
     tensor = torch.ones(2)
     assert world.add_up(tensor) is tensor
     with pytest.raises(ZeroDivisionError), world.abreast():
@@ -66,7 +68,7 @@ def test_one_process_is_a_world_of_its_own(monkeypatch):
         ({"kind": "fsdp", "tensor": 2}, 3, "parallel.tensor=2 does not divide the 3 processes"),
     ],
 )
-def test_a_number_of_processes_that_does_not_fit_is_refused(parallel, count, message):
+def test_invalid_process_count_is_rejected(parallel, count, message):
     config = make_config(CONFIG | {"parallel": parallel})
     with pytest.raises(ConfigError, match=message):
         config.parallel.check_processes(count)
@@ -78,15 +80,15 @@ def test_tensor_needs_fsdp():
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "adamw8bit"])
-def test_an_optimizer_that_reads_whole_matrices_is_refused_with_fsdp(name):
+def test_optimizers_of_full_matrices_are_rejected_with_fsdp(name):
     config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "optim": {"name": name}})
-    with pytest.raises(ConfigError, match=f"optim.name {name} reads whole matrices"):
+    with pytest.raises(ConfigError, match=f"optim.name {name} needs full matrices"):
         check_sharding(config)
 
 
-def test_probes_are_refused_with_fsdp():
+def test_probes_are_rejected_with_fsdp():
     config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "log": {"probes": {}}})
-    with pytest.raises(ConfigError, match="log.probes look at whole weights"):
+    with pytest.raises(ConfigError, match="log.probes need full weights"):
         check_sharding(config)
 
 
@@ -97,12 +99,12 @@ def test_one_process_needs_no_kind():
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cuda", "process 4 of this machine has no GPU: torch sees 2"),
-        ("cuda:1", "run.device=cuda:1: each of 4 processes has a device of its own"),
+        ("cuda", "process 4 on this machine has no GPU: torch finds 2"),
+        ("cuda:1", "run.device=cuda:1: each of the 4 processes needs its own device"),
         ("mps", "4 processes cannot share the device mps"),
     ],
 )
-def test_devices_that_are_not_there_are_refused(monkeypatch, device, message):
+def test_missing_devices_are_rejected(monkeypatch, device, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=message):
         check_device(World(3, 4, local_rank=3), torch.device(device))
@@ -111,18 +113,27 @@ def test_devices_that_are_not_there_are_refused(monkeypatch, device, message):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rendezvous_nobody_comes_to_ends_with_a_message(monkeypatch, rank):
+def test_rendezvous_timeout(monkeypatch, rank):
     port = free_port()
-    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in place.items():
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     message = f"rank {rank} of 2 waited 1 s at 127.0.0.1:{port}"
     with pytest.raises(UnreachableError, match=message), joined(timeout_s=1):
         pass
 
 
-def test_an_environment_that_is_no_place_is_refused(monkeypatch):
+def test_invalid_environment_is_rejected(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="RANK='first' in the environment is no number"), joined():
+    with (
+        pytest.raises(ConfigError, match="the environment variable RANK='first' is not an integer"),
+        joined(),
+    ):
         pass

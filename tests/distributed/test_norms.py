@@ -1,4 +1,4 @@
-"""Norms of gradients that ranks hold in parts, against float64."""
+"""Norms of sharded gradients, against float64."""
 
 import pytest
 import torch
@@ -16,27 +16,27 @@ def gradients(dtype):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in ((30, 4), (7,), (6, 5, 3))]
 
 
-def on_ranks(rank):
+def norms_on_ranks(rank):
     mesh = init_device_mesh("cpu", (2,))
-    found = []
+    results = []
     for kinds in (*([kind] for kind in KINDS), KINDS):
-        whole = [tensor for kind in kinds for tensor in gradients(kind)]
+        full = [tensor for kind in kinds for tensor in gradients(kind)]
         parts = [
-            distribute_tensor(tensor, mesh, [Replicate() if place == 1 else Shard(0)])
-            for place, tensor in enumerate(whole)
+            distribute_tensor(tensor, mesh, [Replicate() if index == 1 else Shard(0)])
+            for index, tensor in enumerate(full)
         ]
-        norm = total_norm([*parts, *whole])  # some in parts, some whole, as beside trained heads
+        norm = total_norm([*parts, *full])  # some sharded, some replicated, as with trained heads
         clip(parts, 0.5, norm)
-        found.append((norm.item(), [part.full_tensor().double().numpy() for part in parts]))
-    return found
+        results.append((norm.item(), [part.full_tensor().double().numpy() for part in parts]))
+    return results
 
 
-def test_shards_of_any_precision_have_the_norm_of_the_whole():
-    for found in run_ranks(on_ranks, 2):
-        for kinds, (norm, clipped) in zip((*([kind] for kind in KINDS), KINDS), found, strict=True):
-            whole = [tensor.double() for kind in kinds for tensor in gradients(kind)]
-            exact = (2 * torch.cat([tensor.flatten() for tensor in whole]).square().sum()).sqrt().item()
+def test_norm_of_shards_equals_norm_of_full_gradients():
+    for results in run_ranks(norms_on_ranks, 2):
+        for kinds, (norm, clipped) in zip((*([kind] for kind in KINDS), KINDS), results, strict=True):
+            full = [tensor.double() for kind in kinds for tensor in gradients(kind)]
+            exact = (2 * torch.cat([tensor.flatten() for tensor in full]).square().sum()).sqrt().item()
             assert norm == pytest.approx(exact, rel=1e-5)
-            for part, tensor in zip(clipped, whole, strict=True):
+            for part, tensor in zip(clipped, full, strict=True):
                 wanted = tensor * 0.5 / (exact + 1e-6)
                 torch.testing.assert_close(torch.from_numpy(part), wanted, rtol=2**-7, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Runs that stop on some processes and go on with more or fewer of them."""
+"""Runs that stop and resume on more or fewer processes."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from distributed.checks import watched_train
+from distributed.checks import recorded_train
 from distributed.harness import run_world
 
 
@@ -22,22 +22,22 @@ def final(directory):
     return load_file(directory / "runs" / "test" / "final" / "model.safetensors")
 
 
-def distance(one, other):
-    """Relative L2 over all numbers."""
-    squares = sum((one[name].double() - other[name].double()).square().sum() for name in one)
-    return float((squares / sum(tensor.double().square().sum() for tensor in one.values())).sqrt())
+def distance(a, b):
+    """Return the relative L2 distance of all tensors."""
+    squares = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return float((squares / sum(tensor.double().square().sum() for tensor in a.values())).sqrt())
 
 
 def positions(directory):
-    """Where each checkpoint is in the data."""
-    found = {}
+    """Return the data position of each checkpoint."""
+    checkpoints = {}
     for path in (directory / "runs" / "test" / "checkpoints").glob("step-*"):
-        found[path.name] = json.loads((path / "state.json").read_text())["data"]
-    return found
+        checkpoints[path.name] = json.loads((path / "state.json").read_text())["data"]
+    return checkpoints
 
 
 def switch(directory, kind):
-    """Another kind of parallel in the config of a run that was begun."""
+    """Change parallel.kind in the config of an existing run."""
     path = directory / "runs" / "test" / "config.yaml"
     text = path.read_text()
     assert "  kind: ddp" in text or "  kind: fsdp" in text or "  kind: none" in text
@@ -46,19 +46,19 @@ def switch(directory, kind):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_directory, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("whole")
-    watched_train(config(tiny_directory, directory, "none"))
+def uninterrupted(tiny_directory, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    recorded_train(config(tiny_directory, directory, "none"))
     return directory
 
 
-def leg(size, directory, *, config=None, stop_at=None):
+def run_part(size, directory, *, config=None, stop_at=None):
     if size == 1:
-        again = None if config is not None else str(directory / "runs" / "test")
-        watched_train(config, again=again, stop_at=stop_at)
+        resume_from = None if config is not None else str(directory / "runs" / "test")
+        recorded_train(config, resume_from=resume_from, stop_at=stop_at)
         return
     run_world(
-        *(size, "leg"),
+        *(size, "run_part"),
         out=directory / f"out-{size}-{stop_at}",
         config=config,
         directory=str(directory),
@@ -76,33 +76,34 @@ def leg(size, directory, *, config=None, stop_at=None):
         pytest.param(("ddp", 4), ("fsdp", 2), marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_another_world(tiny_directory, tmp_path, whole, first, second):
-    (kind, size), (other, other_size) = first, second
-    leg(size, tmp_path, config=config(tiny_directory, tmp_path, kind), stop_at=3)
+def test_run_resumes_in_another_world(tiny_directory, tmp_path, uninterrupted, first, second):
+    (kind, size), (next_kind, next_size) = first, second
+    run_part(size, tmp_path, config=config(tiny_directory, tmp_path, kind), stop_at=3)
     assert not (tmp_path / "runs" / "test" / "final").exists()
-    switch(tmp_path, other)
-    leg(other_size, tmp_path)
-    assert distance(final(whole), final(tmp_path)) < 1e-6
-    found = positions(tmp_path)
-    assert found.keys() > positions(whole).keys()  # and the one where it was stopped
-    for name, position in positions(whole).items():
-        assert found[name] == position
+    switch(tmp_path, next_kind)
+    run_part(next_size, tmp_path)
+    assert distance(final(uninterrupted), final(tmp_path)) < 1e-6
+    checkpoints = positions(tmp_path)
+    assert checkpoints.keys() > positions(uninterrupted).keys()  # and the checkpoint of the stop
+    for name, position in positions(uninterrupted).items():
+        assert checkpoints[name] == position
     rows = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
     steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
     assert steps == list(range(1, 9))
 
 
 @pytest.mark.slow
-def test_what_is_random_on_each_rank_goes_on_where_it_was(tiny_directory, tmp_path):
+def test_rank_random_state_is_restored(tiny_directory, tmp_path):
     method = {"kind": "lora", "rank": 4, "dropout": 0.3}
     settings = {
-        part: config(tiny_directory, tmp_path / part, "ddp", method=method) for part in ("whole", "cut")
+        part: config(tiny_directory, tmp_path / part, "ddp", method=method)
+        for part in ("uninterrupted", "interrupted")
     }
-    leg(2, tmp_path / "whole", config=settings["whole"])
-    leg(2, tmp_path / "cut", config=settings["cut"], stop_at=3)
-    leg(2, tmp_path / "cut")
-    one, two = (
+    run_part(2, tmp_path / "uninterrupted", config=settings["uninterrupted"])
+    run_part(2, tmp_path / "interrupted", config=settings["interrupted"], stop_at=3)
+    run_part(2, tmp_path / "interrupted")
+    a, b = (
         load_file(tmp_path / part / "runs" / "test" / "final" / "adapter_model.safetensors")
         for part in settings
     )
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write: whole or not there, and readable by any number of ranks."""
+"""Checkpoints that several ranks write: complete or absent, and readable by any number of ranks."""
 
 import errno
 import json
@@ -19,37 +19,38 @@ from whet.storage import check_manifest, write_safetensors
 SHAPES = {"matrix": (5, 3), "row": (1, 7), "vector": (4,), "one": (1,), "odd": (3, 2, 2)}
 
 
-def whole():
+def full_tensors():
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def numbers():
+def counters():
     return {"matrix::step": torch.tensor(7.0), "counts": torch.arange(6)}
 
 
 def sharded(world):
     mesh = init_device_mesh("cpu", (world,))
-    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole().items()}
+    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full_tensors().items()}
 
 
 def save_and_load(rank, path):
     world = dist.get_world_size()
-    write_sharded(path, {**sharded(world), **numbers()}, {"state.json": "{}\n"})
-    again = {name: torch.zeros_like(tensor) for name, tensor in {**sharded(world), **numbers()}.items()}
-    fill(again, path)
+    write_sharded(path, {**sharded(world), **counters()}, {"state.json": "{}\n"})
+    restored = {name: torch.zeros_like(tensor) for name, tensor in {**sharded(world), **counters()}.items()}
+    fill(restored, path)
     return {
-        name: (tensor.full_tensor() if name in SHAPES else tensor).numpy() for name, tensor in again.items()
+        name: (tensor.full_tensor() if name in SHAPES else tensor).numpy()
+        for name, tensor in restored.items()
     }
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_ranks_save_is_what_they_and_a_single_process_load(tmp_path, world):
-    expected = {**whole(), **numbers()}
+def test_ranks_and_single_process_load_what_ranks_saved(tmp_path, world):
+    expected = {**full_tensors(), **counters()}
     path = tmp_path / "checkpoints" / "step-000001"
-    for found in run_ranks(save_and_load, world, path):
+    for received in run_ranks(save_and_load, world, path):
         for name, tensor in expected.items():
-            assert torch.equal(torch.from_numpy(found[name]), tensor), name
+            assert torch.equal(torch.from_numpy(received[name]), tensor), name
     check_manifest(path)
     assert has_shards(path)
     assert len(list(path.glob("shard-*"))) == world
@@ -62,29 +63,29 @@ def test_what_ranks_save_is_what_they_and_a_single_process_load(tmp_path, world)
 
 
 def load_sharded(rank, path):
-    again = {name: torch.zeros_like(tensor) for name, tensor in sharded(dist.get_world_size()).items()}
-    fill(again, path)
-    return {name: tensor.full_tensor().numpy() for name, tensor in again.items()}
+    restored = {name: torch.zeros_like(tensor) for name, tensor in sharded(dist.get_world_size()).items()}
+    fill(restored, path)
+    return {name: tensor.full_tensor().numpy() for name, tensor in restored.items()}
 
 
-def test_shards_are_cut_from_whole_files(tmp_path):
-    write_safetensors(tmp_path / "weights.safetensors", whole())
-    write_safetensors(tmp_path / "optimizer.safetensors", numbers())
-    for found in run_ranks(load_sharded, 2, tmp_path):
-        for name, tensor in whole().items():
-            assert torch.equal(torch.from_numpy(found[name]), tensor), name
+def test_shards_are_loaded_from_full_files(tmp_path):
+    write_safetensors(tmp_path / "weights.safetensors", full_tensors())
+    write_safetensors(tmp_path / "optimizer.safetensors", counters())
+    for received in run_ranks(load_sharded, 2, tmp_path):
+        for name, tensor in full_tensors().items():
+            assert torch.equal(torch.from_numpy(received[name]), tensor), name
 
 
-def save_own_value(rank, path):
-    """Each rank's shard is filled with its own number."""
+def save_rank_values(rank, path):
+    """Save a tensor in which each rank's shard is filled with the rank."""
     mesh = init_device_mesh("cpu", (4,))
     tensor = distribute_tensor(torch.zeros(10, 2), mesh, [Shard(0)])
     tensor.to_local().fill_(rank)
     write_sharded(path, {"w": tensor}, {})
 
 
-def test_every_ranks_shard_is_in_what_is_loaded(tmp_path):
-    run_ranks(save_own_value, 4, tmp_path / "it")
+def test_loaded_tensor_contains_every_shard(tmp_path):
+    run_ranks(save_rank_values, 4, tmp_path / "it")
     loaded = whole_tensors(tmp_path / "it")["w"]
     assert loaded[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
 
@@ -92,24 +93,24 @@ def test_every_ranks_shard_is_in_what_is_loaded(tmp_path):
 def save_in_two_dimensions(rank, path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     tensors = {
-        "by rows and columns": distribute_tensor(whole()["matrix"], mesh, [Shard(0), Shard(1)]),
-        "by rows": distribute_tensor(whole()["matrix"], mesh, [Shard(0), Replicate()]),
+        "by rows and columns": distribute_tensor(full_tensors()["matrix"], mesh, [Shard(0), Shard(1)]),
+        "by rows": distribute_tensor(full_tensors()["matrix"], mesh, [Shard(0), Replicate()]),
     }
     write_sharded(path, tensors, {})
 
 
-def test_what_is_cut_in_two_dimensions_or_held_twice_is_written_once(tmp_path):
+def test_two_dimensional_and_replicated_shards_are_written_once(tmp_path):
     run_ranks(save_in_two_dimensions, 4, tmp_path / "it")
     for tensor in whole_tensors(tmp_path / "it").values():
-        assert torch.equal(tensor, whole()["matrix"])
+        assert torch.equal(tensor, full_tensors()["matrix"])
 
 
 def fail_on_rank_1(rank, path, code):
     import whet.storage
 
-    def full(operation, place):
-        if operation == "fsync" and place.name.startswith("shard-"):
-            raise OSError(code, os.strerror(code), str(place))
+    def full(operation, file):
+        if operation == "fsync" and file.name.startswith("shard-"):
+            raise OSError(code, os.strerror(code), str(file))
 
     write_sharded(path, sharded(2), {})
     if rank == 1:
@@ -121,22 +122,22 @@ def fail_on_rank_1(rank, path, code):
     return "no error"
 
 
-def test_a_full_disk_on_one_rank_is_said_on_all_and_leaves_the_older_checkpoint(tmp_path):
+def test_full_disk_on_one_rank_raises_on_all_and_keeps_old_checkpoint(tmp_path):
     path = tmp_path / "it"
-    said = run_ranks(fail_on_rank_1, 2, path, errno.ENOSPC)
-    assert said == [f"{path} could not be written by rank 1: No space left on device"] * 2
-    assert torch.equal(whole_tensors(path)["matrix"], whole()["matrix"])
+    messages = run_ranks(fail_on_rank_1, 2, path, errno.ENOSPC)
+    assert messages == [f"{path} could not be written by rank 1: No space left on device"] * 2
+    assert torch.equal(whole_tensors(path)["matrix"], full_tensors()["matrix"])
     check_manifest(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["it"]
 
 
 def save_elsewhere(rank, path):
-    """As on a node that does not see the first one's disk."""
+    """Save as on a node that does not share the disk of the first node."""
     import whet.parallel.sharded_checkpoint as module
 
     if rank == 1:
-        module.on_first, honest = (
-            lambda do, group: (path / "nowhere") if (found := honest(do, group)) is not None else found,
+        module.on_first, original = (
+            lambda do, group: (path / "nowhere") if (result := original(do, group)) is not None else result,
             module.on_first,
         )
     try:
@@ -146,7 +147,7 @@ def save_elsewhere(rank, path):
     return "no error"
 
 
-def test_ranks_that_share_no_disk_are_told_so(tmp_path):
+def test_ranks_without_shared_disk_raise(tmp_path):
     first, second = run_ranks(save_elsewhere, 2, tmp_path)
     assert first == second
     assert "rank 1" in first
@@ -154,8 +155,8 @@ def test_ranks_that_share_no_disk_are_told_so(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_shard_is_an_error(tmp_path):
-    run_ranks(save_own_value, 4, tmp_path / "it")
+def test_missing_shard_is_an_error(tmp_path):
+    run_ranks(save_rank_values, 4, tmp_path / "it")
     (tmp_path / "it" / "shard-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="the shards of w are incomplete"):
         stored_tensors(tmp_path / "it")
@@ -164,7 +165,7 @@ def test_a_missing_shard_is_an_error(tmp_path):
 
 
 def test_no_pickle_is_written(tmp_path):
-    run_ranks(save_own_value, 4, tmp_path / "it")
+    run_ranks(save_rank_values, 4, tmp_path / "it")
     names = sorted(path.name for path in (tmp_path / "it").iterdir())
     assert names == ["MANIFEST.json", *(f"shard-0000{rank}.safetensors" for rank in (1, 2, 3, 4))]
     json.loads((tmp_path / "it" / "MANIFEST.json").read_text())

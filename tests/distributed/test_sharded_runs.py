@@ -1,4 +1,4 @@
-"""A run that goes on with another number of processes goes on as if nothing had happened."""
+"""Runs that resume with another number of processes continue as if uninterrupted."""
 
 import json
 
@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import tiny
 import whet
-from distributed.checks import train_on
+from distributed.checks import train_or_resume
 from distributed.harness import run_world
 from whet.model_io.checkpoint_weights import checkpoint_weights
 from whet.model_io.sharded_tensors import has_shards
@@ -18,7 +18,7 @@ STEPS = 10
 
 
 def config(tiny_directory, directory, kind, **sections):
-    found = tiny.run_config(
+    settings = tiny.run_config(
         tiny_directory,
         directory,
         optim={"lr": 1e-2, "warmup": 2, "clip": 1.0},
@@ -27,21 +27,21 @@ def config(tiny_directory, directory, kind, **sections):
         checkpoint={"keep": 10},
         **sections,
     )
-    return {**found, "parallel": {"kind": kind}}
+    return {**settings, "parallel": {"kind": kind}}
 
 
-def go_on(out, size, **arguments):
+def run_next_part(out, size, **arguments):
     if size == 1:
-        return [train_on(None, out, **arguments)]
-    return run_world(size, "train_on", out=out, timeout=120, **arguments)
+        return [train_or_resume(None, out, **arguments)]
+    return run_world(size, "train_or_resume", out=out, timeout=120, **arguments)
 
 
-def in_pieces(directory, settings, pieces):
-    """A run on another number of processes from time to time: what each step computed, in all."""
+def train_in_parts(directory, settings, parts):
+    """Train a run in parts on different numbers of processes, and return the results of all steps."""
     losses, records = [], []
-    for number, (size, stop_at) in enumerate(pieces):
-        what = {"config": settings} if number == 0 else {"again": str(directory / "runs" / "test")}
-        ranks = go_on(directory / f"ranks-{number}", size, stop_at=stop_at, **what)
+    for number, (size, stop_at) in enumerate(parts):
+        arguments = {"config": settings} if number == 0 else {"resume_from": str(directory / "runs" / "test")}
+        ranks = run_next_part(directory / f"ranks-{number}", size, stop_at=stop_at, **arguments)
         losses += ranks[0]["losses"]
         records += [
             sorted({origin for rank in step for batch in rank for origin in batch})
@@ -55,15 +55,15 @@ def weights(directory):
     return load_file(file)
 
 
-def distance(one, other):
-    """Relative L2 over all numbers."""
-    assert one.keys() == other.keys()
-    squares = sum((one[name].double() - other[name].double()).square().sum() for name in one)
-    return float((squares / sum(tensor.double().square().sum() for tensor in one.values())).sqrt())
+def distance(a, b):
+    """Return the relative L2 distance of all tensors."""
+    assert a.keys() == b.keys()
+    squares = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return float((squares / sum(tensor.double().square().sum() for tensor in a.values())).sqrt())
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "pieces"),
+    ("kind", "method", "parts"),
     [
         ("fsdp", {"kind": "full"}, [(4, 2), (2, 4), (1, 7), (2, None)]),
         pytest.param(
@@ -75,18 +75,18 @@ def distance(one, other):
         pytest.param("ddp", {"kind": "full"}, [(4, 2), (2, 4), (1, 7), (2, None)], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_with_any_number_of_processes(tiny_directory, tmp_path, kind, method, pieces):
-    alone = in_pieces(
-        tmp_path / "alone", config(tiny_directory, tmp_path / "alone", "none", method=method), [(1, None)]
+def test_run_resumes_with_any_number_of_processes(tiny_directory, tmp_path, kind, method, parts):
+    single = train_in_parts(
+        tmp_path / "single", config(tiny_directory, tmp_path / "single", "none", method=method), [(1, None)]
     )
-    losses, records = in_pieces(
-        tmp_path / "many", config(tiny_directory, tmp_path / "many", kind, method=method), pieces
+    losses, records = train_in_parts(
+        tmp_path / "many", config(tiny_directory, tmp_path / "many", kind, method=method), parts
     )
-    assert records == alone[1]  # the same records in every step
-    assert losses == pytest.approx(alone[0], rel=1e-5)
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "many")) < 1e-6
+    assert records == single[1]  # the same records in every step
+    assert losses == pytest.approx(single[0], rel=1e-5)
+    assert distance(weights(tmp_path / "single"), weights(tmp_path / "many")) < 1e-6
     checkpoints = tmp_path / "many" / "runs" / "test" / "checkpoints"
-    for size, stop_at in pieces:
+    for size, stop_at in parts:
         path = checkpoints / f"step-{stop_at or STEPS:06d}"
         check_manifest(path)
         assert has_shards(path) == (kind == "fsdp" and size > 1)
@@ -96,21 +96,21 @@ def test_a_run_goes_on_with_any_number_of_processes(tiny_directory, tmp_path, ki
     assert sum("summary" in row for row in steps) == 1
 
 
-def test_a_checkpoint_in_shards_can_be_opened_as_a_model(tiny_directory, tmp_path):
+def test_sharded_checkpoint_can_be_loaded_as_a_model(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path, "fsdp", method={"kind": "full"})
     settings |= {"eval": {}, "run": {**settings["run"], "steps": 2}}
-    go_on(tmp_path / "ranks", 2, config=settings)
+    run_next_part(tmp_path / "ranks", 2, config=settings)
     run = tmp_path / "runs" / "test"
     path = run / "checkpoints" / "step-000002"
     assert has_shards(path)
     stored, _ = whet.load(path, dtype=torch.float32, device="cpu")
     final, _ = whet.load(run, dtype=torch.float32, device="cpu")
-    for (name, one), (_, other) in zip(stored.named_parameters(), final.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, a), (_, b) in zip(stored.named_parameters(), final.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("method", [{"kind": "full"}, {"kind": "lora", "rank": 4}], ids=["full", "lora"])
-def test_what_people_use_holds_the_shards_of_every_rank(tiny_directory, tmp_path, method):
+def test_final_model_contains_the_shards_of_every_rank(tiny_directory, tmp_path, method):
     settings = config(tiny_directory, tmp_path, "fsdp", method=method)
     settings |= {"eval": {}, "run": {**settings["run"], "steps": 1}}
     run_world(2, "train_and_fill", out=tmp_path / "ranks", config=settings)

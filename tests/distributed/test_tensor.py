@@ -1,4 +1,4 @@
-"""Layers computed by several ranks together: the same run as on one process."""
+"""Tensor-parallel layers: the same run as on one process."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-def make_spec(attention=None, feedforward=None, placement="pre", tied_head=False, **more):
+def tiny_spec(attention=None, feedforward=None, placement="pre", tied_head=False, **more):
     block = BlockSpec(
         AttentionSpec(4, 2, 8, **{"rope": RopeSpec(), **(attention or {})}),
         FeedForwardSpec(48, **(feedforward or {})),
@@ -36,7 +36,7 @@ def make_spec(attention=None, feedforward=None, placement="pre", tied_head=False
 
 def new_decoder(kind):
     torch.manual_seed(0)
-    model = Decoder(make_spec(**KINDS[kind])).double()
+    model = Decoder(tiny_spec(**KINDS[kind])).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn_like(p) * 0.2 + (1.0 if "norm" in name else 0.0))
@@ -46,13 +46,13 @@ def new_decoder(kind):
 def loss_of(model, tokens):
     hidden = model.hidden(tokens)
     weight = model.head().weight
-    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    full = weight.full_tensor() if isinstance(weight, DTensor) else weight
     targets = tokens.roll(-1, 1).flatten()
-    return linear_cross_entropy(hidden.flatten(0, 1), Head(whole), targets) / tokens.numel()
+    return linear_cross_entropy(hidden.flatten(0, 1), Head(full), targets) / tokens.numel()
 
 
 def steps(model, batches):
-    """Weights after some steps of plain gradient descent, whose result shows any gradient that is off."""
+    """Return losses and weights after plain gradient descent, which exposes any wrong gradient."""
     losses = []
     for tokens in batches:
         loss = loss_of(model, tokens)
@@ -62,8 +62,8 @@ def steps(model, batches):
             for p in model.parameters():
                 p.sub_(p.grad, alpha=0.5)
                 p.grad = None
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    return losses, {name: p.detach().numpy() for name, p in whole.items()}
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return losses, {name: p.detach().numpy() for name, p in full.items()}
 
 
 def batches(count=3):
@@ -71,21 +71,21 @@ def batches(count=3):
     return [torch.randint(64, (4, 16), generator=generator) for _ in range(count)]
 
 
-def on_ranks(rank, kind, data, tensor):
+def train_on_ranks(rank, kind, data, tensor):
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
     model = new_decoder(kind)
     cut_layers(model, mesh["tensor"])
     if data > 1:
         for layer in (*model.layers, model):
             fully_shard(layer, mesh=mesh["data"])
-    share = 4 // data
-    mine = [tokens[share * (rank // tensor) :][:share] for tokens in batches()]
+    size = 4 // data
+    share = [tokens[size * (rank // tensor) :][:size] for tokens in batches()]
     for layer in model.layers:
         assert layer.self_attn.q_proj.weight.to_local().numel() == 32 * 32 // (data * tensor)
     model.train()
     if data > 1:
         register_fsdp_forward_method(model, "hidden")
-    return steps(model, mine)
+    return steps(model, share)
 
 
 @pytest.mark.parametrize(
@@ -96,33 +96,35 @@ def on_ranks(rank, kind, data, tensor):
         *(pytest.param(kind, 2, 2, marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
-def test_layers_that_are_cut_learn_as_whole_ones(kind, data, tensor):
+def test_sharded_layers_train_like_full_ones(kind, data, tensor):
     losses, weights = steps(new_decoder(kind), batches())
-    for rank, (found, on_rank) in enumerate(run_ranks(on_ranks, data * tensor, kind, data, tensor)):
+    for rank, (rank_losses, on_rank) in enumerate(
+        run_ranks(train_on_ranks, data * tensor, kind, data, tensor)
+    ):
         assert on_rank.keys() == weights.keys()
         error = sum(((on_rank[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
         size = sum((weights[name] ** 2).sum() for name in weights) ** 0.5
         assert error / size < 1e-12, (rank, error / size)
         if data == 1:
-            assert found == pytest.approx(losses, rel=1e-12)
+            assert rank_losses == pytest.approx(losses, rel=1e-12)
 
 
-def align_on_ranks(rank):
-    """What neighbours hold twice has another gradient on each of them; a weight that is cut keeps its own."""
+def align_gradients(rank):
+    """What neighbours hold replicated has another gradient on each of them; a weight that is cut keeps its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    twice = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)]))
-    once = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0), Shard(0)]))
-    for p in (twice, once):
+    replicated = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)]))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0), Shard(0)]))
+    for p in (replicated, sharded):
         p.grad = torch.zeros_like(p)
         p.grad.to_local().fill_(rank)
-    NeighbourGradients([twice, once], World(rank, 4, tensor=2)).align()
-    return twice.grad.to_local().tolist(), once.grad.to_local().tolist()
+    NeighbourGradients([replicated, sharded], World(rank, 4, tensor=2)).align()
+    return replicated.grad.to_local().tolist(), sharded.grad.to_local().tolist()
 
 
-def test_neighbours_take_one_gradient_of_what_they_hold_twice():
-    found = run_ranks(align_on_ranks, 4)
-    assert [twice for twice, _ in found] == [[0, 0], [0, 0], [2, 2], [2, 2]]
-    assert [once for _, once in found] == [[0], [1], [2], [3]]
+def test_replicated_gradients_are_equal_within_a_group():
+    gradients = run_ranks(align_gradients, 4)
+    assert [replicated for replicated, _ in gradients] == [[0, 0], [0, 0], [2, 2], [2, 2]]
+    assert [sharded for _, sharded in gradients] == [[0], [1], [2], [3]]
 
 
 def generate_on_ranks(rank, directory):
@@ -131,7 +133,7 @@ def generate_on_ranks(rank, directory):
     return whet.generate(model, tokenizer, "What is it?", max_tokens=12)
 
 
-def test_cut_layers_generate_the_same_text(tmp_path):
+def test_sharded_layers_generate_the_same_text(tmp_path):
     write_tiny_model(tmp_path / "tiny")
     model, tokenizer = whet.load(tmp_path / "tiny", dtype=torch.float32, device="cpu")
     expected = whet.generate(model, tokenizer, "What is it?", max_tokens=12)
@@ -142,23 +144,27 @@ def test_cut_layers_generate_the_same_text(tmp_path):
     ("changes", "ranks", "reason"),
     [
         ({}, 4, "does not divide the 2 key/value heads"),
-        ({"attention": {"fused": True}}, 2, "one projection for queries, keys and values is not cut"),
-        ({"attention": {"qk_norm": "all"}}, 2, "a norm over the queries of all heads is not cut"),
-        ({"feedforward": {"fused": True}}, 2, "one projection for gate and up is not cut"),
+        (
+            {"attention": {"fused": True}},
+            2,
+            "a fused projection of queries, keys and values is not supported",
+        ),
+        ({"attention": {"qk_norm": "all"}}, 2, "a norm over the queries of all heads is not supported"),
+        ({"feedforward": {"fused": True}}, 2, "a fused projection of gate and up is not supported"),
         ({"positions": "alibi", "attention": {"rope": None}}, 2, "ALiBi"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(changes, ranks, reason):
+def test_unsupported_models_are_rejected(changes, ranks, reason):
     with pytest.raises(ConfigError, match=f"parallel.tensor={ranks}: .*{reason}"):
-        refuse_uncuttable(Decoder(make_spec(**changes)), ranks)
+        refuse_uncuttable(Decoder(tiny_spec(**changes)), ranks)
 
 
-def test_adapters_are_refused(tiny):
+def test_adapters_are_rejected(tiny):
     model, _ = tiny
     whet.attach_lora(model, rank=2)
-    with pytest.raises(ConfigError, match=r"only method\.kind=full"):
+    with pytest.raises(ConfigError, match=r"supports method\.kind=full only"):
         refuse_uncuttable(model, 2)
 
 
-def test_one_rank_needs_no_cutting():
-    refuse_uncuttable(Decoder(make_spec(attention={"fused": True})), 1)
+def test_one_rank_supports_every_model():
+    refuse_uncuttable(Decoder(tiny_spec(attention={"fused": True})), 1)

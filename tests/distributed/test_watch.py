@@ -1,4 +1,4 @@
-"""A rank that raises, dies or hangs ends all of them soon, and one message says who, where and after what."""
+"""A rank that raises, dies or hangs ends all ranks soon, with one message that names rank, step and collective."""
 
 import os
 import re
@@ -9,23 +9,23 @@ from contextlib import suppress
 
 import pytest
 
-from distributed.ranks import SERVER, joined
+from distributed.ranks import SERVER, join_group
 
 LIMIT_S = 3.0
-SLACK_S = 60.0  # for the machine to be busy; without a watch it never ends
+SLACK_S = 60.0  # for a busy machine; without a watchdog the test never ends
 STEPS = 10**6
 
 
 def train(rank, world, ports, log, trouble, at):
-    """All-reduce for ever, under a watch, until there is trouble at `at` = (rank, step)."""
+    """All-reduce in a loop under a watchdog, with trouble at `at` = (rank, step)."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     import torch
     import torch.distributed as dist
 
     from whet.parallel.watchdog import Watch
 
-    store = joined(rank, world, ports)
-    watch = Watch(dist.PrefixStore("whet", store), rank=rank, size=world, limit_s=LIMIT_S)
+    store = join_group(rank, world, ports)
+    watch = Watch(dist.PrefixStore("whet", store), rank=rank, size=world, timeout_s=LIMIT_S)
     watch.start()
     try:
         for step in range(1, STEPS):
@@ -33,7 +33,7 @@ def train(rank, world, ports, log, trouble, at):
             if (rank, step) == at:
                 print(f"trouble {time.monotonic()}", file=sys.stderr)
                 TROUBLES[trouble]()
-            with watch.collective("the sum of gradients"):
+            with watch.collective("all-reduce of gradients"):
                 dist.all_reduce(torch.ones(1))
             watch.at_step(step)
             time.sleep(0.05)
@@ -44,18 +44,18 @@ def train(rank, world, ports, log, trouble, at):
             print(f"error: {watch.located(error).message}", file=sys.stderr, flush=True)
         watch.fail(error)
         os._exit(1)
-    with watch.collective("the end"):
+    with watch.collective("barrier"):
         dist.barrier()
     watch.stop()
     dist.destroy_process_group()
 
 
-def raise_an_error():
+def raise_error():
     raise ValueError("a bad record")
 
 
 TROUBLES = {
-    "raise": raise_an_error,
+    "raise": raise_error,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(600),
@@ -71,49 +71,51 @@ def run(tmp_path, trouble, *, at, world=2):
         for rank in range(world)
     ]
     try:
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(LIMIT_S + SLACK_S)
-        ended, said = time.monotonic(), log.read_text()
-        began = [float(line.split()[1]) for line in said.splitlines() if line.startswith("trouble")]
-        return [each.exitcode for each in ranks], ended - (began or [ended])[0], said
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(LIMIT_S + SLACK_S)
+        ended, text = time.monotonic(), log.read_text()
+        started_at = [float(line.split()[1]) for line in text.splitlines() if line.startswith("trouble")]
+        return [process.exitcode for process in ranks], ended - (started_at or [ended])[0], text
     finally:
-        for each in ranks:
+        for process in ranks:
             with suppress(ProcessLookupError):
-                each.kill()
-            each.join()
+                process.kill()
+            process.join()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("trouble", "said", "limit_s"),
+    ("trouble", "expected", "limit_s"),
     [
         (
             "raise",
-            r"failed at step 11, the forward pass, after the sum of gradients: ValueError: a bad record$",
+            r"failed at step 11, the forward pass, after all-reduce of gradients: ValueError: a bad record$",
             0,
         ),
-        ("kill", r"died at step (?:8|9|1.), .*the sum of gradients$", 0),
-        pytest.param("leave", r"died at step (?:8|9|1.), .*the sum of gradients$", 0, marks=pytest.mark.slow),
-        ("stop", r"gave no sign for 3 s, at step (?:8|9|1.), .*the sum of gradients$", LIMIT_S),
-        ("sleep", r"hangs at step 11, the forward pass, after the sum of gradients, for (\d+) s", LIMIT_S),
+        ("kill", r"died at step (?:8|9|1.), .*all-reduce of gradients$", 0),
+        pytest.param(
+            "leave", r"died at step (?:8|9|1.), .*all-reduce of gradients$", 0, marks=pytest.mark.slow
+        ),
+        ("stop", r"sent no heartbeat for 3 s, at step (?:8|9|1.), .*all-reduce of gradients$", LIMIT_S),
+        ("sleep", r"hangs at step 11, the forward pass, after all-reduce of gradients, for (\d+) s", LIMIT_S),
     ],
 )
-def test_trouble_on_one_rank_ends_all_and_is_said_once(tmp_path, trouble, said, limit_s, rank):
-    codes, took, log = run(tmp_path, trouble, at=(rank, 12))
-    assert took < limit_s + SLACK_S
+def test_trouble_on_one_rank_ends_all_with_one_message(tmp_path, trouble, expected, limit_s, rank):
+    codes, elapsed_s, log = run(tmp_path, trouble, at=(rank, 12))
+    assert elapsed_s < limit_s + SLACK_S
     messages = [line for line in log.splitlines() if line.startswith("error: ")]
     assert len(messages) == 1, log
-    found = re.search(said, messages[0])
-    assert found, messages[0]
-    assert all(limit_s <= int(seconds) <= round(took) for seconds in found.groups())
+    match = re.search(expected, messages[0])
+    assert match, messages[0]
+    assert all(limit_s <= int(seconds) <= round(elapsed_s) for seconds in match.groups())
     assert messages[0].startswith(f"error: rank {rank} ")
     assert 0 not in (codes if trouble != "leave" else codes[:rank] + codes[rank + 1 :])
     assert None not in codes
 
 
-def test_a_run_without_trouble_ends_in_silence(tmp_path):
+def test_run_without_trouble_ends_silently(tmp_path):
     codes, _, log = run(tmp_path, "none", at=(0, 0), world=3)
     assert codes == [0, 0, 0]
     assert "error" not in log

@@ -1,4 +1,4 @@
-"""Probes, samples and sinks of a run on several processes: one writes, and the run stays the same."""
+"""Probes, samples and sinks of a distributed run: one process writes, and training does not change."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ PROBES = dict.fromkeys(("gradients", "weights", "activations", "attention", "noi
 SAMPLES = {"prompts": ["Hello"], "every": 2, "max_tokens": 3}
 
 
-def test_one_process_writes_and_all_train_as_without(tiny_directory, tmp_path):
+def test_main_rank_writes_and_training_is_unchanged(tiny_directory, tmp_path):
     configs = {}
     for kind in ("ddp", "fsdp"):
-        probes = {"probes": PROBES} if kind == "ddp" else {}  # with fsdp they are refused
+        probes = {"probes": PROBES} if kind == "ddp" else {}  # they are rejected with fsdp
         for name, log in (("plain", {}), ("watched", {**probes, "samples": SAMPLES})):
             run = {"steps": 4, "batch_size": 4, "name": f"{kind}-{name}"}
             method = {"kind": "lora", "rank": 4, "dropout": 0.2}

@@ -1,4 +1,4 @@
-"""Metrics of one's own: they see the same greedy answers that transformers gives, generated once."""
+"""User-defined metrics: they receive the greedy answers that transformers generates, generated once."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def questions(tiny, tmp_path):
 
 @pytest.fixture
 def theirs(tiny_directory, tiny, questions):
-    """What transformers answers, each question by itself."""
+    """The answers of transformers, generated one question at a time."""
     model = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     answers = []
     for question in questions:
@@ -43,20 +43,20 @@ def theirs(tiny_directory, tiny, questions):
     return answers
 
 
-def test_answers_are_those_of_transformers_in_the_order_of_the_questions(tiny, questions, theirs):
-    asked = []
-    assert greedy_answers(*tiny, questions, max_tokens=8, progress=asked.append) == theirs
-    assert asked == [3]
+def test_answers_equal_transformers_in_question_order(tiny, questions, theirs):
+    answered = []
+    assert greedy_answers(*tiny, questions, max_tokens=8, progress=answered.append) == theirs
+    assert answered == [3]
     assert len(set(theirs)) > 1
 
 
-def test_a_metric_sees_every_answer_with_its_record(tiny, questions, theirs):
+def test_metric_receives_answers_with_records(tiny, questions, theirs):
     seen = []
 
     def mean_length(answers, records):
         seen.append((answers, [dict(record) for record in records]))
         for record in records:
-            record.clear()  # its own copies
+            record.clear()  # the records are copies
         return sum(map(len, answers)) / len(answers)
 
     metrics = AnswerMetrics({"length": "python:length"}, {"length": mean_length})
@@ -68,33 +68,33 @@ def test_a_metric_sees_every_answer_with_its_record(tiny, questions, theirs):
 
 
 def test_exact_match_and_metrics_share_one_generation(tiny, questions, monkeypatch, theirs):
-    right = [*questions]
-    right[2] = type(right[2])(**{**vars(right[2]), "answer": theirs[2]})
-    alone = exact_match(*tiny, right, max_tokens=8).metrics()
+    corrected = [*questions]
+    corrected[2] = type(corrected[2])(**{**vars(corrected[2]), "answer": theirs[2]})
+    exact_only = exact_match(*tiny, corrected, max_tokens=8).metrics()
     calls = []
     generate = greedy_answers
 
-    def counted(*args, **kwargs):
+    def counting(*args, **kwargs):
         calls.append(1)
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(answer_metrics, "greedy_answers", counted)
+    monkeypatch.setattr(answer_metrics, "greedy_answers", counting)
     metrics = AnswerMetrics({"one": "python:one"}, {"one": lambda answers: 1})
-    both = answer_evaluator(*tiny, right, max_tokens=8, metrics=metrics)()
-    assert both == {**alone, "eval_one": 1.0}
-    assert alone["exact_match_other"] == 1
+    results = answer_evaluator(*tiny, corrected, max_tokens=8, metrics=metrics)()
+    assert results == {**exact_only, "eval_one": 1.0}
+    assert exact_only["exact_match_other"] == 1
     assert len(calls) == 1
-    assert answer_evaluator(*tiny, right, max_tokens=8)() == alone
+    assert answer_evaluator(*tiny, corrected, max_tokens=8)() == exact_only
 
 
-def test_functions_come_from_modules_and_files_too(tmp_path, monkeypatch):
+def test_functions_from_modules_and_files(tmp_path, monkeypatch):
     (tmp_path / "own_metrics.py").write_text(
         "from beside_metrics import scale\ndef count(answers, records):\n    return scale * len(answers)\n"
     )
     (tmp_path / "beside_metrics.py").write_text("scale = 2\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    named = {"file": f"{tmp_path}/own_metrics.py:count", "module": "own_metrics:count"}
-    metrics = AnswerMetrics(named)
+    references = {"file": f"{tmp_path}/own_metrics.py:count", "module": "own_metrics:count"}
+    metrics = AnswerMetrics(references)
     assert metrics
     assert metrics.compute(["a", "b"], [{}, {}]) == {"eval_file": 4.0, "eval_module": 4.0}
     for name in ("own_metrics", "beside_metrics"):
@@ -105,7 +105,7 @@ def test_functions_come_from_modules_and_files_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("python:short:0123456789abcdef", r"eval.metrics.m: python:short:\S+ stands for a function.*\n.*metrics="),
+        ("python:short:0123456789abcdef", r"eval.metrics.m: python:short:\S+ is a placeholder for a function.*\n.*metrics="),
         ("no_such_module_at_all:f", "eval.metrics.m: .* cannot be used: .*No module named"),
         ("nowhere.py:f", "eval.metrics.m: .*nowhere.py is not a file"),
         ("math:no_such_function", "eval.metrics.m: .*math has no function 'no_such_function'"),
@@ -113,14 +113,14 @@ def test_functions_come_from_modules_and_files_too(tmp_path, monkeypatch):
         ("python:none", r"eval.metrics.m: .*its signature is \(\)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_before_anything_is_trained(reference, message):
+def test_invalid_functions_are_rejected_before_training(reference, message):
     with pytest.raises(ConfigError, match=message):
         AnswerMetrics({"m": reference}, {"none": lambda: 1})
 
 
-def test_a_metric_that_fails_stops_the_run_at_once_but_not_later(caplog):
-    for bad in (lambda answers: {}["x"], lambda answers: None, lambda answers: "many"):
-        metrics = AnswerMetrics({"m": "python:m"}, {"m": bad})
+def test_failing_metric_stops_the_run_only_at_first(caplog):
+    for function in (lambda answers: {}["x"], lambda answers: None, lambda answers: "many"):
+        metrics = AnswerMetrics({"m": "python:m"}, {"m": function})
         with pytest.raises(RunError, match=r"the metric m failed: .*\n  hint: it is called with the lists"):
             metrics.compute(["a"], [{}])
     metrics = AnswerMetrics({"m": "python:m"}, {"m": lambda answers: 1 / len(answers[0])})
@@ -140,7 +140,7 @@ def test_a_metric_that_fails_stops_the_run_at_once_but_not_later(caplog):
         ("a:b", "this must be a section with keys"),
     ],
 )
-def test_configs_that_name_no_function_are_refused(metrics, message):
+def test_configs_without_function_are_rejected(metrics, message):
     with pytest.raises(ConfigError, match=message):
         Evaluation(metrics=metrics)
 

@@ -1,4 +1,4 @@
-"""The report's numbers: scikit-learn's, by scikit-learn's own functions, and those it does not have by hand."""
+"""The metrics of classification reports, against scikit-learn and explicit computations."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from whet.reporting.text.classifier_text import classification_text, draw
 NAMES = ["a", "b", "c", "d"]
 
 
-def drawn(seed=0, count=200, classes=4, *, absent=()):
+def random_predictions(seed=0, count=200, classes=4, *, absent=()):
     rng = np.random.default_rng(seed)
     labels = rng.choice([c for c in range(classes) if c not in absent], size=count)
     logits = rng.normal(size=(count, classes)) + 1.5 * np.eye(classes)[labels]
@@ -26,42 +26,44 @@ def drawn(seed=0, count=200, classes=4, *, absent=()):
 
 
 @pytest.mark.parametrize("absent", [(), (2,)])
-def test_cheap_metrics_are_scikit_learns(absent):
+def test_confusion_metrics_equal_scikit_learn(absent):
     for seed in range(5):
-        chances, labels = drawn(seed, absent=absent)
-        predicted = chances.argmax(1)
-        found = confusion_metrics(confusion_matrix(labels, predicted, 4))
-        assert found["accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
-        assert found["f1_macro"] == pytest.approx(metrics.f1_score(labels, predicted, average="macro"))
-        assert found["mcc"] == pytest.approx(metrics.matthews_corrcoef(labels, predicted))
+        probabilities, labels = random_predictions(seed, absent=absent)
+        predicted = probabilities.argmax(1)
+        results = confusion_metrics(confusion_matrix(labels, predicted, 4))
+        assert results["accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
+        assert results["f1_macro"] == pytest.approx(metrics.f1_score(labels, predicted, average="macro"))
+        assert results["mcc"] == pytest.approx(metrics.matthews_corrcoef(labels, predicted))
         recalls = [np.mean(predicted[labels == c] == c) for c in np.unique(labels)]
-        assert found["balanced_accuracy"] == pytest.approx(np.mean(recalls))
+        assert results["balanced_accuracy"] == pytest.approx(np.mean(recalls))
 
 
-def test_metrics_of_marks_are_scikit_learns():
+def test_multi_label_metrics_equal_scikit_learn():
     rng = np.random.default_rng(1)
-    marks, guessed = rng.random((80, 4)) < 0.3, rng.random((80, 4)) < 0.4
-    found = mark_metrics(marks, guessed)
-    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(marks, guessed))
+    labels, guessed = rng.random((80, 4)) < 0.3, rng.random((80, 4)) < 0.4
+    results = mark_metrics(labels, guessed)
+    assert results["accuracy"] == pytest.approx(metrics.accuracy_score(labels, guessed))
     for average in ("macro", "micro"):
-        assert found[f"f1_{average}"] == pytest.approx(metrics.f1_score(marks, guessed, average=average))
+        assert results[f"f1_{average}"] == pytest.approx(metrics.f1_score(labels, guessed, average=average))
 
 
-def test_a_report_holds_what_scikit_learn_computes():
-    chances, labels = drawn(seed=5)
-    predicted = chances.argmax(1)
-    report = single_report(chances, labels, NAMES, show=lambda place: {"text": f"text {place}"})
+def test_report_equals_scikit_learn():
+    probabilities, labels = random_predictions(seed=5)
+    predicted = probabilities.argmax(1)
+    report = single_report(probabilities, labels, NAMES, show=lambda index: {"text": f"text {index}"})
     assert report["kappa"] == pytest.approx(metrics.cohen_kappa_score(labels, predicted))
-    assert report["log_loss"] == pytest.approx(metrics.log_loss(labels, chances))
+    assert report["log_loss"] == pytest.approx(metrics.log_loss(labels, probabilities))
     assert report["f1_weighted"] == pytest.approx(metrics.f1_score(labels, predicted, average="weighted"))
-    assert report["roc_auc_macro"] == pytest.approx(metrics.roc_auc_score(labels, chances, multi_class="ovr"))
+    assert report["roc_auc_macro"] == pytest.approx(
+        metrics.roc_auc_score(labels, probabilities, multi_class="ovr")
+    )
     assert report["confusion"] == metrics.confusion_matrix(labels, predicted).tolist()
     theirs = metrics.classification_report(labels, predicted, target_names=NAMES, output_dict=True)
     for name in NAMES:
         assert report["per_class"][name]["precision"] == pytest.approx(theirs[name]["precision"])
         assert report["per_class"][name]["recall"] == pytest.approx(theirs[name]["recall"])
         assert report["per_class"][name]["support"] == theirs[name]["support"]
-    brier = sum(metrics.brier_score_loss(labels == c, chances[:, c]) for c in range(4))
+    brier = sum(metrics.brier_score_loss(labels == c, probabilities[:, c]) for c in range(4))
     assert report["brier"] == pytest.approx(brier)
     assert report["baselines"]["majority"]["accuracy"] == pytest.approx(np.bincount(labels).max() / 200)
     assert report["baselines"]["random"]["accuracy"] == pytest.approx(0.25, abs=0.1)
@@ -74,33 +76,33 @@ def test_a_report_holds_what_scikit_learn_computes():
     json.dumps(report, allow_nan=False)
 
 
-@pytest.mark.parametrize("labels", [[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 1], [2]])  # some without a class
-def test_guessing_at_random_is_the_mean_over_all_guesses(labels):
+@pytest.mark.parametrize("labels", [[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 1], [2]])  # some classes have no text
+def test_random_baseline_is_the_mean_over_all_guesses(labels):
     labels = np.array(labels)
     guesses = itertools.product(range(3), repeat=len(labels))
-    every = [confusion_metrics(confusion_matrix(labels, np.array(guess), 3)) for guess in guesses]
+    all_metrics = [confusion_metrics(confusion_matrix(labels, np.array(guess), 3)) for guess in guesses]
     report = single_report(np.full((len(labels), 3), 1 / 3), labels, ["a", "b", "c"])
-    found = report["baselines"]["random"]
-    assert found["accuracy"] == found["balanced_accuracy"] == 1 / 3
-    for name, value in found.items():
-        assert value == pytest.approx(np.mean([each[name] for each in every]), abs=0.03), name
+    results = report["baselines"]["random"]
+    assert results["accuracy"] == results["balanced_accuracy"] == 1 / 3
+    for name, value in results.items():
+        assert value == pytest.approx(np.mean([each[name] for each in all_metrics]), abs=0.03), name
 
 
-def test_guessing_marks_at_random_is_the_mean_over_all_guesses():
-    marks = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]])
-    guesses = itertools.product((False, True), repeat=marks.size)
-    every = [mark_metrics(marks == 1, np.array(guess).reshape(marks.shape)) for guess in guesses]
-    report = marked_report(np.full(marks.shape, 0.5), marks, ["a", "b", "c"])
-    found = report["baselines"]["random"]
-    assert found["accuracy"] == 1 / 8
-    for name, value in found.items():
-        assert value == pytest.approx(np.mean([each[name] for each in every]), abs=0.03), name
+def test_multi_label_random_baseline_is_the_mean_over_all_guesses():
+    labels = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]])
+    guesses = itertools.product((False, True), repeat=labels.size)
+    all_metrics = [mark_metrics(labels == 1, np.array(guess).reshape(labels.shape)) for guess in guesses]
+    report = marked_report(np.full(labels.shape, 0.5), labels, ["a", "b", "c"])
+    results = report["baselines"]["random"]
+    assert results["accuracy"] == 1 / 8
+    for name, value in results.items():
+        assert value == pytest.approx(np.mean([each[name] for each in all_metrics]), abs=0.03), name
 
 
-def test_calibration_error_by_hand():
-    sure = np.array([0.95, 0.95, 0.95, 0.95, 0.55, 0.55])
-    right = np.array([True, True, True, False, True, False])
-    bins, error = reliability(sure, right)
+def test_calibration_error():
+    confidence = np.array([0.95, 0.95, 0.95, 0.95, 0.55, 0.55])
+    correct = np.array([True, True, True, False, True, False])
+    bins, error = reliability(confidence, correct)
     assert error == pytest.approx(4 / 6 * 0.2 + 2 / 6 * 0.05)
     assert [each["count"] for each in bins] == [2, 4]
     perfect, none = reliability(np.array([1.0, 1.0]), np.array([True, True]))
@@ -108,69 +110,69 @@ def test_calibration_error_by_hand():
     assert perfect[0]["count"] == 2
 
 
-def test_intervals_are_those_of_drawing_texts_anew():
-    chances, labels = drawn(count=300)
-    report = single_report(chances, labels, NAMES, seed=3)
+def test_intervals_equal_bootstrap_over_texts():
+    probabilities, labels = random_predictions(count=300)
+    report = single_report(probabilities, labels, NAMES, seed=3)
     rng = np.random.default_rng(7)
-    predicted = chances.argmax(1)
+    predicted = probabilities.argmax(1)
     plain = []
     for _ in range(500):
-        places = rng.integers(300, size=300)
-        plain.append(metrics.matthews_corrcoef(labels[places], predicted[places]))
+        indices = rng.integers(300, size=300)
+        plain.append(metrics.matthews_corrcoef(labels[indices], predicted[indices]))
     np.testing.assert_allclose(report["intervals"]["mcc"], np.percentile(plain, (2.5, 97.5)), atol=0.02)
     low, high = report["intervals"]["accuracy"]
     assert low < report["accuracy"] < high
-    assert single_report(chances, labels, NAMES, seed=3)["intervals"] == report["intervals"]
+    assert single_report(probabilities, labels, NAMES, seed=3)["intervals"] == report["intervals"]
 
 
-def test_reports_of_one_class_or_one_text_stay_finite():
-    chances = np.array([[0.7, 0.2, 0.1]])
-    report = single_report(chances, np.array([0]), ["a", "b", "c"])
+def test_reports_of_single_class_or_text_are_finite():
+    probabilities = np.array([[0.7, 0.2, 0.1]])
+    report = single_report(probabilities, np.array([0]), ["a", "b", "c"])
     assert report["accuracy"] == 1
     assert report["roc_auc_macro"] is None
     json.dumps(report, allow_nan=False)
     json.dumps(marked_report(np.array([[0.7, 0.2]]), np.array([[0, 0]]), ["a", "b"]), allow_nan=False)
 
 
-def test_a_report_of_marks():
+def test_multi_label_report():
     rng = np.random.default_rng(2)
-    marks = rng.random((120, 3)) < 0.4
-    chances = np.clip(marks * 0.4 + rng.random((120, 3)) * 0.6, 0, 1)
-    report = marked_report(chances, marks.astype(float), ["x", "y", "z"])
+    labels = rng.random((120, 3)) < 0.4
+    probabilities = np.clip(labels * 0.4 + rng.random((120, 3)) * 0.6, 0, 1)
+    report = marked_report(probabilities, labels.astype(float), ["x", "y", "z"])
     assert report["f1_samples"] == pytest.approx(
-        metrics.f1_score(marks, chances > 0.5, average="samples", zero_division=1)
+        metrics.f1_score(labels, probabilities > 0.5, average="samples", zero_division=1)
     )
-    assert report["hamming"] == pytest.approx(metrics.hamming_loss(marks, chances > 0.5))
+    assert report["hamming"] == pytest.approx(metrics.hamming_loss(labels, probabilities > 0.5))
     assert report["per_class"]["y"]["mcc"] == pytest.approx(
-        metrics.matthews_corrcoef(marks[:, 1], chances[:, 1] > 0.5)
+        metrics.matthews_corrcoef(labels[:, 1], probabilities[:, 1] > 0.5)
     )
-    clipped = chances.clip(1e-15, 1 - 1e-15)
+    clipped = probabilities.clip(1e-15, 1 - 1e-15)
     assert report["log_loss"] == pytest.approx(
-        np.mean([metrics.log_loss(marks[:, c], clipped[:, c]) for c in range(3)])
+        np.mean([metrics.log_loss(labels[:, c], clipped[:, c]) for c in range(3)])
     )
     low, high = report["intervals"]["accuracy"]
     assert low <= report["accuracy"] <= high
 
 
-def test_a_report_of_soft_labels_scores_them_as_they_are_and_counts_those_above_one_half():
+def test_soft_labels_are_scored_directly_and_counted_above_one_half():
     rng = np.random.default_rng(3)
-    targets, chances = rng.random((80, 3)), rng.random((80, 3))
+    targets, probabilities = rng.random((80, 3)), rng.random((80, 3))
     targets[0, 0] = 0.5  # not above
-    report = marked_report(chances, targets, ["x", "y", "z"])
-    t, p = torch.from_numpy(targets), torch.from_numpy(chances)
+    report = marked_report(probabilities, targets, ["x", "y", "z"])
+    t, p = torch.from_numpy(targets), torch.from_numpy(probabilities)
     assert report["log_loss"] == pytest.approx(F.binary_cross_entropy(p, t).item(), rel=1e-12)
     assert report["brier"] == pytest.approx(F.mse_loss(p, t).item(), rel=1e-12)
-    hard = marked_report(chances, targets > 0.5, ["x", "y", "z"])
+    hard = marked_report(probabilities, targets > 0.5, ["x", "y", "z"])
     scored = {"log_loss", "brier"}
     assert {k: v for k, v in report.items() if k not in scored} == {
         k: v for k, v in hard.items() if k not in scored
     }
 
 
-def test_a_report_of_marks_of_one_class(tmp_path):
-    marks = np.array([[1], [1], [0], [0], [0]], dtype=bool)
-    chances = np.array([[0.9], [0.2], [0.7], [0.1], [0.3]])
-    report = marked_report(chances, marks, ["x"])
+def test_multi_label_report_of_one_class(tmp_path):
+    labels = np.array([[1], [1], [0], [0], [0]], dtype=bool)
+    probabilities = np.array([[0.9], [0.2], [0.7], [0.1], [0.3]])
+    report = marked_report(probabilities, labels, ["x"])
     assert report["per_class"]["x"]["confusion"] == [[2, 1], [1, 1]]
     assert {name: report["per_class"]["x"][name] for name in ("precision", "recall", "f1", "support")} == {
         "precision": 0.5,
@@ -178,9 +180,9 @@ def test_a_report_of_marks_of_one_class(tmp_path):
         "f1": 0.5,
         "support": 2,
     }
-    padded, guessed = (np.pad(each, ((0, 0), (0, 1))) for each in (marks, chances > 0.5))
-    for average, unsaid in (("weighted", 0), ("samples", 1)):
-        theirs = metrics.f1_score(padded, guessed, average=average, zero_division=unsaid)
+    padded, guessed = (np.pad(each, ((0, 0), (0, 1))) for each in (labels, probabilities > 0.5))
+    for average, zero_division in (("weighted", 0), ("samples", 1)):
+        theirs = metrics.f1_score(padded, guessed, average=average, zero_division=zero_division)
         assert report[f"f1_{average}"] == pytest.approx(theirs)
     assert report["hamming"] == pytest.approx(2 / 5)
     json.dumps(report, allow_nan=False)
@@ -190,38 +192,38 @@ def test_a_report_of_marks_of_one_class(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_class_of_marks_is_scikit_learns(seed):
+def test_multi_label_classes_equal_scikit_learn(seed):
     rng = np.random.default_rng(seed)
-    marks, chances = rng.random((50, 4)) < [0.5, 0.2, 0, 1], rng.random((50, 4)) * [1, 1, 1, 0.5]
-    report = marked_report(chances, marks, NAMES)
-    theirs = metrics.precision_recall_fscore_support(marks, chances > 0.5, zero_division=0)
-    tables = metrics.multilabel_confusion_matrix(marks, chances > 0.5)
-    for place, name in enumerate(NAMES):
+    labels, probabilities = rng.random((50, 4)) < [0.5, 0.2, 0, 1], rng.random((50, 4)) * [1, 1, 1, 0.5]
+    report = marked_report(probabilities, labels, NAMES)
+    theirs = metrics.precision_recall_fscore_support(labels, probabilities > 0.5, zero_division=0)
+    tables = metrics.multilabel_confusion_matrix(labels, probabilities > 0.5)
+    for index, name in enumerate(NAMES):
         ours = report["per_class"][name]
-        found = [ours[key] for key in ("precision", "recall", "f1", "support")]
-        np.testing.assert_allclose(found, [column[place] for column in theirs])
-        assert ours["confusion"] == tables[place].tolist()
-    weighted = metrics.f1_score(marks, chances > 0.5, average="weighted", zero_division=0)
+        results = [ours[key] for key in ("precision", "recall", "f1", "support")]
+        np.testing.assert_allclose(results, [column[index] for column in theirs])
+        assert ours["confusion"] == tables[index].tolist()
+    weighted = metrics.f1_score(labels, probabilities > 0.5, average="weighted", zero_division=0)
     assert report["f1_weighted"] == pytest.approx(weighted)
 
 
-def test_intervals_of_many_classes_take_no_matrix_for_each_sample():
+def test_intervals_of_many_classes_need_no_matrix_per_sample():
     matrix = np.diag(np.ones(2000, dtype=int))
     matrix[0, 1] = 500
     tracemalloc.start()
-    found = _intervals(matrix, seed=0)
+    results = _intervals(matrix, seed=0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 * matrix.nbytes
-    low, high = found["accuracy"]
+    low, high = results["accuracy"]
     assert low < 0.8 < high
 
 
-def test_people_get_a_table_and_a_picture(tmp_path):
-    chances, labels = drawn()
+def test_report_text_and_plot(tmp_path):
+    probabilities, labels = random_predictions()
     for report in (
-        single_report(chances, labels, NAMES, show=lambda place: {"text": "x" * 100}),
-        marked_report(chances, np.eye(4)[labels], NAMES),
+        single_report(probabilities, labels, NAMES, show=lambda index: {"text": "x" * 100}),
+        marked_report(probabilities, np.eye(4)[labels], NAMES),
     ):
         report["throughput"] = {"examples_per_s": 10.0, "tokens_per_s": 100.0, "seconds": 20.0}
         text = classification_text(report)
@@ -229,10 +231,10 @@ def test_people_get_a_table_and_a_picture(tmp_path):
         assert "majority" in text
         path = draw(report, tmp_path / "plots.png")
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert draw(report, path) == path  # again, over the old one
+        assert draw(report, path) == path  # overwrites the existing file
 
 
-def test_a_probe_draws_a_line_and_no_more():
+def test_probe_fits_linear_boundaries_only():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 5))
     straight, crossed = (x[:, 0] > 0).astype(int), ((x[:, 0] > 0) ^ (x[:, 1] > 0)).astype(int)

@@ -1,6 +1,6 @@
-"""Counts what was tried and survived: WHET_FAULTS=file.json writes the table behind docs/reliability.md.
+"""Count tried and survived faults: WHET_FAULTS=file.json writes the table of docs/reliability.md.
 
-A test says what it tried with record_property("fault: ...", times); it survived if the test passes.
+A test declares its faults with record_property("fault: ...", times); they are survived if it passes.
 """
 
 import json

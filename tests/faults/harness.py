@@ -1,6 +1,6 @@
-"""Runs of the command in processes of their own, which can be killed at any file operation or moment.
+"""Run whet commands in separate processes, which can be killed at any file operation or moment.
 
-A fork server that has imported everything starts each process in milliseconds, so that many can die.
+A fork server with all imports done starts each process in milliseconds, so that tests can kill many.
 """
 
 import json
@@ -47,22 +47,22 @@ _SERVER.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Boundary:
-    """One file operation of a run: which, on what, and the how-manieth time."""
+    """One file operation of a run: the operation, its location, and its count at that location."""
 
     operation: str
-    place: str
+    location: str
     count: int = 1
 
 
 @dataclass
 class Fault:
-    """What happens at a boundary: `kill` the process, or fail as the system does (an errno)."""
+    """A fault at a boundary: kill the process, or raise an OSError with an errno."""
 
     kill_at: Boundary | None = None
     errno: int | None = None
-    only: str = ""  # fail where the place holds this
-    first: int = 10**9  # so many times
-    record: str | None = None  # a file that gets every boundary
+    only: str = ""  # fail only if the location contains this
+    first: int = 10**9  # fail at most this many times
+    record: str | None = None  # a file to which every boundary is appended
 
     def install(self):
         import whet.storage
@@ -72,23 +72,23 @@ class Fault:
         whet.storage.boundary = self
 
     def __call__(self, operation, path):
-        place = place_of(path)
-        count = self.seen[operation, place] = self.seen.get((operation, place), 0) + 1
+        location = location_of(path)
+        count = self.seen[operation, location] = self.seen.get((operation, location), 0) + 1
         if self.record is not None:
             with Path(self.record).open("a") as file:
-                file.write(json.dumps([operation, place, count]) + "\n")
-        if self.kill_at == Boundary(operation, place, count):
+                file.write(json.dumps([operation, location, count]) + "\n")
+        if self.kill_at == Boundary(operation, location, count):
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)  # the signal may reach another thread first
-        if self.errno is not None and self.only in place and self.failed < self.first:
+        if self.errno is not None and self.only in location and self.failed < self.first:
             self.failed += 1
             raise OSError(self.errno, os.strerror(self.errno), str(path))
 
 
-def place_of(path):
-    """The last two parts of a path inside `runs` or `tokens`, without what marks it as temporary.
+def location_of(path):
+    """Return the last two parts of a path inside `runs` or `tokens`, without the marks of temporary names.
 
-    What lies outside of them has one name: that of a case's own directory is another one in every test.
+    All other paths are "outside", because a case has a different directory in every test.
     """
     parts = [re.sub(r"^\.(.+)\.(writing|old|removed)-\d+$", r"\1", part) for part in Path(path).parts]
     home = next((part for part in ("runs", "tokens") if part in parts), None)
@@ -102,15 +102,15 @@ def _child(arguments, fault, output):
 
     from whet.cli import app
 
-    if output is not None:  # tokens of its own, so that dying while they are written is tried, too
+    if output is not None:  # a separate token cache, so that kills while it is written are tested
         os.environ["WHET_TOKENS"] = str(Path(output).parent / "tokens")
-    if output is None:  # a reader that has gone
-        reading, descriptor = os.pipe()
-        os.close(reading)
+    if output is None:  # a pipe whose reader has closed it
+        read_fd, write_fd = os.pipe()
+        os.close(read_fd)
     else:
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+        write_fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(write_fd, 1)
+    os.dup2(write_fd, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     if fault is not None:
@@ -125,7 +125,7 @@ def _child(arguments, fault, output):
 
 
 def start(*arguments, fault=None, output):
-    """Start a whet command; the caller joins or kills it. Without an output, nobody reads what it says."""
+    """Start a whet command; the caller joins or kills it. If `output` is None, its output pipe is closed."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # the server is started by the first process, with this environment
     try:
@@ -140,7 +140,7 @@ def start(*arguments, fault=None, output):
 
 
 def whet_process(*arguments, fault=None, output, timeout=120):
-    """Run a whet command to its end: its exit code (negative: the signal that ended it)."""
+    """Run a whet command to its end, and return its exit code (negative: the signal that ended it)."""
     process = start(*arguments, fault=fault, output=output)
     process.join(timeout)
     if process.is_alive():
@@ -151,7 +151,7 @@ def whet_process(*arguments, fault=None, output, timeout=120):
 
 
 class Case:
-    """A run that can be started, killed and resumed, in a directory of its own."""
+    """A run in its own directory that can be started, killed and resumed."""
 
     def __init__(self, directory, config):
         self.directory = Path(directory)
@@ -162,79 +162,83 @@ class Case:
         config = {**config, "run": {**config["run"], "dir": str(self.directory / "runs"), "name": "test"}}
         self.config.write_text(yaml.safe_dump(config))
 
-    def go(self, fault=None):
-        """Train, or resume if there is something to resume."""
+    def run_once(self, fault=None):
+        """Train, or resume if the run exists; return the exit code."""
         return whet_process(*self.command(), fault=fault, output=self.output)
 
     def command(self):
         return ("resume", self.run) if (self.run / "config.yaml").is_file() else ("train", self.config)
 
-    def kill_after(self, seconds, *, begun):
-        """Kill it so long after its start, or after the first row it writes; False where it was quicker."""
+    def kill_after(self, seconds, *, after_first_row):
+        """Kill the run some seconds after its start or first row; return False if it ended before."""
         metrics = self.run / "metrics.jsonl"
         size = metrics.stat().st_size if metrics.is_file() else 0
         process = start(*self.command(), output=self.output)
-        while begun and process.is_alive() and not (metrics.is_file() and metrics.stat().st_size > size):
+        while (
+            after_first_row
+            and process.is_alive()
+            and not (metrics.is_file() and metrics.stat().st_size > size)
+        ):
             time.sleep(0.002)
         process.join(seconds)
-        alive = process.is_alive()
+        was_running = process.is_alive()
         process.kill()
         process.join()
-        return alive
+        return was_running
 
     def finish(self, resumes=50):
-        """Go on until it is over."""
+        """Resume until the run has finished."""
         for _ in range(resumes):
-            code = self.go()
-            if code == 0 or (code == 2 and "has finished" in self.said()):
+            code = self.run_once()
+            if code == 0 or (code == 2 and "has finished" in self.output_text()):
                 return
-            assert code == 3, f"exit code {code}:\n{self.said()}"
-        raise AssertionError("it does not come to an end")
+            assert code == 3, f"exit code {code}:\n{self.output_text()}"
+        raise AssertionError("the run does not finish")
 
-    def said(self):
+    def output_text(self):
         return self.output.read_text() if self.output.is_file() else ""
 
     def rows(self):
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
     def result(self):
-        """Everything that must be the same, bit for bit: rows without times, and the bytes of final/."""
+        """Return everything that must be bit-identical: rows without times, and the files of final/."""
         files = {
             path.name: path.read_bytes() for path in sorted((self.run / "final").iterdir()) if path.is_file()
         }
-        return [timeless(row) for row in self.rows()], files
+        return [without_times(row) for row in self.rows()], files
 
 
-def timeless(value):
+def without_times(value):
     if isinstance(value, dict):
-        return {key: timeless(item) for key, item in value.items() if key not in TIMES}
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
     return value
 
 
-def same(found, expected):
-    """Compare two results; the first difference is what a failing test shows."""
-    for ours, theirs in zip(found[0], expected[0], strict=True):
+def assert_same_result(result, expected):
+    """Compare two results, so that a failure shows the first difference."""
+    for ours, theirs in zip(result[0], expected[0], strict=True):
         assert ours == theirs
-    assert found[1].keys() == expected[1].keys()
-    different = [name for name in found[1] if found[1][name] != expected[1][name]]
+    assert result[1].keys() == expected[1].keys()
+    different = [name for name in result[1] if result[1][name] != expected[1][name]]
     assert not different
 
 
 def boundaries(case, kinds=None):
-    """Every file operation of a whole run of this case, in order."""
+    """Return every file operation of an uninterrupted run of this case, in order."""
     record = case.directory / "boundaries.jsonl"
-    assert case.go(Fault(record=str(record))) == 0, case.said()
-    found = [Boundary(*json.loads(line)) for line in record.read_text().splitlines()]
+    assert case.run_once(Fault(record=str(record))) == 0, case.output_text()
+    operations = [Boundary(*json.loads(line)) for line in record.read_text().splitlines()]
     with suppress(OSError):
         record.unlink()
-    return found
+    return operations
 
 
-def interesting(found):
-    """All of them, but of the many writes into one file the first, the second and the last."""
-    last = {(b.operation, b.place): b.count for b in found}
+def distinct_boundaries(operations):
+    """Return all boundaries, but only the first, second and last of many writes to one file."""
+    last = {(b.operation, b.location): b.count for b in operations}
     return [
         b
-        for b in found
-        if b.operation not in ("write", "append") or b.count <= 2 or b.count == last[b.operation, b.place]
+        for b in operations
+        if b.operation not in ("write", "append") or b.count <= 2 or b.count == last[b.operation, b.location]
     ]

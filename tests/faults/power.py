@@ -1,8 +1,8 @@
-"""A disk that loses power: what a process did to the files of a directory, and what of that may be left.
+"""Simulate power loss: record how a process changes a directory, and write what may remain of it.
 
-The model is a file system that keeps no promise but those of fsync. A file keeps the bytes it had when it was last
-synced; of later ones any part may be lost, torn or zero. A directory keeps the names it had when it was last synced;
-each later creation, renaming and removal, on its own, is there after the cut or is not. Renaming is atomic.
+The model is a file system that guarantees fsync only. A file keeps the bytes that it had at its last sync; any later
+bytes may be lost, torn or zero. A directory keeps the names that it had at its last sync; each later creation, rename
+and removal may or may not survive, independently of the others. Renames are atomic.
 """
 
 import contextlib
@@ -52,22 +52,22 @@ class Disk:
         self.root = Path(root)
         self.operations = []
         self._lock = threading.RLock()
-        self._nodes = {}  # of what is there now: inode -> a number that is never used again
-        self._names = {}  # of what is there now: (directory, name) -> node
-        self._seen = {}  # file -> size and time of change when it was last read
+        self._nodes = {}  # current inodes -> unique number of the node
+        self._names = {}  # current entries: (directory, name) -> node
+        self._seen = {}  # file -> size and modification time when it was last read
         self._directories = {ROOT}
         self._count = ROOT
         self._observe()
-        self.began = len(self.operations)  # what was there before is on the disk
+        self.start_index = len(self.operations)  # everything before is on the disk
 
     @contextlib.contextmanager
     def recording(self, monkeypatch):
         import whet.storage
 
-        with monkeypatch.context() as patched:
+        with monkeypatch.context() as patch:
             for name in HOOKED:
-                patched.setattr(os, name, self._hook(name, getattr(os, name)))
-            patched.setattr(whet.storage, "boundary", lambda operation, path: self._observe())
+                patch.setattr(os, name, self._hook(name, getattr(os, name)))
+            patch.setattr(whet.storage, "boundary", lambda operation, path: self._observe())
             yield
         self._observe()
 
@@ -86,22 +86,22 @@ class Disk:
         return hooked
 
     def _observe(self):
-        """Compare the directory with what it was, and note what happened to it since."""
+        """Compare the directory with its last state, and record the changes."""
         with self._lock:
             nodes, names, files = {self.root.stat().st_ino: ROOT}, {}, {}
             self._scan(self.root, ROOT, nodes, names, files)
             self._nodes, before, self._names = nodes, self._names, names
-            gone = {node: place for place, node in before.items() if names.get(place) != node}
-            new = {node: place for place, node in names.items() if before.get(place) != node}
+            gone = {node: entry for entry, node in before.items() if names.get(entry) != node}
+            new = {node: entry for entry, node in names.items() if before.get(entry) != node}
             made = [Link(*new[node], node) for node in new if node not in gone]
             self.operations += sorted(made, key=lambda link: link.node)
             moved = [node for node in new if node in gone]
             self.operations += [Move(Link(*gone[n], n), Link(*new[n], n)) for n in moved]
             replaced = {new[node] for node in new}
             self.operations += [
-                Unlink(Link(*place, node))
-                for node, place in gone.items()
-                if node not in new and place not in replaced
+                Unlink(Link(*entry, node))
+                for node, entry in gone.items()
+                if node not in new and entry not in replaced
             ]
             for node, (path, key) in files.items():
                 if self._seen.get(node) != key:
@@ -112,7 +112,7 @@ class Disk:
     def _scan(self, directory, parent, nodes, names, files):
         try:
             entries = list(os.scandir(directory))
-        except FileNotFoundError:  # another thread is at work
+        except FileNotFoundError:  # another thread removed it
             return
         for entry in entries:
             try:
@@ -131,22 +131,24 @@ class Disk:
             else:
                 files[node] = Path(entry.path), (status.st_size, status.st_mtime_ns)
 
-    def after_a_cut(self, at, rng, target):
-        """Write what the disk may hold where the power went off after so many operations."""
+    def write_state_after_cut(self, at, rng, target):
+        """Write to `target` a state that the disk may have if the power fails after `at` operations."""
         done = self.operations[:at]
-        synced = {}  # node -> the last moment it was synced
-        for moment, operation in enumerate(done):
+        synced = {}  # node -> index of its last sync
+        for index, operation in enumerate(done):
             if isinstance(operation, Sync):
-                synced[operation.node] = moment
+                synced[operation.node] = index
         chance = rng.choice((0.0, 0.3, 0.7, 1.0))
         names, contents = {}, {}
-        for moment, operation in enumerate(done):
-            links = _links_of(operation)
-            on_disk = moment < self.began or all(synced.get(link.directory, -1) > moment for link in links)
+        for index, operation in enumerate(done):
+            links = _affected_links(operation)
+            on_disk = index < self.start_index or all(
+                synced.get(link.directory, -1) > index for link in links
+            )
             if isinstance(operation, Data):
                 versions = contents.setdefault(operation.node, [b"", b""])  # on the disk, and newest
                 versions[1] = operation.content
-                if moment < max(synced.get(operation.node, -1), self.began):
+                if index < max(synced.get(operation.node, -1), self.start_index):
                     versions[0] = operation.content
             elif links and (on_disk or rng.random() < chance):
                 _apply(operation, names)
@@ -160,10 +162,10 @@ class Disk:
             if child in self._directories:
                 self._write(path / name, child, names, contents, rng)
             else:
-                (path / name).write_bytes(_torn(*contents.get(child, (b"", b"")), rng))
+                (path / name).write_bytes(_torn_content(*contents.get(child, (b"", b"")), rng))
 
 
-def _links_of(operation):
+def _affected_links(operation):
     match operation:
         case Link():
             return [operation]
@@ -179,7 +181,7 @@ def _apply(operation, names):
         case Link(directory, name, node):
             names[directory, name] = node
         case Move(source, target):
-            # what was never made cannot be renamed
+            # the creation of the source may have been lost
             if names.get((source.directory, source.name)) == source.node:
                 del names[source.directory, source.name]
                 names[target.directory, target.name] = target.node
@@ -188,11 +190,13 @@ def _apply(operation, names):
                 del names[link.directory, link.name]
 
 
-def _torn(on_disk, newest, rng):
-    """What is left of a file whose last bytes were not synced."""
+def _torn_content(on_disk, newest, rng):
+    """Return what may remain of a file whose last bytes were not synced."""
     if on_disk == newest:
         return newest
-    kept = on_disk if newest.startswith(on_disk) else b""  # a file that was written anew may be empty
-    more = newest[len(kept) :]
-    some = rng.randrange(len(more) + 1)
-    return rng.choice((on_disk, newest, kept + more[:some], kept + more[:some] + bytes(len(more) - some)))
+    prefix = on_disk if newest.startswith(on_disk) else b""  # a rewritten file may be empty
+    rest = newest[len(prefix) :]
+    length = rng.randrange(len(rest) + 1)
+    return rng.choice(
+        (on_disk, newest, prefix + rest[:length], prefix + rest[:length] + bytes(len(rest) - length))
+    )

@@ -1,4 +1,4 @@
-"""A checkpoint that is torn or altered is skipped with the reason, and the one before it is used."""
+"""A torn or altered checkpoint is skipped with the reason, and the previous one is used."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ class StopAt(Callback):
 
 @pytest.fixture(scope="module")
 def stopped(tiny_directory, tmp_path_factory):
-    """A run stopped after step 3, with a checkpoint of each step; and what it comes to."""
+    """A run stopped after step 3, with a checkpoint of each step, and its final result."""
     directory = tmp_path_factory.mktemp("stopped")
     sections = {"checkpoint": {"every": 1, "keep": 5}, "method": {"kind": "lora", "rank": 2, "dropout": 0.2}}
     run = whet.train(run_config(tiny_directory, directory, **sections), [StopAt(3)]).directory
-    whole = whet.train(run_config(tiny_directory, directory / "whole", **sections)).directory
-    return run, (whole / "final" / "adapter_model.safetensors").read_bytes()
+    uninterrupted = whet.train(run_config(tiny_directory, directory / "uninterrupted", **sections)).directory
+    return run, (uninterrupted / "final" / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ ALTERATIONS = [flip, truncate, empty, lambda path: path.unlink(), link_out, beco
 @pytest.mark.parametrize(
     "alter", ALTERATIONS, ids=["flip", "truncate", "empty", "remove", "link", "directory"]
 )
-def test_an_altered_file_sends_resume_to_the_checkpoint_before(
+def test_altered_file_makes_resume_use_the_previous_checkpoint(
     run, stopped, caplog, name, alter, record_property
 ):
     record_property("fault: newest checkpoint torn or altered", 1)
@@ -87,14 +87,14 @@ def test_an_altered_file_sends_resume_to_the_checkpoint_before(
     assert (run / "checkpoints" / "broken-step-000003").is_dir(), "set aside, not thrown away"
 
 
-def test_any_flipped_byte_of_a_manifest_or_state_is_noticed_or_means_the_same(run):
-    """Every byte, one at a time; white space in the manifest's layout may differ and mean the same."""
+def test_flipped_bytes_of_manifest_and_state_are_detected_or_harmless(run):
+    """Flip every byte, one at a time; a change of the manifest's whitespace is harmless."""
     newest = run / "checkpoints" / "step-000003"
     original = (newest / MANIFEST).read_bytes()
     meaning = json.loads(original)
-    for place in range(len(original)):
+    for index in range(len(original)):
         data = bytearray(original)
-        data[place] ^= 1
+        data[index] ^= 1
         (newest / MANIFEST).write_bytes(data)
         try:
             check_manifest(newest)
@@ -121,13 +121,13 @@ def manifest_of(run, files):
     ],
     ids=str,
 )
-def test_a_manifest_that_makes_no_sense_is_no_manifest(run, content, record_property):
+def test_invalid_manifest_is_rejected(run, content, record_property):
     record_property("fault: newest checkpoint torn or altered", 1)
     manifest_of(run, content)
     assert newest_valid(run).name == "step-000002"
 
 
-def test_a_manifest_of_another_run_vouches_for_nothing(run, tiny_directory, tmp_path):
+def test_manifest_of_another_run_is_rejected(run, tiny_directory, tmp_path):
     other = whet.train(run_config(tiny_directory, tmp_path / "other", run={"seed": 5}), [StopAt(3)]).directory
     shutil.copy(
         other / "checkpoints" / "step-000003" / MANIFEST, run / "checkpoints" / "step-000003" / MANIFEST
@@ -135,7 +135,7 @@ def test_a_manifest_of_another_run_vouches_for_nothing(run, tiny_directory, tmp_
     assert newest_valid(run).name == "step-000002"
 
 
-def test_a_whole_checkpoint_of_another_run_is_refused(run, tiny_directory, tmp_path):
+def test_valid_checkpoint_of_another_run_is_rejected(run, tiny_directory, tmp_path):
     sections = {"run": {"seed": 5}, "method": {"kind": "lora", "rank": 2, "dropout": 0.2}}
     other = whet.train(run_config(tiny_directory, tmp_path / "other", **sections), [StopAt(3)]).directory
     shutil.rmtree(run / "checkpoints" / "step-000003")
@@ -144,12 +144,12 @@ def test_a_whole_checkpoint_of_another_run_is_refused(run, tiny_directory, tmp_p
         whet.resume(run)
 
 
-def test_a_file_that_nobody_listed_makes_a_checkpoint_suspect(run):
+def test_unlisted_file_invalidates_a_checkpoint(run):
     (run / "checkpoints" / "step-000003" / "extra.pkl").write_bytes(b"\x80\x04K\x01.")
     assert newest_valid(run).name == "step-000002"
 
 
-def test_if_no_checkpoint_is_whole_that_is_an_error_and_nothing_is_touched(run):
+def test_no_valid_checkpoint_is_an_error_and_changes_nothing(run):
     for path in run.rglob("weights.safetensors"):
         truncate(path)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -160,7 +160,7 @@ def test_if_no_checkpoint_is_whole_that_is_an_error_and_nothing_is_touched(run):
     } == before
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_the_model_and_the_optimizer_alone(run, tiny):
+def test_mismatching_checkpoint_leaves_model_and_optimizer_unchanged(run, tiny):
     model, _ = tiny
     whet.attach_lora(model, rank=3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -171,8 +171,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_model_and_the_optimizer_alone
     assert not optimizer.state
 
 
-def test_what_was_moved_aside_when_the_power_went_comes_back(run):
-    """A checkpoint replaced under the same name: between the two renames only the old one is there."""
+def test_checkpoint_moved_aside_at_power_loss_is_restored(run):
+    """When a checkpoint is replaced, only the old one exists between the two renames."""
     checkpoints = run / "checkpoints"
     (checkpoints / "step-000003").rename(checkpoints / ".step-000003.old-999")
     shutil.copytree(checkpoints / "step-000002", checkpoints / ".step-000003.writing-999")

@@ -1,10 +1,10 @@
-"""A classifier that is killed after its last step and resumed has the report and the plots of one that was not."""
+"""A classifier killed after its last step and resumed has the report and plots of an uninterrupted one."""
 
 import json
 
 import pytest
 
-from faults.harness import Boundary, Case, Fault, same, timeless
+from faults.harness import Boundary, Case, Fault, assert_same_result, without_times
 from tiny import run_config
 from whet.data.synthetic.shell_safety import CLASSES
 
@@ -19,34 +19,36 @@ def case(tiny_directory, directory):
 
 
 def report_of(run):
-    return timeless({**json.loads((run.run / "classification.json").read_text()), "throughput": None})
+    return without_times({**json.loads((run.run / "classification.json").read_text()), "throughput": None})
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_directory, tmp_path_factory):
-    run = case(tiny_directory, tmp_path_factory.mktemp("whole"))
-    assert run.go() == 0, run.said()
+def uninterrupted(tiny_directory, tmp_path_factory):
+    run = case(tiny_directory, tmp_path_factory.mktemp("uninterrupted"))
+    assert run.run_once() == 0, run.output_text()
     assert report_of(run)["calibration"]["temperature"] != 1.0
     return run
 
 
 @pytest.mark.parametrize(
-    ("operation", "place"),
+    ("operation", "location"),
     [
         pytest.param("rename", "test/final", marks=pytest.mark.slow),
-        ("open", "test/classification.json"),  # final/ is there, and nothing else of the end
+        ("open", "test/classification.json"),  # final/ exists, but no report
         pytest.param("rename", "test/classification.json", marks=pytest.mark.slow),
-        ("rename", "test/classification.png"),  # all is there but the plots
+        ("rename", "test/classification.png"),  # only the plots are missing
     ],
 )
-def test_killed_after_its_last_step(whole, tiny_directory, tmp_path, operation, place, record_property):
+def test_killed_after_the_last_step(
+    uninterrupted, tiny_directory, tmp_path, operation, location, record_property
+):
     record_property("fault: SIGKILL at a file operation", 1)
     run = case(tiny_directory, tmp_path)
-    assert run.go(Fault(kill_at=Boundary(operation, place))) == -9, run.said()
-    assert run.go() == 0, run.said()
-    same(run.result(), whole.result())
-    assert report_of(run) == report_of(whole)
+    assert run.run_once(Fault(kill_at=Boundary(operation, location))) == -9, run.output_text()
+    assert run.run_once() == 0, run.output_text()
+    assert_same_result(run.result(), uninterrupted.result())
+    assert report_of(run) == report_of(uninterrupted)
     assert (run.run / "classification.png").read_bytes().startswith(b"\x89PNG")
     assert not [path.name for path in run.run.rglob(".*") if path.name != ".lock"]
-    assert run.go() == 2
-    assert "has finished" in run.said()
+    assert run.run_once() == 2
+    assert "has finished" in run.output_text()

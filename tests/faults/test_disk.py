@@ -1,4 +1,4 @@
-"""A full disk, a lost permission, a removed directory: the run goes on, and nothing saved before is lost."""
+"""Full disk, lost permission, removed directory: the run continues, and saved data is not lost."""
 
 import errno
 import io
@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 import whet
-from faults.harness import place_of
+from faults.harness import location_of
 from tiny import run_config
 from whet.errors import RunError, StorageError
 from whet.recipes.quality.ledgers import create_ledgers
@@ -22,21 +22,21 @@ EVERY_STEP = {"checkpoint": {"every": 1, "keep": 3}}
 
 
 def failing(monkeypatch, number=errno.ENOSPC, *, when):
-    """Let file operations fail like the system does, at the places that `when` says."""
+    """Make file operations raise an OSError if `when(operation, location)`."""
 
     def boundary(operation, path):
-        if when(operation, place_of(path)):
+        if when(operation, location_of(path)):
             raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr("whet.storage.boundary", boundary)
 
 
 def checkpoints(run):
-    """Which checkpoints are there; each of them must be whole."""
-    found = sorted((run / "checkpoints").glob("*"))
-    for path in found:
+    """Return the names of the checkpoints, and check that each is valid."""
+    paths = sorted((run / "checkpoints").glob("*"))
+    for path in paths:
         check_manifest(path)
-    return [path.name for path in found]
+    return [path.name for path in paths]
 
 
 def rows(run):
@@ -45,12 +45,12 @@ def rows(run):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("operation", ["mkdir", "open", "write", "fsync", "rename"])
-def test_a_save_that_fails_costs_nothing_but_itself(
+def test_failed_save_only_loses_that_checkpoint(
     tiny_directory, tmp_path, monkeypatch, caplog, operation, asynchronous, record_property
 ):
     record_property("fault: full disk in one save", 1)
     caplog.set_level("INFO", "whet")
-    failing(monkeypatch, when=lambda op, place: op == operation and ("step-000002" in place))
+    failing(monkeypatch, when=lambda op, location: op == operation and ("step-000002" in location))
     sections = {"checkpoint": {"every": 1, "keep": 9, "async": asynchronous}}
     result = whet.train(run_config(tiny_directory, tmp_path, **sections))
     assert (result.steps, result.unfinished) == (4, False)
@@ -61,19 +61,21 @@ def test_a_save_that_fails_costs_nothing_but_itself(
     assert "saving works again: saved step 3" in caplog.text
     assert not list(result.directory.rglob(".*writing*"))
     monkeypatch.undo()
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
+    uninterrupted = whet.train(run_config(tiny_directory, tmp_path / "uninterrupted", **sections))
     name = "final/adapter_model.safetensors"
-    assert (result.directory / name).read_bytes() == (whole.directory / name).read_bytes()
+    assert (result.directory / name).read_bytes() == (uninterrupted.directory / name).read_bytes()
 
 
-def test_a_disk_that_stays_full_is_said_once_and_ends_with_exit_code_1(
+def test_full_disk_is_reported_once_and_exits_with_1(
     tiny_directory, tmp_path, monkeypatch, caplog, record_property
 ):
     record_property("fault: disk that stays full to the end, then room again", 1)
     full_from = 3
     failing(
         monkeypatch,
-        when=lambda op, place: any(f"step-{n:06d}" in place for n in range(full_from, 9)) or "final" in place,
+        when=lambda op, location: (
+            any(f"step-{n:06d}" in location for n in range(full_from, 9)) or "final" in location
+        ),
     )
     with pytest.raises(StorageError, match=r"final could not be written: No space left on device") as caught:
         whet.train(run_config(tiny_directory, tmp_path, run={"steps": 6}, **EVERY_STEP))
@@ -84,16 +86,16 @@ def test_a_disk_that_stays_full_is_said_once_and_ends_with_exit_code_1(
     assert checkpoints(run) == ["step-000001", "step-000002"]
     monkeypatch.undo()
     result = whet.resume(run)
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", run={"steps": 6}, **EVERY_STEP))
+    uninterrupted = whet.train(
+        run_config(tiny_directory, tmp_path / "uninterrupted", run={"steps": 6}, **EVERY_STEP)
+    )
     name = "final/adapter_model.safetensors"
-    assert (result.directory / name).read_bytes() == (whole.directory / name).read_bytes()
+    assert (result.directory / name).read_bytes() == (uninterrupted.directory / name).read_bytes()
     assert [row["step"] for row in rows(run) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_only_the_last_checkpoint_fails_and_the_result_is_there_all_the_same(
-    tiny_directory, tmp_path, monkeypatch
-):
-    failing(monkeypatch, when=lambda op, place: "step-000004" in place)
+def test_failed_last_checkpoint_does_not_affect_the_result(tiny_directory, tmp_path, monkeypatch):
+    failing(monkeypatch, when=lambda op, location: "step-000004" in location)
     with pytest.raises(RunError, match="the last checkpoint is missing.*No space left") as caught:
         whet.train(run_config(tiny_directory, tmp_path))
     assert caught.value.exit_code == 1
@@ -101,11 +103,11 @@ def test_only_the_last_checkpoint_fails_and_the_result_is_there_all_the_same(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EROFS, errno.EDQUOT])
-def test_other_errors_of_the_system_are_taken_the_same_way(
+def test_other_os_errors_are_handled_the_same_way(
     tiny_directory, tmp_path, monkeypatch, caplog, number, record_property
 ):
     record_property("fault: permission, quota or device error in one save", 1)
-    failing(monkeypatch, number, when=lambda op, place: "step-000002" in place)
+    failing(monkeypatch, number, when=lambda op, location: "step-000002" in location)
     result = whet.train(run_config(tiny_directory, tmp_path, **EVERY_STEP))
     assert result.steps == 4
     assert os.strerror(number) in caplog.text
@@ -130,9 +132,7 @@ class AtStep(Callback):
 
 
 @pytest.mark.parametrize("removed", ["checkpoints", "."])
-def test_a_directory_that_is_removed_comes_back_with_the_next_save(
-    tiny_directory, tmp_path, removed, record_property
-):
+def test_removed_directory_is_recreated_by_the_next_save(tiny_directory, tmp_path, removed, record_property):
     record_property("fault: directory removed under a run", 1)
     run = tmp_path / "runs" / "test"
     remove = AtStep(2, lambda: shutil.rmtree(run / removed, ignore_errors=True))
@@ -141,22 +141,20 @@ def test_a_directory_that_is_removed_comes_back_with_the_next_save(
     assert first.unfinished
     check_manifest(run / "checkpoints" / "step-000003")
     result = whet.resume(run)
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **EVERY_STEP))
+    uninterrupted = whet.train(run_config(tiny_directory, tmp_path / "uninterrupted", **EVERY_STEP))
     name = "final/adapter_model.safetensors"
-    assert (result.directory / name).read_bytes() == (whole.directory / name).read_bytes()
+    assert (result.directory / name).read_bytes() == (uninterrupted.directory / name).read_bytes()
 
 
-def test_rows_that_the_disk_did_not_take_are_written_later_each_once(
-    tiny_directory, tmp_path, monkeypatch, caplog
-):
+def test_rows_that_could_not_be_written_are_written_later_once(tiny_directory, tmp_path, monkeypatch, caplog):
     tries = iter(range(1000))
-    failing(monkeypatch, when=lambda op, place: op == "append" and 2 <= next(tries) < 5)
+    failing(monkeypatch, when=lambda op, location: op == "append" and 2 <= next(tries) < 5)
     result = whet.train(run_config(tiny_directory, tmp_path, run={"steps": 8}, data={"valid": None}))
     assert [row.get("step") for row in rows(result.directory)] == [1, 2, 3, 4, 5, 6, 7, 8, None]
     assert caplog.text.count("its rows are kept in memory and written later") == 1
 
 
-def test_a_row_is_appended_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_row_is_appended_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     append_text(path, "one\n")
 
@@ -176,7 +174,7 @@ def test_a_row_is_appended_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "one\nthree\n"
 
 
-def test_a_directory_is_filled_whole_or_not_at_all_and_never_over_another(tmp_path, monkeypatch):
+def test_directory_is_written_atomically_and_never_overwritten(tmp_path, monkeypatch):
     def fill(meanwhile):
         with new_directory(tmp_path / "d") as staging:
             write_text(staging / "a", "mine")
@@ -194,14 +192,14 @@ def test_a_directory_is_filled_whole_or_not_at_all_and_never_over_another(tmp_pa
     assert [path.name for path in tmp_path.rglob("*")] == ["d", "b"]
 
 
-def test_a_run_that_cannot_even_begin_says_where_and_why(tiny_directory, tmp_path, monkeypatch):
-    failing(monkeypatch, when=lambda op, place: "config.yaml" in place)
+def test_run_that_cannot_start_reports_path_and_reason(tiny_directory, tmp_path, monkeypatch):
+    failing(monkeypatch, when=lambda op, location: "config.yaml" in location)
     with pytest.raises(StorageError, match=r"runs/test could not be written: No space left on device"):
         whet.train(run_config(tiny_directory, tmp_path))
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_nonfinite_step_on_a_full_disk_is_still_reported(tiny_directory, tmp_path, monkeypatch):
+def test_nonfinite_step_on_full_disk_is_reported(tiny_directory, tmp_path, monkeypatch):
     from whet.objectives.sft import SFT
 
     original = SFT.loss
@@ -211,13 +209,13 @@ def test_a_nonfinite_step_on_a_full_disk_is_still_reported(tiny_directory, tmp_p
         return type(result)({"loss": result.sums["loss"] * (float("nan") if model.training else 1.0)})
 
     monkeypatch.setattr(SFT, "loss", poisoned)
-    failing(monkeypatch, when=lambda op, place: "nonfinite-step" in place.rpartition("/")[2])
+    failing(monkeypatch, when=lambda op, location: "nonfinite-step" in location.rpartition("/")[2])
     with pytest.raises(RunError, match=r"step 1: loss nan.*nonfinite-step-000001.json could not be written"):
         whet.train(run_config(tiny_directory, tmp_path))
 
 
-def test_a_full_disk_is_named_by_whoever_writes(tmp_path, monkeypatch):
-    """Libraries with errors of their own included."""
+def test_every_writer_reports_a_full_disk(tmp_path, monkeypatch):
+    """Also libraries with their own exception types."""
     message = "No space left on device (os error 28)"
     named = pytest.raises(StorageError, match="tokenizer could not be written: No space left on device")
     with named, new_directory(tmp_path / "tokenizer"):

@@ -1,4 +1,4 @@
-"""Files from others: whatever is in them, an error with exit code 2, little memory, and nothing is executed."""
+"""Hostile files: any content causes an error with exit code 2, needs little memory, and executes nothing."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def directory(tiny_directory, tmp_path, monkeypatch):
     return shutil.copytree(tiny_directory, tmp_path / "model")
 
 
-def refused(path):
+def assert_rejected(path):
     with pytest.raises(WhetError) as caught:
         whet.load(path)
     assert caught.value.exit_code == 2
@@ -68,7 +68,7 @@ def refused(path):
 def test_weights_of_a_model(directory, name, record_property):
     record_property("fault: hostile file refused", 1)
     (directory / "model.safetensors").write_bytes(HOSTILE[name])
-    assert "model.safetensors" in refused(directory)
+    assert "model.safetensors" in assert_rejected(directory)
     assert not (directory.parent / "executed").exists()
 
 
@@ -83,13 +83,15 @@ def test_weights_of_an_adapter(trained, tmp_path, monkeypatch, name, record_prop
     monkeypatch.chdir(tmp_path)
     adapter = shutil.copytree(trained / "final", tmp_path / "adapter")
     (adapter / "adapter_model.safetensors").write_bytes(HOSTILE[name])
-    assert "adapter_model.safetensors" in refused(adapter)
+    assert "adapter_model.safetensors" in assert_rejected(adapter)
     assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_weights_of_a_checkpoint_whose_manifest_agrees(trained, tmp_path, monkeypatch, name, record_property):
-    """Who can write the weights can write the manifest: it protects from accidents, not from people."""
+def test_weights_of_a_checkpoint_with_matching_manifest(
+    trained, tmp_path, monkeypatch, name, record_property
+):
+    """An attacker can also write the manifest, which protects from accidents only."""
     record_property("fault: hostile file refused", 1)
     import hashlib
 
@@ -103,7 +105,7 @@ def test_weights_of_a_checkpoint_whose_manifest_agrees(trained, tmp_path, monkey
         "sha256": hashlib.sha256(HOSTILE[name]).hexdigest(),
     }
     (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
-    assert "weights.safetensors" in refused(checkpoint)
+    assert "weights.safetensors" in assert_rejected(checkpoint)
     assert not (tmp_path / "executed").exists()
 
 
@@ -115,18 +117,18 @@ def test_shards_outside_of_the_directory(directory, shard, record_property):
     shutil.move(directory / "model.safetensors", directory.parent / "outside.safetensors")
     index = {"weight_map": {"model.norm.weight": shard}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "is not a file in this directory" in refused(directory)
+    assert "is not a file in this directory" in assert_rejected(directory)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_link_out_of_the_directory(directory, sharded, record_property):
+def test_link_out_of_the_directory(directory, sharded, record_property):
     record_property("fault: hostile file refused", 1)
     shutil.move(directory / "model.safetensors", directory.parent / "outside.safetensors")
     (directory / "model.safetensors").symlink_to("../outside.safetensors")
     if sharded:
         index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "leads out of its directory" in refused(directory)
+    assert "leads out of its directory" in assert_rejected(directory)
 
 
 MODEL_FILES = [
@@ -139,44 +141,44 @@ MODEL_FILES = [
 
 
 @pytest.mark.parametrize("name", [*MODEL_FILES, "additional_chat_templates/rag.jinja", "vocab.json"])
-def test_any_file_of_a_model_that_links_out_of_it(directory, name, record_property):
+def test_model_file_that_links_out_of_the_directory(directory, name, record_property):
     record_property("fault: hostile file refused", 1)
     secret = directory.parent / "secret"
     secret.write_text('{"key": "hunter2"}')
     (directory / name).parent.mkdir(exist_ok=True)
     (directory / name).unlink(missing_ok=True)
     (directory / name).symlink_to(secret)
-    said = refused(directory)
+    said = assert_rejected(directory)
     assert f"{name} is a symbolic link that leads out of its directory" in said
     assert "hunter2" not in said
 
 
-def test_a_folder_of_templates_that_links_out_of_the_model(directory, record_property):
+def test_template_folder_that_links_out_of_the_model(directory, record_property):
     record_property("fault: hostile file refused", 1)
     (directory.parent / "elsewhere").mkdir()
     (directory / "additional_chat_templates").symlink_to("../elsewhere")
-    assert "leads out of its directory" in refused(directory)
+    assert "leads out of its directory" in assert_rejected(directory)
 
 
 @pytest.mark.parametrize(
     "name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"]
 )
-def test_any_file_of_an_adapter_that_links_out_of_it(trained, tmp_path, name, record_property):
+def test_adapter_file_that_links_out_of_the_directory(trained, tmp_path, name, record_property):
     record_property("fault: hostile file refused", 1)
     adapter = shutil.copytree(trained / "final", tmp_path / "adapter")
     shutil.move(adapter / name, tmp_path / "outside")
     (adapter / name).symlink_to("../outside")
-    assert f"{name} is a symbolic link that leads out of its directory" in refused(adapter)
+    assert f"{name} is a symbolic link that leads out of its directory" in assert_rejected(adapter)
 
 
-def test_a_link_to_the_whole_directory_or_within_it_is_followed(directory):
+def test_link_to_or_within_the_directory_is_followed(directory):
     shutil.move(directory / "chat_template.jinja", directory / "template")
     (directory / "chat_template.jinja").symlink_to("template")
     (directory.parent / "link").symlink_to(directory)
     assert whet.load(directory.parent / "link", device="cpu")[1].chat_template
 
 
-def test_the_links_of_the_hubs_own_cache_are_followed(tiny_directory, tmp_path):
+def test_links_of_the_hub_cache_are_followed(tiny_directory, tmp_path):
     """models--x/snapshots/REVISION/file -> ../../blobs/HASH"""
     snapshot = tmp_path / "models--x" / "snapshots" / "abc"
     shutil.copytree(tiny_directory, snapshot)
@@ -189,7 +191,7 @@ def test_the_links_of_the_hubs_own_cache_are_followed(tiny_directory, tmp_path):
 
 
 def deep_json():
-    """50 MB, nested ten deep, all of it numbers: as Python objects more than a gigabyte."""
+    """50 MB of numbers, nested ten levels deep: more than a gigabyte as Python objects."""
     return '{"a":' * 10 + "[" + "1," * (25 * MIB) + "1]" + "}" * 10
 
 

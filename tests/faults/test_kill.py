@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is, bit for bit, the run that was never killed."""
+"""A killed and resumed run is bit-identical to an uninterrupted one."""
 
 import random
 import subprocess
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import Case, Fault, boundaries, interesting, same
+from faults.harness import Case, Fault, assert_same_result, boundaries, distinct_boundaries
 from tiny import run_config
 
-# ten examples in steps of four: three steps an epoch, so most of each run is in the second epoch and later
+# ten examples in steps of four: three steps per epoch, so most of each run is after the first epoch
 KINDS = {
     "lora-packed": {"method": {"kind": "lora", "rank": 2, "dropout": 0.1}, "data": {"pack": True}},
     "lora-padded": {"method": {"kind": "lora", "rank": 2}, "data": {"pack": False}},
@@ -25,7 +25,7 @@ def case(kind, tiny_directory, directory, **sections):
         **KINDS[kind],
         "checkpoint": {"every": 2, "keep": 2},
         "eval": {"every": 3},
-        "run": {"steps": 8, "batch_size": 4, "micro_batch_tokens": 300},  # several micro-batches a step
+        "run": {"steps": 8, "batch_size": 4, "micro_batch_tokens": 300},  # several micro-batches per step
     }
     keys["data"] = {"train": "synth:house:10", "valid": "synth:house-valid:3", **keys["data"]}
     for name, values in sections.items():
@@ -34,39 +34,39 @@ def case(kind, tiny_directory, directory, **sections):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_directory, tmp_path_factory):
-    """Uninterrupted runs, their results and every file operation they made, one of each kind."""
-    made = {}
+def uninterrupted_run(tiny_directory, tmp_path_factory):
+    """Results and file operations of an uninterrupted run of each kind."""
+    cache = {}
 
-    def of(kind):
-        if kind not in made:
+    def get(kind):
+        if kind not in cache:
             uninterrupted = case(kind, tiny_directory, tmp_path_factory.mktemp(kind))
-            found = boundaries(uninterrupted)
-            made[kind] = uninterrupted.result(), found
-        return made[kind]
+            operations = boundaries(uninterrupted)
+            cache[kind] = uninterrupted.result(), operations
+        return cache[kind]
 
-    return of
+    return get
 
 
 def die_and_finish(kind, boundary, tiny_directory, directory, expected):
     run = case(kind, tiny_directory, directory)
-    assert run.go(Fault(kill_at=boundary)) == -9, run.said()
+    assert run.run_once(Fault(kill_at=boundary)) == -9, run.output_text()
     run.finish()
-    same(run.result(), expected)
+    assert_same_result(run.result(), expected)
     hidden = [path.name for path in run.run.rglob(".*") if path.name != ".lock"]
-    assert not hidden, "what was half-written is gone"
+    assert not hidden, "incomplete files are removed"
     assert not list(run.run.parent.glob(".*"))
 
 
-def test_an_uninterrupted_run_repeats_itself(whole, tiny_directory, tmp_path):
-    """What the other tests compare with would be worthless otherwise."""
-    again = case("lora-packed", tiny_directory, tmp_path)
-    again.finish()
-    same(again.result(), whole("lora-packed")[0])
+def test_uninterrupted_run_is_reproducible(uninterrupted_run, tiny_directory, tmp_path):
+    """The other tests of this module rely on it."""
+    repeated = case("lora-packed", tiny_directory, tmp_path)
+    repeated.finish()
+    assert_same_result(repeated.result(), uninterrupted_run("lora-packed")[0])
 
 
 @pytest.mark.parametrize(
-    ("operation", "place"),
+    ("operation", "location"),
     [
         ("write", "step-000004/weights.safetensors"),
         ("fsync", "step-000004/MANIFEST.json"),
@@ -75,18 +75,20 @@ def test_an_uninterrupted_run_repeats_itself(whole, tiny_directory, tmp_path):
         ("append", "test/metrics.jsonl"),
     ],
 )
-def test_killed_at_a_file_operation(whole, tiny_directory, tmp_path, operation, place, record_property):
-    expected, found = whole("lora-packed")
-    at = [b for b in found if (b.operation, b.place) == (operation, place)][-1]
+def test_killed_at_a_file_operation(
+    uninterrupted_run, tiny_directory, tmp_path, operation, location, record_property
+):
+    expected, operations = uninterrupted_run("lora-packed")
+    at = [b for b in operations if (b.operation, b.location) == (operation, location)][-1]
     record_property("fault: SIGKILL at a file operation", 1)
     die_and_finish("lora-packed", at, tiny_directory, tmp_path, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora-packed", "full-padded"])
-def test_killed_at_every_file_operation(whole, tiny_directory, tmp_path, kind, record_property):
-    expected, found = whole(kind)
-    chosen = interesting(found)
+def test_killed_at_every_file_operation(uninterrupted_run, tiny_directory, tmp_path, kind, record_property):
+    expected, operations = uninterrupted_run(kind)
+    chosen = distinct_boundaries(operations)
     assert len(chosen) > 60
     chosen = chosen if kind == "lora-packed" else chosen[::3]
     record_property("fault: SIGKILL at a file operation", len(chosen))
@@ -96,20 +98,20 @@ def test_killed_at_every_file_operation(whole, tiny_directory, tmp_path, kind, r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_again_and_again_at_random_moments(tiny_directory, tmp_path, kind, record_property):
-    """Each process lives for a random time, and each resume goes on from wherever the one before died."""
-    sections = {"run": {"steps": 60}, "eval": {"every": 7}}  # long enough to be hit
-    uninterrupted = case(kind, tiny_directory, tmp_path / "whole", **sections)
+def test_killed_repeatedly_at_random_moments(tiny_directory, tmp_path, kind, record_property):
+    """Each process is killed after a random time, and the next one resumes the run."""
+    sections = {"run": {"steps": 60}, "eval": {"every": 7}}  # long enough to be killed
+    uninterrupted = case(kind, tiny_directory, tmp_path / "uninterrupted", **sections)
     uninterrupted.finish()
     rng = random.Random(kind)
     kills = 0
     for number in range(3):
         run = case(kind, tiny_directory, tmp_path / str(number), **sections)
-        kills += run.kill_after(rng.uniform(0.0, 1.0), begun=False)
+        kills += run.kill_after(rng.uniform(0.0, 1.0), after_first_row=False)
         for _ in range(6):
-            kills += run.kill_after(rng.uniform(0.0, 0.3), begun=True)
+            kills += run.kill_after(rng.uniform(0.0, 0.3), after_first_row=True)
         run.finish()
-        same(run.result(), uninterrupted.result())
+        assert_same_result(run.result(), uninterrupted.result())
     record_property("fault: SIGKILL at a random moment", kills)
     assert kills >= 6
 
@@ -117,23 +119,23 @@ def test_killed_again_and_again_at_random_moments(tiny_directory, tmp_path, kind
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_while_saving_every_step(tiny_directory, tmp_path, kind, record_property):
-    """Saves that come faster than they can be written, evaluated at every step, dying in the third epoch."""
+    """Save faster than the disk can write, evaluate at every step, and die in the third epoch."""
     sections = {"checkpoint": {"every": 1}, "eval": {"every": 1}}
-    uninterrupted = case(kind, tiny_directory, tmp_path / "whole", **sections)
-    found = [b for b in boundaries(uninterrupted) if b.place.startswith("step-000007/")]
+    uninterrupted = case(kind, tiny_directory, tmp_path / "uninterrupted", **sections)
+    operations = [b for b in boundaries(uninterrupted) if b.location.startswith("step-000007/")]
     record_property("fault: SIGKILL at a file operation", 4)
-    for number, boundary in enumerate(random.Random(kind).sample(interesting(found), 4)):
+    for number, boundary in enumerate(random.Random(kind).sample(distinct_boundaries(operations), 4)):
         run = case(kind, tiny_directory, tmp_path / str(number), **sections)
-        assert run.go(Fault(kill_at=boundary)) == -9
+        assert run.run_once(Fault(kill_at=boundary)) == -9
         run.finish()
-        same(run.result(), uninterrupted.result())
+        assert_same_result(run.result(), uninterrupted.result())
 
 
 @pytest.mark.slow
-def test_killed_as_people_start_it(tiny_directory, tmp_path, record_property):
-    """The installed command, killed three times on its way and resumed."""
+def test_killed_installed_command(tiny_directory, tmp_path, record_property):
+    """Kill the installed command three times, and resume it."""
     sections = {"run": {"steps": 60}}
-    uninterrupted = case("lora-packed", tiny_directory, tmp_path / "whole", **sections)
+    uninterrupted = case("lora-packed", tiny_directory, tmp_path / "uninterrupted", **sections)
     uninterrupted.finish()
     run = case("lora-packed", tiny_directory, tmp_path / "parts", **sections)
     whet_command = str(Path(sys.executable).with_name("whet"))
@@ -144,10 +146,10 @@ def test_killed_as_people_start_it(tiny_directory, tmp_path, record_property):
             process = subprocess.Popen([whet_command, *map(str, run.command())], stderr=output, stdout=output)
         try:
             while not (metrics.is_file() and f'"step": {step},' in metrics.read_text()):
-                assert process.poll() is None, run.said()
+                assert process.poll() is None, run.output_text()
                 time.sleep(0.001)
         finally:
             process.kill()
             process.wait()
     run.finish()
-    same(run.result(), uninterrupted.result())
+    assert_same_result(run.result(), uninterrupted.result())

@@ -1,4 +1,4 @@
-"""A run that loses power at any moment and is resumed equals the run that did not."""
+"""A run that loses power at any moment and is resumed equals an uninterrupted one."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import whet
-from faults.harness import same, timeless
+from faults.harness import assert_same_result, without_times
 from faults.power import Disk, Link, Move, Sync
 from tiny import run_config
 from whet.errors import CheckpointError
@@ -36,7 +36,7 @@ KINDS = {
 
 
 class Player:
-    """Runs of one kind, in directories of their own, that can lose power."""
+    """Runs of one kind, each in its own directory, that can lose power."""
 
     def __init__(self, kind, tiny_directory, directory, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -59,8 +59,8 @@ class Player:
         model = keys.pop("model", str(self.tiny_directory))
         return {**run_config(self.tiny_directory, root, **keys), "model": model}
 
-    def go(self, root):
-        """Train, or resume where there is something to resume."""
+    def run_once(self, root):
+        """Train, or resume if the run exists."""
         self.monkeypatch.setenv("WHET_TOKENS", str(root / "tokens"))
         run = root / "runs" / "test"
         if not (run / "config.yaml").is_file():
@@ -73,11 +73,11 @@ class Player:
                 raise
 
     def record(self, root):
-        """Do the same on a disk that remembers how it was done."""
+        """Train or resume on a recording disk, and return the disk."""
         root.mkdir(parents=True, exist_ok=True)
         disk = Disk(root)
         with disk.recording(self.monkeypatch):
-            self.go(root)
+            self.run_once(root)
         return disk
 
     def result(self, root):
@@ -86,29 +86,31 @@ class Player:
         files = {p.name: p.read_bytes() for p in sorted((run / "final").iterdir()) if p.is_file()}
         if (samples := run / "samples.jsonl").is_file():
             files["samples.jsonl"] = samples.read_bytes()
-        return [timeless(row) for row in rows], files
+        return [without_times(row) for row in rows], files
 
 
 def lose_power(player, cuts, *, seed):
-    """Cut the power at random moments of a run, and at some of the resume that follows."""
+    """Cut the power at random moments of a run, and of some of its resumes."""
     rng = random.Random(seed)
-    whole = player.directory / "whole"
-    disk = player.record(whole)
-    expected = player.result(whole)
+    uninterrupted = player.directory / "uninterrupted"
+    disk = player.record(uninterrupted)
+    expected = player.result(uninterrupted)
     assert len([o for o in disk.operations if isinstance(o, Sync)]) > 10
     for number in range(cuts):
         root = player.directory / f"cut-{number}"
-        disk.after_a_cut(rng.randrange(1, len(disk.operations) + 1), rng, root)
+        disk.write_state_after_cut(rng.randrange(1, len(disk.operations) + 1), rng, root)
         if number % 4 == 3:
-            again = player.record(root)
+            second_disk = player.record(root)
             root = player.directory / f"cut-{number}-again"
-            again.after_a_cut(rng.randrange(again.began, len(again.operations) + 1), rng, root)
-        player.go(root)
-        same(player.result(root), expected)
+            second_disk.write_state_after_cut(
+                rng.randrange(second_disk.start_index, len(second_disk.operations) + 1), rng, root
+            )
+        player.run_once(root)
+        assert_same_result(player.result(root), expected)
 
 
 @pytest.mark.parametrize("kind", ["lora", "scratch"])
-def test_power_is_lost_at_a_few_moments(tiny_directory, tmp_path, monkeypatch, kind, record_property):
+def test_power_loss_at_a_few_moments(tiny_directory, tmp_path, monkeypatch, kind, record_property):
     record_property("fault: power lost at a random moment", 6)
     lose_power(Player(kind, tiny_directory, tmp_path, monkeypatch), 6, seed=kind)
 
@@ -116,7 +118,7 @@ def test_power_is_lost_at_a_few_moments(tiny_directory, tmp_path, monkeypatch, k
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
-def test_power_is_lost_at_many_moments(tiny_directory, tmp_path, monkeypatch, kind, seed, record_property):
+def test_power_loss_at_many_moments(tiny_directory, tmp_path, monkeypatch, kind, seed, record_property):
     record_property("fault: power lost at a random moment", 40)
     lose_power(Player(kind, tiny_directory, tmp_path, monkeypatch), 40, seed=f"{kind} {seed}")
 
@@ -129,21 +131,21 @@ def written(root, monkeypatch, work):
 
 
 def states(disk, tmp_path, times=40):
-    """What may be left of a finished piece of work, as sets of paths with their contents."""
-    rng, found = random.Random(0), []
+    """Return possible states of the disk after a power loss, as {path: content}."""
+    rng, results = random.Random(0), []
     for number in range(times):
         target = tmp_path / f"state-{number}"
-        disk.after_a_cut(len(disk.operations), rng, target)
-        found.append({str(p.relative_to(target)): p.read_bytes() for p in target.rglob("*") if p.is_file()})
-    return found
+        disk.write_state_after_cut(len(disk.operations), rng, target)
+        results.append({str(p.relative_to(target)): p.read_bytes() for p in target.rglob("*") if p.is_file()})
+    return results
 
 
-def test_the_simulator_loses_what_was_not_synced(tmp_path, monkeypatch):
-    """What the other tests rest on: each kind of loss is played, and what was synced stays."""
+def test_simulator_loses_unsynced_changes(tmp_path, monkeypatch):
+    """The other tests rely on it: every kind of loss occurs, and synced data remains."""
     root = tmp_path / "root"
     root.mkdir()
 
-    def careless():
+    def write_without_sync():
         (root / "a").write_bytes(b"0123456789")
         (root / "b").write_bytes(b"old")
         with (root / "b").open("rb") as file:
@@ -152,17 +154,17 @@ def test_the_simulator_loses_what_was_not_synced(tmp_path, monkeypatch):
             os.fsync(file.fileno())
         (root / "a").rename(root / "c")
 
-    found = states(written(root, monkeypatch, careless), tmp_path)
-    assert {} in found, "no name was synced"
-    assert any(set(each) == {"a", "b"} for each in found), "a renaming is undone"
-    assert all(each.get("b", b"old") == b"old" for each in found), "its bytes were synced"
-    assert len({each["c"] for each in found if "c" in each}) > 3, "bytes are lost, torn or zero"
+    results = states(written(root, monkeypatch, write_without_sync), tmp_path)
+    assert {} in results, "no name was synced"
+    assert any(set(each) == {"a", "b"} for each in results), "a rename is undone"
+    assert all(each.get("b", b"old") == b"old" for each in results), "its bytes were synced"
+    assert len({each["c"] for each in results if "c" in each}) > 3, "bytes are lost, torn or zero"
     disk = written(root, monkeypatch, lambda: (root / "c").rename(root / "d"))
-    assert [type(o) for o in disk.operations[disk.began :]] == [Move]
-    assert all(isinstance(o, Link) or hasattr(o, "content") for o in disk.operations[: disk.began])
+    assert [type(o) for o in disk.operations[disk.start_index :]] == [Move]
+    assert all(isinstance(o, Link) or hasattr(o, "content") for o in disk.operations[: disk.start_index])
 
 
-def test_the_one_writer_keeps_what_it_returned_from(tmp_path, monkeypatch):
+def test_storage_writes_survive_power_loss(tmp_path, monkeypatch):
     from whet.storage import new_directory, remove_directory, replace_text, write_text
 
     root = tmp_path / "root"
@@ -183,18 +185,18 @@ def test_the_one_writer_keeps_what_it_returned_from(tmp_path, monkeypatch):
 
     for each in states(written(root, monkeypatch, remove), tmp_path / "2"):
         left = {name for name in each if name.startswith("deep/er/model/")}
-        assert left in (set(), set(kept) - {"text"}), "whole or not at all"
+        assert left in (set(), set(kept) - {"text"}), "complete or absent"
 
 
-def test_a_checkpoint_vouches_for_the_rows_before_it(tiny_directory, tmp_path, monkeypatch):
-    """Wherever the power goes off, a checkpoint on the disk has all its rows beside it."""
+def test_checkpoint_implies_all_earlier_rows(tiny_directory, tmp_path, monkeypatch):
+    """At any moment of power loss, a checkpoint on the disk has all its rows in metrics.jsonl."""
     player = Player("lora", tiny_directory, tmp_path, monkeypatch)
-    disk = player.record(tmp_path / "whole")
+    disk = player.record(tmp_path / "uninterrupted")
     rng = random.Random(1)
     seen = SimpleNamespace(checkpoints=0)
     for number in range(60):
         root = tmp_path / f"cut-{number}"
-        disk.after_a_cut(rng.randrange(1, len(disk.operations) + 1), rng, root)
+        disk.write_state_after_cut(rng.randrange(1, len(disk.operations) + 1), rng, root)
         run = root / "runs" / "test"
         steps = [int(p.parent.name[5:]) for p in run.glob("checkpoints/step-*/MANIFEST.json")]
         if steps:

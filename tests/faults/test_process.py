@@ -1,4 +1,4 @@
-"""A run as a process among others: locks, signals, and readers that go away."""
+"""A run as a process: locks, signals, and closed output pipes."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 import pytest
 
 import whet
-from faults.harness import Case, same, start, whet_process
+from faults.harness import Case, assert_same_result, start, whet_process
 from tiny import run_config
 from whet.errors import CheckpointError
 from whet.storage import locked
@@ -23,7 +23,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.01)
 
 
-def test_a_run_belongs_to_one_process_and_is_free_when_that_dies(tiny_directory, tmp_path, record_property):
+def test_run_is_locked_by_one_process_until_it_dies(tiny_directory, tmp_path, record_property):
     record_property("fault: second process on the same run", 1)
     case = Case(
         tmp_path, run_config(tiny_directory, tmp_path, run={"steps": 100_000}, checkpoint={"every": 5})
@@ -46,7 +46,7 @@ def test_a_run_belongs_to_one_process_and_is_free_when_that_dies(tiny_directory,
     assert whet.resume(case.run, [Stop()]).stopped_because == "free again"
 
 
-def test_a_new_run_is_locked_too(tiny_directory, tmp_path):
+def test_new_run_is_locked(tiny_directory, tmp_path):
     class Look(Callback):
         def on_step_end(self, step, metrics):
             with (
@@ -60,27 +60,27 @@ def test_a_new_run_is_locked_too(tiny_directory, tmp_path):
         pass
 
 
-def test_nobody_reading_the_output_does_not_end_a_run(tiny_directory, tmp_path, record_property):
+def test_closed_output_does_not_end_a_run(tiny_directory, tmp_path, record_property):
     """As with `whet train ... 2>&1 | head -1`."""
     record_property("fault: output closed by its reader", 1)
     case = Case(tmp_path / "read", run_config(tiny_directory, tmp_path, **KEYS))
-    assert case.go() == 0
+    assert case.run_once() == 0
     unread = Case(tmp_path / "unread", run_config(tiny_directory, tmp_path, **KEYS))
     assert whet_process(*unread.command(), output=None) == 0
-    same(unread.result(), case.result())
+    assert_same_result(unread.result(), case.result())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_an_evaluation_between_its_batches_and_it_is_done_again(
+def test_signal_ends_evaluation_between_batches_and_resume_repeats_it(
     tiny_directory, tmp_path, number, record_property
 ):
-    """In the evaluation after step 4: of the loss, or of the answers that are generated after it."""
+    """In the evaluation after step 4: of the loss, or of the generated answers."""
     record_property("fault: SIGINT or SIGTERM in a step, an evaluation or a load", 2)
     sections = {
         **KEYS, "eval": {"every": 2, "generate": True, "max_new_tokens": 5}, "data": {"valid": "synth:house-valid:12"}
     }  # fmt: skip
-    whole = whet.train(run_config(tiny_directory, tmp_path / "whole", **sections))
-    for place in (2, 9):  # batches first, then tokens
+    uninterrupted = whet.train(run_config(tiny_directory, tmp_path / "uninterrupted", **sections))
+    for pause in (2, 9):  # batches first, then tokens
 
         class Send(Callback):
             def on_step_end(self, step, metrics):
@@ -89,25 +89,23 @@ def test_a_signal_ends_an_evaluation_between_its_batches_and_it_is_done_again(
             def on_pause(self):
                 if getattr(self, "step", 0) == 4:
                     self.pauses += 1
-                    assert self.pauses <= place + 1, "it went on"  # noqa: B023
-                    if self.pauses == place:  # noqa: B023
+                    assert self.pauses <= pause + 1, "the evaluation continued"  # noqa: B023
+                    if self.pauses == pause:  # noqa: B023
                         os.kill(os.getpid(), number)
 
-        first = whet.train(run_config(tiny_directory, tmp_path / str(place), **sections), [Send()])
+        first = whet.train(run_config(tiny_directory, tmp_path / str(pause), **sections), [Send()])
         assert (first.steps, first.unfinished) == (4, True)
         assert "during an evaluation" in first.stopped_because
         result = whet.resume(first.directory)
         assert result.steps == 6
         case = Case(tmp_path / "reader", run_config(tiny_directory, tmp_path))
         case.run = first.directory
-        found = case.result()
-        case.run = whole.directory
-        same(found, case.result())
+        resumed = case.result()
+        case.run = uninterrupted.directory
+        assert_same_result(resumed, case.result())
 
 
-def test_a_signal_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
-    tiny_directory, tmp_path, record_property
-):
+def test_run_with_signal_in_last_evaluation_can_be_finished(tiny_directory, tmp_path, record_property):
     record_property("fault: SIGINT or SIGTERM in a step, an evaluation or a load", 1)
 
     class Send(Callback):
@@ -125,7 +123,7 @@ def test_a_signal_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
 
 @pytest.mark.parametrize("swallowed", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_model_loads_ends_at_once_with_a_line(
+def test_signal_while_loading_ends_at_once_with_one_line(
     tiny_directory, tmp_path, monkeypatch, number, swallowed, record_property
 ):
     record_property("fault: SIGINT or SIGTERM in a step, an evaluation or a load", 1)
@@ -135,7 +133,7 @@ def test_a_signal_while_the_model_loads_ends_at_once_with_a_line(
             os.kill(os.getpid(), number)
             time.sleep(5)
         except KeyboardInterrupt:
-            if swallowed:  # as libraries with code in other languages do
+            if swallowed:  # as some libraries with native code do
                 raise ValueError("exception in a callback") from None
             raise
 
@@ -147,7 +145,7 @@ def test_a_signal_while_the_model_loads_ends_at_once_with_a_line(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_was_ignored_from_the_start_does_not_stop_a_run(tiny_directory, tmp_path, number):
+def test_initially_ignored_signal_does_not_stop_a_run(tiny_directory, tmp_path, number):
     """SIGHUP under nohup, SIGINT in a background job of a script."""
 
     class Send(Callback):
@@ -163,8 +161,8 @@ def test_a_signal_that_was_ignored_from_the_start_does_not_stop_a_run(tiny_direc
     assert (result.steps, result.unfinished) == (2, False)
 
 
-def test_a_second_signal_ends_at_once(tiny_directory, tmp_path, monkeypatch):
-    """Even with a disk that takes forever; what was saved before stays."""
+def test_second_signal_ends_at_once(tiny_directory, tmp_path, monkeypatch):
+    """Even if the disk is very slow; earlier checkpoints remain."""
     case = Case(
         tmp_path, run_config(tiny_directory, tmp_path, run={"steps": 100_000}, checkpoint={"every": 50})
     )
@@ -174,31 +172,31 @@ def test_a_second_signal_ends_at_once(tiny_directory, tmp_path, monkeypatch):
         os.kill(process.pid, signal.SIGTERM)
         os.kill(process.pid, signal.SIGINT)
         process.join(30)
-        assert process.exitcode in (3, 130), case.said()  # 3: it had saved before the second one came
+        assert process.exitcode in (3, 130), case.output_text()  # 3: it saved before the second signal
     finally:
         process.kill()
         process.join()
-    assert "Traceback" not in case.said()
+    assert "Traceback" not in case.output_text()
 
 
 def test_exit_code_and_line_of_an_interrupted_start(tiny_directory, tmp_path):
     case = Case(tmp_path, run_config(tiny_directory, tmp_path))
     process = start(*case.command(), output=case.output)
     try:
-        wait_for(lambda: "device: cpu" in case.said())
+        wait_for(lambda: "device: cpu" in case.output_text())
         os.kill(process.pid, signal.SIGINT)
         process.join(30)
     finally:
         process.kill()
         process.join()
     if process.exitcode == 3:
-        pytest.skip("it had begun before the signal came")
-    assert process.exitcode == 130, case.said()
-    assert "SIGINT: stopped before the first step, so there is nothing to save" in case.said()
-    assert "error" not in case.said()
+        pytest.skip("it had after_first_row before the signal came")
+    assert process.exitcode == 130, case.output_text()
+    assert "SIGINT: stopped before the first step, so there is nothing to save" in case.output_text()
+    assert "error" not in case.output_text()
 
 
-def test_a_taken_name_tells_what_resume_would_do(tiny_directory, tmp_path):
+def test_existing_name_error_suggests_resume(tiny_directory, tmp_path):
     config = run_config(tiny_directory, tmp_path, checkpoint={"every": None})
 
     class Die(Callback):

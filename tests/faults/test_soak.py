@@ -1,4 +1,4 @@
-"""A long run with many checkpoints needs no more of the machine at its end than near its beginning."""
+"""A long run with many checkpoints does not need more memory, threads or files over time."""
 
 import threading
 
@@ -10,24 +10,24 @@ from tiny import run_config
 from whet.training.callbacks import Callback
 
 STEPS, WARM_UP, EVERY = 2000, 700, 20
-# RunResult.history keeps every row, about 1.1 kB each; nothing else may grow
-MOST_BYTES_PER_STEP = 2048
+# RunResult.history stores every row, about 1.1 kB each; nothing else may grow
+MAX_BYTES_PER_STEP = 2048
 
 
-class Watch(Callback):
+class ResourceMonitor(Callback):
     def __init__(self):
         self.process = psutil.Process()
-        self.seen = []
+        self.samples = []
 
     def on_step_end(self, step, metrics):
         if step % EVERY == 0:
-            rss, descriptors = self.process.memory_info().rss, self.process.num_fds()
-            self.seen.append((step, rss, descriptors, threading.active_count()))
+            rss, open_files = self.process.memory_info().rss, self.process.num_fds()
+            self.samples.append((step, rss, open_files, threading.active_count()))
 
 
 @pytest.mark.slow
 def test_two_thousand_steps_and_a_hundred_checkpoints(tiny_directory, tmp_path):
-    watch = Watch()
+    monitor = ResourceMonitor()
     config = run_config(
         tiny_directory,
         tmp_path,
@@ -35,12 +35,12 @@ def test_two_thousand_steps_and_a_hundred_checkpoints(tiny_directory, tmp_path):
         checkpoint={"every": EVERY, "keep": 2},
         eval={"every": 200},
     )
-    whet.train(config, [watch])
-    later = [row for row in watch.seen if row[0] >= WARM_UP]
-    steps, memory, descriptors, threads = zip(*later, strict=True)
+    whet.train(config, [monitor])
+    later = [row for row in monitor.samples if row[0] >= WARM_UP]
+    steps, memory, open_files, threads = zip(*later, strict=True)
     middle = sum(steps) / len(steps)
     spread = sum((step - middle) ** 2 for step in steps)
     slope = sum((step - middle) * rss for step, rss in zip(steps, memory, strict=True)) / spread
-    assert slope < MOST_BYTES_PER_STEP
-    assert max(descriptors) - min(descriptors) <= 2, "a checkpoint being written may have a file open"
+    assert slope < MAX_BYTES_PER_STEP
+    assert max(open_files) - min(open_files) <= 2, "a checkpoint being written may have a file open"
     assert max(threads) - min(threads) <= 1, "one more while a checkpoint is written"

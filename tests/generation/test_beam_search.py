@@ -1,4 +1,4 @@
-"""Beam search finds what transformers' finds, and the best there is when it can see everything."""
+"""Beam search equals that of transformers, and finds the optimum if the beams cover all continuations."""
 
 import itertools
 
@@ -30,7 +30,7 @@ CASES = [
 @pytest.mark.parametrize(("beams", "stops", "length_penalty"), CASES)
 def test_hypotheses_and_scores_equal_transformers(tiny, reference, beams, stops, length_penalty):
     for prompt in PROMPTS:
-        found = beam_search(
+        hypotheses = beam_search(
             tiny[0], prompt, beams=beams, max_tokens=9, stop_tokens=set(stops), length_penalty=length_penalty
         )
         settings = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": length_penalty}
@@ -49,31 +49,31 @@ def test_hypotheses_and_scores_equal_transformers(tiny, reference, beams, stops,
         expected = [
             [token for token in row[len(prompt) :].tolist() if token != 259] for row in theirs.sequences
         ]
-        assert [hypothesis.tokens for hypothesis in found] == expected
-        assert all(hypothesis.finished == (hypothesis.tokens[-1] in stops) for hypothesis in found)
+        assert [hypothesis.tokens for hypothesis in hypotheses] == expected
+        assert all(hypothesis.finished == (hypothesis.tokens[-1] in stops) for hypothesis in hypotheses)
         if beams > 1:
-            scores = torch.tensor([hypothesis.score for hypothesis in found])
+            scores = torch.tensor([hypothesis.score for hypothesis in hypotheses])
             torch.testing.assert_close(scores, theirs.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
-def test_with_beams_for_everything_it_finds_the_best_of_all_continuations(tmp_path):
+def test_exhaustive_beams_find_the_best_continuations(tmp_path):
     """Against all 7**3 continuations, scored by full forwards in float64."""
     write_tiny_model(tmp_path, vocab_size=7, eos_token_id=None)
     model = whet.load(tmp_path, dtype=torch.float64, device="cpu")[0]
     prompt = [1, 2, 3]
-    every = torch.tensor([[*prompt, *rest] for rest in itertools.product(range(7), repeat=3)])
+    sequences = torch.tensor([[*prompt, *rest] for rest in itertools.product(range(7), repeat=3)])
     with torch.no_grad():
-        logprobs = model(every)[:, 2:-1].log_softmax(-1).gather(2, every[:, 3:, None])[..., 0].sum(1)
-    best, places = logprobs.topk(5)
-    found = beam_search(model, prompt, beams=49, max_tokens=3, stop_tokens=set())[:5]
-    assert [hypothesis.tokens for hypothesis in found] == every[places, 3:].tolist()
-    torch.testing.assert_close(torch.tensor([h.logprob for h in found], dtype=torch.float64), best)
+        logprobs = model(sequences)[:, 2:-1].log_softmax(-1).gather(2, sequences[:, 3:, None])[..., 0].sum(1)
+    best, indices = logprobs.topk(5)
+    hypotheses = beam_search(model, prompt, beams=49, max_tokens=3, stop_tokens=set())[:5]
+    assert [hypothesis.tokens for hypothesis in hypotheses] == sequences[indices, 3:].tolist()
+    torch.testing.assert_close(torch.tensor([h.logprob for h in hypotheses], dtype=torch.float64), best)
 
 
-def test_bad_input_is_refused(tiny):
+def test_invalid_input_is_rejected(tiny):
     model, _ = tiny
     settings = {"max_tokens": 5, "stop_tokens": set()}
-    with pytest.raises(ConfigError, match="beams=0: at least one"):
+    with pytest.raises(ConfigError, match="beams=0 must be at least 1"):
         beam_search(model, [1], beams=0, **settings)
     with pytest.raises(DataError, match="empty prompt"):
         beam_search(model, [], beams=2, **settings)

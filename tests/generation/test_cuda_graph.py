@@ -1,4 +1,4 @@
-"""Steps of fixed shapes, as CUDA graphs record them, give the tokens of the growing cache."""
+"""Decoding steps of fixed shapes, as CUDA graphs capture them, produce the tokens of the growing cache."""
 
 import pytest
 import torch
@@ -24,47 +24,47 @@ def decode(model, *, max_tokens=30, stop_tokens=range(0, 260, 12), **settings):
     )
 
 
-def same(ours, theirs):
+def assert_same_completions(ours, theirs):
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
     assert [row.finished for row in ours] == [row.finished for row in theirs]
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs))
+    for ours_row, theirs_row in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(ours_row.logprobs), torch.tensor(theirs_row.logprobs))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_static_steps_equal_growing_ones(tiny, sampling, request):
+def test_static_steps_equal_growing_batch(tiny, sampling, request):
     model, _ = tiny
     growing = decode(model, sampling=sampling)
     assert len({len(row.tokens) for row in growing}) > 2, "rows end at different times"
     request.getfixturevalue("static_steps")
-    same(decode(model, sampling=sampling), growing)
+    assert_same_completions(decode(model, sampling=sampling), growing)
 
 
 @pytest.mark.usefixtures("static_steps")
-def test_a_cache_that_gets_full_grows(tiny, monkeypatch):
+def test_full_cache_grows(tiny, monkeypatch):
     model, _ = tiny
     expected = decode(model, max_tokens=100, stop_tokens=set())
-    monkeypatch.setattr(decode_batch, "_AHEAD", 1)
+    monkeypatch.setattr(decode_batch, "_MAX_RESERVED", 1)
     monkeypatch.setattr(decode_batch, "_BLOCK", 4)
-    made = []
-    original = cuda_graph.StaticDecodeBatch._make_room
+    growths = []
+    original = cuda_graph.StaticDecodeBatch._grow_cache
     monkeypatch.setattr(
-        cuda_graph.StaticDecodeBatch, "_make_room", lambda self: (made.append(1), original(self))
+        cuda_graph.StaticDecodeBatch, "_grow_cache", lambda self: (growths.append(1), original(self))
     )
-    same(decode(model, max_tokens=100, stop_tokens=set()), expected)
-    assert len(made) > 1
+    assert_same_completions(decode(model, max_tokens=100, stop_tokens=set()), expected)
+    assert len(growths) > 1
 
 
 @pytest.mark.usefixtures("static_steps")
-def test_no_step_changes_a_shape_or_moves_a_tensor(tiny, monkeypatch):
-    """What a CUDA graph needs: every step works on the same memory."""
+def test_steps_keep_shapes_and_addresses(tiny, monkeypatch):
+    """What a CUDA graph needs: every step works on the assert_same_completions memory."""
     seen = set()
     original = cuda_graph.StaticDecodeBatch.step
 
     def step(self):
         original(self)
-        tensors = (self._visible, self._slots, self._position, self._token, self._tokens, self._place)
-        stores = (*self.cache._keys, *self.cache._values, self.picker.keys, self.picker.count)
+        tensors = (self._visible, self._slots, self._position, self._token, self._tokens, self._slot)
+        stores = (*self.cache._keys, *self.cache._values, self.sampler.keys, self.sampler.count)
         seen.add(tuple((tensor.data_ptr(), tuple(tensor.shape)) for tensor in (*tensors, *stores)))
 
     monkeypatch.setattr(cuda_graph.StaticDecodeBatch, "step", step)
@@ -73,23 +73,23 @@ def test_no_step_changes_a_shape_or_moves_a_tensor(tiny, monkeypatch):
 
 
 @pytest.mark.usefixtures("static_steps")
-def test_rows_stop_at_the_end_of_their_context(tmp_path):
+def test_rows_stop_at_context_limit(tmp_path):
     write_tiny_model(tmp_path, max_position_embeddings=32)
     model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
-    found = generate_tokens(model, [[1] * 10, [2] * 28], max_tokens=50, stop_tokens=set())
-    assert [len(tokens) for tokens in found] == [22, 4]
+    completions = generate_tokens(model, [[1] * 10, [2] * 28], max_tokens=50, stop_tokens=set())
+    assert [len(tokens) for tokens in completions] == [22, 4]
 
 
 @pytest.mark.usefixtures("static_steps")
-def test_a_watcher_sees_every_token_and_can_end_a_row(tiny):
+def test_watcher_sees_every_token_and_can_end_a_row(tiny):
     seen = []
 
     def watch(row, tokens):
         seen.append((row, len(tokens)))
         return row != 2 or len(tokens) < 3
 
-    found = complete(tiny[0], PROMPTS, max_tokens=10, stop_tokens=set(), watch=watch)
-    assert [len(row.tokens) for row in found] == [10, 10, 3, 10, 10, 10]
+    completions = complete(tiny[0], PROMPTS, max_tokens=10, stop_tokens=set(), watch=watch)
+    assert [len(row.tokens) for row in completions] == [10, 10, 3, 10, 10, 10]
     assert seen == [(row, step) for step in range(1, 11) for row in range(6) if row != 2 or step <= 3]
 
 
@@ -106,15 +106,18 @@ def test_adapters_attached_merged_and_uncached_agree(tiny, variant, steps, reque
     attached = generate_tokens(model, PROMPTS, max_tokens=12, stop_tokens=set())
     with whet.adapters_off(model):
         assert generate_tokens(model, PROMPTS, max_tokens=12, stop_tokens=set()) != attached
-    for prompt, found in zip(PROMPTS, attached, strict=True):
+    for prompt, completions in zip(PROMPTS, attached, strict=True):
         row = list(prompt)
         with torch.no_grad():
             for _ in range(12):
                 row.append(model(torch.tensor([row]))[0, -1].argmax().item())
-        assert row[len(prompt) :] == found
+        assert row[len(prompt) :] == completions
     assert generate_tokens(whet.merge(model), PROMPTS, max_tokens=12, stop_tokens=set()) == attached
 
 
-def test_graphs_are_for_native_models_on_cuda(tiny):
+def test_cuda_graphs_need_cuda(tiny):
     model, _ = tiny
-    assert cuda_graph.graphs_problem(model, model.new_cache()) == "there are no CUDA graphs on cpu"
+    assert (
+        cuda_graph.graph_unsupported_reason(model, model.new_cache())
+        == "CUDA graphs are not available on cpu"
+    )

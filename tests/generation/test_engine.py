@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what decoding without one gives, whatever the batch."""
+"""Batched decoding with a cache equals decoding without one."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from whet.generation.sampling import Sampling
 from whet.models.transformers_bridge import Bridge
 
 
-def prompts(count=5, shared=0):
-    start = list(range(shared))
+def prompts(count=5, shared_tokens=0):
+    start = list(range(shared_tokens))
     return [start + example.tokens for example in random_examples(count, seed=1, shortest=2, longest=30)]
 
 
-def uncached(model, prompt, steps):
+def decode_without_cache(model, prompt, steps):
     """Greedy decoding by full forward passes."""
     tokens = list(prompt)
     with torch.no_grad():
@@ -26,12 +26,12 @@ def uncached(model, prompt, steps):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("shared", [0, 12])
-def test_cached_batched_decoding_equals_full_forwards(tiny, shared):
+@pytest.mark.parametrize("shared_tokens", [0, 12])
+def test_cached_batched_decoding_equals_full_forwards(tiny, shared_tokens):
     model, _ = tiny
-    asked = prompts(shared=shared)
-    found = generate_tokens(model, asked, max_tokens=45, stop_tokens=set())
-    assert found == [uncached(model, prompt, 45) for prompt in asked]
+    batch = prompts(shared_tokens=shared_tokens)
+    completions = generate_tokens(model, batch, max_tokens=45, stop_tokens=set())
+    assert completions == [decode_without_cache(model, prompt, 45) for prompt in batch]
 
 
 def test_greedy_tokens_equal_transformers(tiny, tiny_directory):
@@ -45,7 +45,7 @@ def test_greedy_tokens_equal_transformers(tiny, tiny_directory):
         assert ours[0] == theirs[0, len(prompt) :].tolist()
 
 
-def test_the_bridge_decodes_ragged_batches_like_its_full_forward(tmp_path):
+def test_bridge_decodes_ragged_batches_like_full_forwards(tmp_path):
     torch.manual_seed(0)
     settings = StableLmConfig(
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -54,56 +54,56 @@ def test_the_bridge_decodes_ragged_batches_like_its_full_forward(tmp_path):
     StableLmForCausalLM(settings).save_pretrained(tmp_path)
     model, _ = whet.load(tmp_path, dtype=torch.float32, device="cpu")
     assert isinstance(model, Bridge)
-    for shared in (0, 12):
-        asked = prompts(shared=shared)
-        assert generate_tokens(model, asked, max_tokens=12, stop_tokens=set()) == [
-            uncached(model, prompt, 12) for prompt in asked
+    for shared_tokens in (0, 12):
+        batch = prompts(shared_tokens=shared_tokens)
+        assert generate_tokens(model, batch, max_tokens=12, stop_tokens=set()) == [
+            decode_without_cache(model, prompt, 12) for prompt in batch
         ]
 
 
-def test_stop_tokens_end_a_row_are_left_out_and_spare_the_others(tiny):
+def test_stop_token_ends_only_its_row_and_is_excluded(tiny):
     model, _ = tiny
-    asked = prompts()
-    free = generate_tokens(model, asked, max_tokens=20, stop_tokens=set())
-    stop = free[0][7]
-    found = generate_tokens(model, asked, max_tokens=20, stop_tokens={stop})
-    for row, tokens in enumerate(free):
+    batch = prompts()
+    unstopped = generate_tokens(model, batch, max_tokens=20, stop_tokens=set())
+    stop = unstopped[0][7]
+    completions = generate_tokens(model, batch, max_tokens=20, stop_tokens={stop})
+    for row, tokens in enumerate(unstopped):
         expected = tokens[: tokens.index(stop)] if stop in tokens else tokens
-        assert found[row] == expected
+        assert completions[row] == expected
 
 
-def test_a_watcher_can_end_a_row(tiny):
+def test_watcher_can_end_a_row(tiny):
     model, _ = tiny
-    free = generate_tokens(model, prompts(), max_tokens=10, stop_tokens=set())
-    found = generate_tokens(
+    unstopped = generate_tokens(model, prompts(), max_tokens=10, stop_tokens=set())
+    completions = generate_tokens(
         model,
         prompts(),
         max_tokens=10,
         stop_tokens=set(),
         watch=lambda row, tokens: row != 2 or len(tokens) < 3,
     )
-    assert found == [tokens if row != 2 else tokens[:3] for row, tokens in enumerate(free)]
+    assert completions == [tokens if row != 2 else tokens[:3] for row, tokens in enumerate(unstopped)]
 
 
-def test_sampling_is_seeded_and_rows_do_not_depend_on_their_neighbours(tiny):
+def test_sampling_is_seeded_per_row(tiny):
     model, _ = tiny
     settings = {"max_tokens": 15, "stop_tokens": set(), "sampling": Sampling(temperature=1.0, top_k=50)}
-    asked = prompts()
-    first = generate_tokens(model, asked, seed=5, **settings)
-    assert generate_tokens(model, asked, seed=5, **settings) == first
-    assert generate_tokens(model, asked, seed=6, **settings) != first
-    assert generate_tokens(model, asked[:1], seed=5, **settings) == first[:1]
+    batch = prompts()
+    first = generate_tokens(model, batch, seed=5, **settings)
+    assert generate_tokens(model, batch, seed=5, **settings) == first
+    assert generate_tokens(model, batch, seed=6, **settings) != first
+    assert generate_tokens(model, batch[:1], seed=5, **settings) == first[:1]
 
 
-def test_generation_leaves_the_model_as_it_was(tiny):
+def test_generation_restores_the_model(tiny):
     model, _ = tiny
     model.train()
     generate_tokens(model, prompts(2), max_tokens=3, stop_tokens=set())
     assert model.training
-    model.hidden(torch.arange(5)[None]).sum().backward()  # no inference-mode tensor was left behind
+    model.hidden(torch.arange(5)[None]).sum().backward()  # fails if an inference-mode tensor remains
 
 
-def test_the_context_is_never_exceeded(tmp_path):
+def test_context_limit(tmp_path):
     from tiny import write_tiny_model
 
     write_tiny_model(tmp_path, max_position_embeddings=16)
@@ -114,7 +114,7 @@ def test_the_context_is_never_exceeded(tmp_path):
         generate_tokens(model, [[1] * 16], max_tokens=5, stop_tokens=set())
 
 
-def test_bad_prompts_are_refused(tiny):
+def test_invalid_prompts_are_rejected(tiny):
     with pytest.raises(DataError, match="empty prompt"):
         generate_tokens(tiny[0], [[1], []], max_tokens=5, stop_tokens=set())
     with pytest.raises(DataError, match="token -1 is outside"):
@@ -123,16 +123,16 @@ def test_bad_prompts_are_refused(tiny):
         generate_tokens(tiny[0], [[300]], max_tokens=5, stop_tokens=set())
 
 
-def test_logprobs_are_those_of_a_full_forward_and_the_stop_token_has_one(tiny):
+def test_logprobs_equal_full_forward_including_stop_token(tiny):
     model, _ = tiny
-    asked = prompts()
-    free = generate_tokens(model, asked, max_tokens=20, stop_tokens=set())
-    stop = free[0][7]
+    batch = prompts()
+    unstopped = generate_tokens(model, batch, max_tokens=20, stop_tokens=set())
+    stop = unstopped[0][7]
     settings = {"max_tokens": 20, "stop_tokens": {stop}}
     warm = Sampling(temperature=1.3, top_k=30, top_p=0.9, repetition_penalty=1.2)
     for sampling in (None, warm):
-        found = complete(model, asked, sampling=sampling, seeds=range(5), **settings)
-        for prompt, row in zip(asked, found, strict=True):
+        completions = complete(model, batch, sampling=sampling, seeds=range(5), **settings)
+        for prompt, row in zip(batch, completions, strict=True):
             assert row.finished == (row.tokens[-1] == stop)
             assert stop not in row.tokens[:-1]
             with torch.no_grad():
@@ -140,39 +140,39 @@ def test_logprobs_are_those_of_a_full_forward_and_the_stop_token_has_one(tiny):
             model.float()
             expected = logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(row.logprobs).double(), expected, rtol=0, atol=2e-4)
-    assert any(row.finished for row in complete(model, asked, **settings))
+    assert any(row.finished for row in complete(model, batch, **settings))
 
 
-def test_a_row_ended_by_the_watcher_is_finished_and_one_ended_by_length_is_not(tiny):
+def test_finished_flag(tiny):
     model, _ = tiny
-    found = complete(
+    completions = complete(
         model,
         prompts(),
         max_tokens=5,
         stop_tokens=set(),
         watch=lambda row, tokens: row != 2 or len(tokens) < 5,
     )
-    assert [row.finished for row in found] == [False, False, True, False, False]
-    assert all(len(row.tokens) == len(row.logprobs) == 5 for row in found)
+    assert [row.finished for row in completions] == [False, False, True, False, False]
+    assert all(len(row.tokens) == len(row.logprobs) == 5 for row in completions)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_do_not_depend_on_their_neighbours_or_on_the_batch(tiny, temperature):
-    """In float64, where two best candidates are never within rounding of one another."""
+def test_rows_do_not_depend_on_the_batch(tiny, temperature):
+    """In float64, where the two best candidates never differ by rounding only."""
     model = tiny[0].double()
-    asked = prompts(9)
+    batch = prompts(9)
     settings = {
         "max_tokens": 16,
         "stop_tokens": {7},
         "sampling": Sampling(temperature, repetition_penalty=1.1),
     }
-    alone = [complete(model, [prompt], seeds=[row], **settings)[0] for row, prompt in enumerate(asked)]
+    alone = [complete(model, [prompt], seeds=[row], **settings)[0] for row, prompt in enumerate(batch)]
     for rows in ([0, 1, 2], [4, 3], list(range(9)), list(range(8, -1, -1)), [5, 5, 5, 6]):
-        found = complete(model, [asked[row] for row in rows], seeds=rows, **settings)
-        assert [row.tokens for row in found] == [alone[row].tokens for row in rows]
+        completions = complete(model, [batch[row] for row in rows], seeds=rows, **settings)
+        assert [row.tokens for row in completions] == [alone[row].tokens for row in rows]
 
 
-def test_equal_prompts_with_different_seeds_differ_and_are_read_once(tiny, monkeypatch):
+def test_equal_prompts_are_prefilled_once_and_differ_by_seed(tiny, monkeypatch):
     model, _ = tiny
     read = []
     original = model.hidden
@@ -181,7 +181,7 @@ def test_equal_prompts_with_different_seeds_differ_and_are_read_once(tiny, monke
         "hidden",
         lambda tokens, *rest: (read.append(tuple(tokens.shape)), original(tokens, *rest))[1],
     )
-    found = complete(
+    completions = complete(
         model,
         [list(range(10))] * 4,
         max_tokens=3,
@@ -189,12 +189,12 @@ def test_equal_prompts_with_different_seeds_differ_and_are_read_once(tiny, monke
         sampling=Sampling(temperature=2.0),
         seeds=[1, 2, 3, 1],
     )
-    assert found[0] == found[3]
-    assert len({tuple(row.tokens) for row in found}) == 3
+    assert completions[0] == completions[3]
+    assert len({tuple(row.tokens) for row in completions}) == 3
     assert read == [(1, 10), (4, 1), (4, 1)]
 
 
-def test_wrong_numbers_of_seeds_are_refused(tiny):
+def test_wrong_seed_count_is_rejected(tiny):
     with pytest.raises(DataError, match="2 seeds for 3 prompts"):
         complete(tiny[0], [[1]] * 3, max_tokens=2, stop_tokens=set(), seeds=[1, 2])
 
@@ -204,8 +204,8 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-# a window, slopes, a state and a convolution: none of them may count padding after a common start
-COUNTING = {
+# a sliding window, ALiBi slopes, a state and a convolution: none may count padding after a shared prefix
+POSITION_DEPENDENT = {
     "olmo3": {**SMALL, "sliding_window": 6},
     "mpt": {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
     "mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
@@ -213,10 +213,10 @@ COUNTING = {
 }
 
 
-@pytest.mark.parametrize("kind", COUNTING)
-def test_rows_with_a_common_start_decode_as_alone_in_classes_of_transformers(kind, tmp_path):
+@pytest.mark.parametrize("kind", POSITION_DEPENDENT)
+def test_bridge_rows_with_shared_prefix_decode_as_alone(kind, tmp_path):
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COUNTING[kind]))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **POSITION_DEPENDENT[kind]))
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() > 1:
@@ -226,8 +226,8 @@ def test_rows_with_a_common_start_decode_as_alone_in_classes_of_transformers(kin
     assert isinstance(model, Bridge)
     start = list(range(3, 15))
     rows = [[*start, 40, 41], [*start, 50, 51, 52, 53, 54, 55, 56]]
-    together = complete(model, rows, max_tokens=6, stop_tokens=set())
-    for row, found in zip(rows, together, strict=True):
+    batched = complete(model, rows, max_tokens=6, stop_tokens=set())
+    for row, completions in zip(rows, batched, strict=True):
         [alone] = complete(model, [row], max_tokens=6, stop_tokens=set())
-        assert found.tokens == alone.tokens
-        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert completions.tokens == alone.tokens
+        assert completions.logprobs == pytest.approx(alone.logprobs, abs=1e-4)

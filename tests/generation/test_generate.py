@@ -1,4 +1,4 @@
-"""Stop strings end an answer before themselves, whatever the tokens; streaming shows nothing it must take back."""
+"""Stop strings truncate a completion wherever tokens end, and streaming emits final text only."""
 
 import copy
 
@@ -14,11 +14,11 @@ from whet.errors import ConfigError, DataError
 from whet.generation.best_of_n import best_of_n, majority_vote, sample_answers
 from whet.generation.engine import complete
 from whet.generation.generate import encode_prompt
-from whet.generation.stop_strings import TextStream, cut, stop_watch
+from whet.generation.stop_strings import TextStream, stop_watcher, truncate_at_stop
 
 
-def stream_of(tokenizer, text, stops):
-    """Feed the bytes of a text to a stream, one by one: the pieces shown, the answer, the tokens it took."""
+def stream_text(tokenizer, text, stops):
+    """Feed the bytes of a text to a stream, one by one; return the pieces, the text and the token count."""
     pieces, tokens = [], []
     stream = TextStream(tokenizer, stops, pieces.append)
     for token in tokenizer(text)["input_ids"]:
@@ -33,25 +33,25 @@ def stream_of(tokenizer, text, stops):
     [
         ("one two three", ["two"], "one "),
         ("one two three", ["four"], "one two three"),
-        ("one two three", ["three", "o t"], "one tw"),  # the first to appear, not the first listed
-        ("aab aac", ["aac"], "aab "),  # a start that turned out to be none is shown after all
+        ("one two three", ["three", "o t"], "one tw"),  # the first to appear, not the first in the list
+        ("aab aac", ["aac"], "aab "),  # a prefix of a stop string is emitted once it cannot be one
         ("ends with a star*", ["**"], "ends with a star*"),
         ("naïve 東京 stop", ["京"], "naïve 東"),
         ("x\n\nUser: hi", ["\nUser:", "\n\nUser"], "x"),
     ],
 )
-def test_a_stream_is_cut_before_a_stop_string_and_never_shows_a_part_of_one(tiny, text, stops, expected):
-    pieces, answer, used = stream_of(tiny[1], text, stops)
-    assert answer == expected == cut(text, stops)
+def test_stream_is_truncated_and_never_emits_partial_stop_string(tiny, text, stops, expected):
+    pieces, answer, used = stream_text(tiny[1], text, stops)
+    assert answer == expected == truncate_at_stop(text, stops)
     assert "".join(pieces) == expected
     if expected != text:
         assert used < len(text.encode()) or text.endswith(tuple(stops)), (
-            "it stops when the string is complete"
+            "decoding stops when the stop string is complete"
         )
 
 
-def test_bytes_in_a_row_are_shown_when_no_other_can_change_them():
-    """Tokenizers with a fallback read a row of bytes at once: one that is cut makes all of it unreadable."""
+def test_byte_tokens_are_emitted_when_final():
+    """With byte fallback, consecutive bytes decode together: an incomplete character makes all of them U+FFFD."""
     vocabulary = {"<unk>": 0, "hi": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -71,80 +71,87 @@ def test_bytes_in_a_row_are_shown_when_no_other_can_change_them():
         assert stream.finish(tokens) == "".join(pieces) == tokenizer.decode(tokens)
 
 
-def test_a_prompt_goes_on_where_the_tokenizer_would_end_it(tiny):
+def test_prompt_has_no_eos_from_the_tokenizer(tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = None
     eos, bare = tokenizer.eos_token, tokenizer("lazy")["input_ids"]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{eos} $A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
     )
-    [asked] = encode_records([Record({"prompt": "lazy", "completion": " dog"}, "here")], tokenizer)
+    [example] = encode_records([Record({"prompt": "lazy", "completion": " dog"}, "here")], tokenizer)
     prompt = encode_prompt(tokenizer, "lazy")
-    assert prompt == asked.tokens.tolist()[:5] == [tokenizer.eos_token_id, *bare]
-    assert encode_prompt(tokenizer, f"lazy{eos}") == [*prompt, tokenizer.eos_token_id]  # the user's own stays
+    assert prompt == example.tokens.tolist()[:5] == [tokenizer.eos_token_id, *bare]
+    assert encode_prompt(tokenizer, f"lazy{eos}") == [
+        *prompt,
+        tokenizer.eos_token_id,
+    ]  # written by the user, so it stays
 
 
-def test_text_appears_as_soon_as_it_is_certain(tiny):
-    pieces, _, _ = stream_of(tiny[1], "é!<endless", ["<end>"])
+def test_text_is_emitted_as_soon_as_it_is_final(tiny):
+    pieces, _, _ = stream_text(tiny[1], "é!<endless", ["<end>"])
     assert pieces == ["é", "!", "<endl", "e", "s", "s"]
 
 
-def test_generate_stops_at_a_string_that_lies_across_tokens(tiny):
+def test_generate_stops_at_string_across_tokens(tiny):
     model, tokenizer = tiny
-    free = whet.generate(model, tokenizer, "hello", max_tokens=40)
-    stop = free[11:14]  # every token is one byte
-    place = free.index(stop)
+    unstopped = whet.generate(model, tokenizer, "hello", max_tokens=40)
+    stop = unstopped[11:14]  # every token is one byte
+    position = unstopped.index(stop)
     pieces = []
-    found = whet.generate(
+    truncated = whet.generate(
         model, tokenizer, "hello", max_tokens=40, stop=["never seen", stop], on_text=pieces.append
     )
-    assert found == "".join(pieces) == free[:place]
-    assert whet.generate(model, tokenizer, "hello", max_tokens=40, stop=stop) == found
+    assert truncated == "".join(pieces) == unstopped[:position]
+    assert whet.generate(model, tokenizer, "hello", max_tokens=40, stop=stop) == truncated
 
 
-def test_an_empty_stop_string_is_refused(tiny):
+def test_empty_stop_string_is_rejected(tiny):
     with pytest.raises(ConfigError, match="an empty stop string"):
         whet.generate(*tiny, "hello", stop=["x", ""])
 
 
-def test_no_messages_are_refused(tiny):
-    with pytest.raises(DataError, match="there are no messages to answer"):
+def test_empty_messages_are_rejected(tiny):
+    with pytest.raises(DataError, match="the list of messages is empty"):
         whet.generate(*tiny, [])
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0]['content'] }}"])
-def test_a_prompt_that_is_not_text_is_refused(tiny, template):
+def test_non_utf8_prompt_is_rejected(tiny, template):
     model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
     tokenizer.chat_template = template
     with pytest.raises(DataError, match="the prompt is not UTF-8 text"):
         whet.generate(model, tokenizer, "h\udcffi")
 
 
-def test_messages_that_are_no_objects_are_refused(tiny):
+def test_non_object_messages_are_rejected(tiny):
     with pytest.raises(DataError, match="messages must be objects"):
         whet.generate(*tiny, ["hi"])
 
 
-def test_what_a_template_refuses_is_an_error_that_says_so(tiny):
+def test_template_error_is_reported(tiny):
     model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
     tokenizer.chat_template = "{{ messages[0]['content'] / 2 }}"
     with pytest.raises(DataError, match="the chat template rejects these messages: unsupported operand"):
         whet.generate(model, tokenizer, "hello")
 
 
-def test_batches_stop_at_strings_too(tiny):
+def test_batches_stop_at_strings(tiny):
     model, tokenizer = tiny
     prompts = [encode_prompt(tokenizer, text) for text in ("hello", "good day", "a")]
-    free = complete(model, prompts, max_tokens=30, stop_tokens=set())
-    texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in free]
+    unstopped = complete(model, prompts, max_tokens=30, stop_tokens=set())
+    texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in unstopped]
     stop = texts[1][8:10]
-    found = complete(model, prompts, max_tokens=30, stop_tokens=set(), watch=stop_watch(tokenizer, [stop]))
-    for text, row in zip(texts, found, strict=True):
+    completions = complete(
+        model, prompts, max_tokens=30, stop_tokens=set(), watch=stop_watcher(tokenizer, [stop])
+    )
+    for text, row in zip(texts, completions, strict=True):
         assert row.finished == (stop in text)
-        assert cut(tokenizer.decode(row.tokens, skip_special_tokens=True), [stop]) == cut(text, [stop])
+        assert truncate_at_stop(
+            tokenizer.decode(row.tokens, skip_special_tokens=True), [stop]
+        ) == truncate_at_stop(text, [stop])
 
 
-def test_best_of_n_takes_the_likeliest_or_the_best_scored(tiny):
+def test_best_of_n_by_likelihood_or_scorer(tiny):
     settings = {"max_tokens": 6, "seed": 3}
     answers = sample_answers(*tiny, "hello", 8, **settings)
     assert len({answer.text for answer in answers}) > 4
@@ -153,39 +160,39 @@ def test_best_of_n_takes_the_likeliest_or_the_best_scored(tiny):
     assert scored.text[0] == min(answer.text[0] for answer in answers)
 
 
-def test_a_majority_vote_counts_what_the_key_reads(tiny):
+def test_majority_vote_counts_keys(tiny):
     vote = majority_vote(*tiny, "hello", 12, key=lambda text: len(text) % 2, max_tokens=6, seed=3)
     odd = sum(len(answer.text) % 2 for answer in vote.answers)
     assert vote.votes == max(odd, 12 - odd)
     assert len(vote.answer.text) % 2 == (odd > 12 - odd)
-    alike = [answer for answer in vote.answers if len(answer.text) % 2 == len(vote.answer.text) % 2]
-    assert vote.answer.mean_logprob == max(answer.mean_logprob for answer in alike)
-    nobody = majority_vote(*tiny, "hello", 3, key=lambda text: None, max_tokens=6, seed=3)
-    assert nobody.votes == 0
+    majority = [answer for answer in vote.answers if len(answer.text) % 2 == len(vote.answer.text) % 2]
+    assert vote.answer.mean_logprob == max(answer.mean_logprob for answer in majority)
+    no_votes = majority_vote(*tiny, "hello", 3, key=lambda text: None, max_tokens=6, seed=3)
+    assert no_votes.votes == 0
 
 
 @pytest.mark.parametrize(
     ("n", "settings", "message"),
-    [(0, {}, "n=0: at least one"), (2, {"sampling": whet.Sampling()}, "at temperature 0 all 2 answers")],
+    [(0, {}, "n=0 must be at least 1"), (2, {"sampling": whet.Sampling()}, "at temperature 0 all 2 answers")],
 )
-def test_senseless_numbers_of_answers_are_refused(tiny, n, settings, message):
+def test_invalid_n_is_rejected(tiny, n, settings, message):
     with pytest.raises(ConfigError, match=message):
         best_of_n(*tiny, "hello", n, **settings)
 
 
-def test_a_stop_string_may_be_a_special_token(tiny_directory):
+def test_stop_string_may_be_special_token(tiny_directory):
     _, tokenizer = whet.load(tiny_directory, device="cpu")
     tokens = tokenizer("Sure.<|user|>and now", add_special_tokens=False)["input_ids"]
-    place = tokens.index(tokenizer.convert_tokens_to_ids("<|user|>"))
-    shown = []
-    stream = TextStream(tokenizer, ["<|user|>"], shown.append)
-    for watch in (stop_watch(tokenizer, ["<|user|>"]), stream.watch):
-        assert [watch(0, tokens[: n + 1]) for n in range(place + 1)] == [True] * place + [False]
-    assert stream.finish(tokens[: place + 1]) == "".join(shown) == "Sure."
+    position = tokens.index(tokenizer.convert_tokens_to_ids("<|user|>"))
+    emitted = []
+    stream = TextStream(tokenizer, ["<|user|>"], emitted.append)
+    for watch in (stop_watcher(tokenizer, ["<|user|>"]), stream.watch):
+        assert [watch(0, tokens[: n + 1]) for n in range(position + 1)] == [True] * position + [False]
+    assert stream.finish(tokens[: position + 1]) == "".join(emitted) == "Sure."
 
 
 @pytest.mark.parametrize("stop", [(), "x"])
-def test_without_a_tokenizer_a_prompt_is_refused(tiny_directory, stop):
+def test_prompt_without_tokenizer_is_rejected(tiny_directory, stop):
     model, _ = whet.load(tiny_directory, device="cpu")
     with pytest.raises(DataError, match="has no tokenizer"):
         whet.generate(model, None, "hello", stop=stop)

@@ -1,4 +1,4 @@
-"""Draws follow the distribution that the settings leave, and depend on a row's seed only."""
+"""Samples follow the filtered distribution, and depend on the seed of their row only."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from whet.errors import ConfigError
-from whet.generation import sampling as of_sampling
-from whet.generation.sampling import Picker, Sampling, row_seeds
+from whet.generation import sampling as sampling_module
+from whet.generation.sampling import Sampling, TokenSampler, row_seeds
 
 
-def picker(sampling, rows, *, vocab, max_tokens=1, prompts=None):
-    return Picker(
+def token_sampler(sampling, rows, *, vocab, max_tokens=1, prompts=None):
+    return TokenSampler(
         sampling,
         prompts or [[0]] * rows,
         row_seeds(rows, seed=0),
@@ -22,7 +22,7 @@ def picker(sampling, rows, *, vocab, max_tokens=1, prompts=None):
 
 
 def distribution(logits, sampling, draws=8_000):
-    chosen, _ = picker(sampling, draws, vocab=len(logits))(torch.tensor([logits]).expand(draws, -1))
+    chosen, _ = token_sampler(sampling, draws, vocab=len(logits))(torch.tensor([logits]).expand(draws, -1))
     return torch.bincount(chosen, minlength=len(logits)) / draws
 
 
@@ -36,58 +36,58 @@ def test_draws_follow_the_filtered_distribution():
         rtol=0,
         atol=0.022,
     )
-    for sampling, kept in (
+    for sampling, count in (
         (Sampling(1.0, top_k=2), 2),
         (Sampling(1.0, top_p=0.8), 2),  # 0.64 is not enough, 0.64 + 0.24 is
         (Sampling(1.0, top_p=0.6), 1),
         (Sampling(1.0, min_p=0.1), 3),  # 0.644 * 0.1 = 0.064: the last one has 0.032
     ):
-        expected = torch.where(torch.arange(4) < kept, p, 0.0)
+        expected = torch.where(torch.arange(4) < count, p, 0.0)
         torch.testing.assert_close(
             distribution(logits, sampling), expected / expected.sum(), rtol=0, atol=0.022
         )
 
 
-def test_successive_draws_of_one_row_follow_the_distribution_over_many_tokens():
-    """The numbers of one seed, over a large vocabulary: counts within what chance allows (chi-square)."""
+def test_successive_draws_of_one_row_follow_the_distribution():
+    """The draws of one seed over a large vocabulary pass a chi-square test."""
     vocab, draws = 200, 3_000
     logits = torch.linspace(0, 3, vocab)[None]
-    pick = picker(Sampling(temperature=1.0), 1, vocab=vocab, max_tokens=draws)
-    found = np.bincount([pick(logits)[0].item() for _ in range(draws)], minlength=vocab)
+    sampler = token_sampler(Sampling(temperature=1.0), 1, vocab=vocab, max_tokens=draws)
+    values = np.bincount([sampler(logits)[0].item() for _ in range(draws)], minlength=vocab)
     expected = draws * logits[0].softmax(-1).numpy()
-    square = ((found - expected) ** 2 / expected).sum()
+    square = ((values - expected) ** 2 / expected).sum()
     assert abs(square - (vocab - 1)) < 5 * (2 * (vocab - 1)) ** 0.5
-    # and the next token does not follow from the last one
-    pick.count.zero_()
-    ids = np.array([pick(logits)[0].item() for _ in range(draws)])
+    # successive tokens are uncorrelated
+    sampler.count.zero_()
+    ids = np.array([sampler(logits)[0].item() for _ in range(draws)])
     assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 5 / draws**0.5
 
 
-def test_a_row_draws_the_same_however_many_tokens_it_may_draw():
+def test_draws_do_not_depend_on_max_tokens():
     logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
-    short, long = (picker(Sampling(1.0), 3, vocab=200, max_tokens=count) for count in (5, 50))
+    short, long = (token_sampler(Sampling(1.0), 3, vocab=200, max_tokens=count) for count in (5, 50))
     for _ in range(5):
         assert torch.equal(short(logits)[0], long(logits)[0])
 
 
-def test_the_repetition_penalty_is_that_of_transformers():
+def test_repetition_penalty_equals_transformers():
     torch.manual_seed(0)
     prompts = [[3, 5, 5, 9], [1, 2, 3, 4]]
     logits = torch.randn(2, 12)
-    pick = picker(Sampling(repetition_penalty=1.7), 2, vocab=12, max_tokens=8, prompts=prompts)
+    sampler = token_sampler(Sampling(repetition_penalty=1.7), 2, vocab=12, max_tokens=8, prompts=prompts)
     theirs = RepetitionPenaltyLogitsProcessor(1.7)
     tokens = torch.tensor(prompts)
     for _ in range(8):
-        chosen, logprobs = pick(logits)
+        chosen, logprobs = sampler(logits)
         expected = theirs(tokens, logits.clone()).argmax(-1)
         assert chosen.tolist() == expected.tolist()
-        plain = logits.log_softmax(-1)[[0, 1], chosen]  # the penalty is no part of the log-probability
+        plain = logits.log_softmax(-1)[[0, 1], chosen]  # without the penalty
         torch.testing.assert_close(logprobs, plain)
         tokens = torch.cat((tokens, chosen[:, None]), dim=1)
 
 
 @pytest.mark.parametrize(
-    "bad",
+    "settings",
     [
         {"temperature": -1},
         {"top_p": 0},
@@ -99,14 +99,16 @@ def test_the_repetition_penalty_is_that_of_transformers():
         {"repetition_penalty": float("nan")},
     ],
 )
-def test_bad_sampling_settings_are_refused(bad):
+def test_invalid_settings_are_rejected(settings):
     with pytest.raises(ConfigError):
-        Sampling(**bad)
+        Sampling(**settings)
 
 
-def test_the_smallest_numbers_are_as_likely_as_they_should_be(monkeypatch):
-    monkeypatch.setattr(of_sampling, "_scramble", lambda bits: bits)
+def test_small_noise_values_are_exact(monkeypatch):
+    monkeypatch.setattr(sampling_module, "_hash_", lambda bits: bits)
     bits = np.array([0, 1, 2, 40, 63, 64, 65, 1000, 2**31 - 1, 2**31], dtype=np.uint32)
-    found = of_sampling._noise(torch.from_numpy(bits.view(np.int32)), torch.zeros(1, 1, dtype=torch.int32))[0]
-    wanted = -np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32)
-    np.testing.assert_allclose(found.double().numpy(), wanted, rtol=2e-6)
+    values = sampling_module._exponential_noise(
+        torch.from_numpy(bits.view(np.int32)), torch.zeros(1, 1, dtype=torch.int32)
+    )[0]
+    expected = -np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32)
+    np.testing.assert_allclose(values.double().numpy(), expected, rtol=2e-6)

@@ -238,7 +238,7 @@ def test_traffic_of_a_mix_is_the_sum_of_its_parts(tensor):
         ({"gpus": 8, "network_gb_s": 0}, "must be positive"),
         ({"gpus": 9, "parallel": {"kind": "fsdp", "tensor": 2}}, "=2 does not divide the 9"),
         ({"gpus": 16, "parallel": {"kind": "fsdp", "tensor": 8}}, "does not divide the model's heads"),
-        ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "reads whole matrices"),
+        ({"gpus": 8, "parallel": FSDP, "optim": {"name": "muon"}}, "needs full matrices"),
     ],
 )
 def test_invalid_input_raises_one_message(arguments, message):

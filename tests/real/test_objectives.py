@@ -1,4 +1,4 @@
-"""What the objectives come to on a real model: SmolLM2 changes its style, and is worth more than its text to a student."""
+"""Objectives on a real model: preferences change the style of SmolLM2, and distillation from it helps a student."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from whet.runs.teach import teach
 
 
 @pytest.mark.slow
-def test_preferences_flip_the_style_of_smollm2(tmp_path, smollm2_directory):
-    """The two examples, one after the other; measured: 0% spoken and 100% JSON before, 100% and 0% after."""
+def test_preferences_change_the_style_of_smollm2(tmp_path, smollm2_directory):
+    """Run two examples in sequence; measured: 0% spoken and 100% JSON before, 100% and 0% after."""
     here = [f"run.dir={tmp_path}", "run.device=cpu"]
     both = whet.train(load_config("examples/house-styles.yaml", [*here, "data.valid=null"]))
     spoken, json = style_shares(both.directory, count=20)
@@ -26,7 +26,7 @@ def test_preferences_flip_the_style_of_smollm2(tmp_path, smollm2_directory):
 
 
 def student(tmp_path, name, objective, *, seed):
-    """A model of 3 million weights with SmolLM2's tokenizer, on 40,000 characters of text."""
+    """Return the config of a model with 3 million parameters and SmolLM2's tokenizer, on 40,000 characters."""
     return {
         "model": {
             "preset": "nano",
@@ -58,8 +58,8 @@ def student(tmp_path, name, objective, *, seed):
 
 
 @pytest.mark.slow
-def test_a_student_of_smollm2_beats_one_of_the_text_alone(tmp_path, smollm2_directory, monkeypatch):
-    """By at least 0.05 nats a token of held-out text, on each of three seeds; the teacher is asked once."""
+def test_distilled_student_beats_plain_student(tmp_path, smollm2_directory, monkeypatch):
+    """By at least 0.05 nats per held-out token, with three seeds; teacher log-probabilities are computed once."""
     monkeypatch.setenv("WHET_TOKENS", str(tmp_path / "tokens"))
     text, held_out = (generate(f"synth:python-topics{part}")[0]["text"] for part in ("", "-valid"))
     (tmp_path / "train.txt").write_text(text[:40_000])

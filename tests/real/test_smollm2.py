@@ -1,4 +1,4 @@
-"""A real language model: SmolLM2-135M-Instruct, as `whet pull` leaves it in the cache."""
+"""Tests with a real language model: SmolLM2-135M-Instruct, from the cache of `whet pull`."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def tokens(smollm2):
     return torch.tensor([smollm2[1](text)["input_ids"]])
 
 
-def test_the_untouched_model_knows_the_capital_of_france(smollm2):
+def test_pretrained_model_knows_the_capital_of_france(smollm2):
     assert "Paris" in whet.generate(*smollm2, "What is the capital of France?", max_tokens=12)
 
 
@@ -58,31 +58,31 @@ def test_logits_and_gradients_equal_transformers(smollm2, reference, tokens):
     reference.zero_grad(set_to_none=True)
 
 
-def test_saved_and_loaded_by_transformers_it_computes_the_same(smollm2, tokens, tmp_path):
+def test_saved_model_computes_the_same_in_transformers(smollm2, tokens, tmp_path):
     whet.save(*smollm2, tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, smollm2[0](tokens), rtol=0, atol=2e-4)
+        torch.testing.assert_close(reloaded(tokens).logits, smollm2[0](tokens), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("steps", ["growing", "static"])
-def test_greedy_answers_equal_transformers_with_and_without_neighbours(smollm2, reference, steps, request):
+def test_batched_greedy_answers_equal_transformers(smollm2, reference, steps, request):
     if steps == "static":
         request.getfixturevalue("static_steps")
     model, tokenizer = smollm2
-    asked = ["What is the capital of France?", "Name three colours.", "Say hi."]
-    prompts = [encode_prompt(tokenizer, text) for text in asked]
+    questions = ["What is the capital of France?", "Name three colours.", "Say hi."]
+    prompts = [encode_prompt(tokenizer, text) for text in questions]
     batched = generate_tokens(model, prompts, max_tokens=16, stop_tokens=stop_tokens(model, tokenizer))
     for prompt, ours in zip(prompts, batched, strict=True):
         theirs = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[
             0, len(prompt) :
         ]
-        kept = [token for token in theirs.tolist() if token != tokenizer.eos_token_id]
-        assert ours == kept
+        expected = [token for token in theirs.tolist() if token != tokenizer.eos_token_id]
+        assert ours == expected
 
 
-def test_a_few_steps_of_the_demo_teach_it_the_format(tmp_path, smollm2_directory):
-    """Twelve of the demo's forty steps: the loss on unseen commands falls from 3 to well under 0.5."""
+def test_a_few_demo_steps_reduce_the_loss(tmp_path, smollm2_directory):
+    """Twelve of the demo's forty steps reduce the loss on unseen commands from 3 to under 0.5."""
     config = load_config(
         "examples/demo.yaml",
         [f"run.dir={tmp_path}", "run.steps=12", "run.device=cpu", "data.valid=synth:house-valid:12"],
@@ -94,8 +94,8 @@ def test_a_few_steps_of_the_demo_teach_it_the_format(tmp_path, smollm2_directory
 
 
 @pytest.mark.slow
-def test_the_demo_reaches_its_figures(tmp_path, smollm2_directory):
-    """0% before; at least 97% on known templates after, on 200 commands it has never seen."""
+def test_demo_reaches_its_figures(tmp_path, smollm2_directory):
+    """Exact match on 200 unseen commands: 0% before, at least 97% on known templates after."""
     source = open_source("synth:house-test:200")
     before = ModelEvaluation(*whet.load(NAME), source, max_length=512).exact_match(max_tokens=40)
     assert before["exact_match"] == 0

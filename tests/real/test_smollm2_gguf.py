@@ -1,4 +1,4 @@
-"""The real model through GGUF and back: the same weights, the same tokens."""
+"""A GGUF round trip of a real model: the same weights and the same tokens."""
 
 import gguf
 import numpy as np
@@ -21,41 +21,45 @@ HARD = [
 ]
 
 
-def test_smollm2_comes_back_from_f16_as_it_was(smollm2_directory, tmp_path):
+def test_f16_round_trip_of_smollm2(smollm2_directory, tmp_path):
     model, tokenizer = whet.load(smollm2_directory, dtype=torch.float32, device="cpu")
     (tmp_path / "a").mkdir()
     write_gguf(tmp_path / "a" / "m.gguf", model, tokenizer, kind="f16", end_tokens=end_tokens(model))
     convert_gguf(tmp_path / "a" / "m.gguf", tmp_path / "model")
-    again, again_tokenizer = whet.load(tmp_path / "model", dtype=torch.float32, device="cpu")
-    assert again.spec == model.spec
-    ours, theirs = model.state_dict(), again.state_dict()
+    restored, restored_tokenizer = whet.load(tmp_path / "model", dtype=torch.float32, device="cpu")
+    assert restored.spec == model.spec
+    ours, theirs = model.state_dict(), restored.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(theirs[name], tensor if tensor.ndim == 1 else tensor.half().float()), name
 
     original = AutoTokenizer.from_pretrained(smollm2_directory)
     for text in HARD:
-        assert again_tokenizer(text)["input_ids"] == original(text)["input_ids"]
-    assert again_tokenizer.chat_template == original.chat_template
+        assert restored_tokenizer(text)["input_ids"] == original(text)["input_ids"]
+    assert restored_tokenizer.chat_template == original.chat_template
     prompts = [encode_prompt(original, text) for text in ("What is the capital of France?", "Say hi.")]
     answers = [
-        generate_tokens(one, prompts, max_tokens=12, stop_tokens=stop_tokens(one, coder))
-        for one, coder in ((model, original), (again, again_tokenizer))
+        generate_tokens(
+            each_model, prompts, max_tokens=12, stop_tokens=stop_tokens(each_model, each_tokenizer)
+        )
+        for each_model, each_tokenizer in ((model, original), (restored, restored_tokenizer))
     ]
     assert answers[0] == answers[1]
     assert "Paris" in original.decode(answers[0][0])
 
-    # written once more, it is the same file to the last byte
+    # a second export is byte-identical
     (tmp_path / "b").mkdir()
-    write_gguf(tmp_path / "b" / "m.gguf", again, again_tokenizer, kind="f16", end_tokens=end_tokens(again))
+    write_gguf(
+        tmp_path / "b" / "m.gguf", restored, restored_tokenizer, kind="f16", end_tokens=end_tokens(restored)
+    )
     assert (tmp_path / "a" / "m.gguf").read_bytes() == (tmp_path / "b" / "m.gguf").read_bytes()
 
     write_gguf(tmp_path / "q8.gguf", model, tokenizer, kind="q8_0")
     for tensor in gguf.GGUFReader(tmp_path / "q8.gguf").tensors:
-        if tensor.name.endswith("ffn_down.weight"):  # whose rows are in the order of Hugging Face
+        if tensor.name.endswith("ffn_down.weight"):  # its rows have the order of Hugging Face
             layer = int(tensor.name.split(".")[1])
             expected = ours[f"layers.{layer}.mlp.down_proj.weight"].numpy()
-            found = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape)
+            dequantized = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape)
             largest = np.abs(expected).reshape(-1, 32).max(1)
-            error = np.abs(found - expected).reshape(-1, 32).max(1)
+            error = np.abs(dequantized - expected).reshape(-1, 32).max(1)
             assert (error <= largest * (0.5 / 127 + 2**-10) + 1e-6).all()

@@ -165,7 +165,7 @@ def stream_of(monkeypatch, tiny_directory, tmp_path, **sections):
         seen["stream"] = stream
         raise RunError("seen")
 
-    monkeypatch.setattr(RolloutStream, "_roll", remember)
+    monkeypatch.setattr(RolloutStream, "_sample_rollout", remember)
     with pytest.raises(RunError, match="seen"):
         whet.train(grpo_config(tiny_directory, tmp_path, **sections))
     return seen["stream"]
@@ -261,7 +261,7 @@ def test_truncated_completions_are_masked_if_configured(tiny_directory, tmp_path
         whet.train(grpo_config(tiny_directory, tmp_path, **sections))
     assert "mask_truncated to false" in caught.value.hint
     seen = []
-    original = RolloutStream._measure
+    original = RolloutStream._compute_logprobs
 
     def spy(stream, examples):
         seen.append(len(examples))
@@ -272,7 +272,7 @@ def test_truncated_completions_are_masked_if_configured(tiny_directory, tmp_path
         "run": {"steps": 2, "name": "some"},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RolloutStream, "_measure", spy)
+        patch.setattr(RolloutStream, "_compute_logprobs", spy)
         patch.setattr("whet.rl.rollout_sampler.stop_tokens", lambda *_: set(range(40)))
         result = whet.train(grpo_config(tiny_directory, tmp_path, **sections))
     for count, row in zip(seen, result.history, strict=True):
@@ -289,7 +289,9 @@ def test_sampler_that_differs_from_the_policy_raises(tiny_directory, tmp_path, m
         return actual
 
     monkeypatch.setattr(rollouts.Sampler, "complete", other)
-    with pytest.raises(RunError, match="the sampler and the trainer disagree: .* 0.1 apart"):
+    with pytest.raises(
+        RunError, match="the sampler's and the trainer's log-probabilities .* differ by 0.1 on"
+    ):
         whet.train(grpo_config(tiny_directory, tmp_path))
     loose = {"objective": {"mismatch_tolerance": 0.2}, "run": {"name": "loose"}}
     assert whet.train(grpo_config(tiny_directory, tmp_path, **loose)).metrics["mismatch"] == pytest.approx(
@@ -298,14 +300,14 @@ def test_sampler_that_differs_from_the_policy_raises(tiny_directory, tmp_path, m
 
 
 def test_policy_that_changes_between_passes_raises(tiny_directory, tmp_path, monkeypatch):
-    original = RolloutStream._measure
+    original = RolloutStream._compute_logprobs
 
     def off(stream, examples):
         old, reference, plain = original(stream, examples)
         return [[value + 0.1 for value in values] for values in old], reference, plain
 
-    monkeypatch.setattr(RolloutStream, "_measure", off)
-    with pytest.raises(RunError, match="step 1: the trainer's log-probabilities are 0.1 away from its own"):
+    monkeypatch.setattr(RolloutStream, "_compute_logprobs", off)
+    with pytest.raises(RunError, match="step 1: the trainer's log-probabilities differ by 0.1 from those it"):
         whet.train(grpo_config(tiny_directory, tmp_path, objective={"temperature": 0.9}))
 
 

@@ -1,4 +1,4 @@
-"""Rewards that fork, write where they should not, or leave processes: values stay right, nothing is left."""
+"""Rewards that fork, write to foreign descriptors or leak processes: values stay correct, processes are killed."""
 
 import os
 import signal
@@ -12,11 +12,11 @@ import pytest
 
 from whet.config.objectives.grpo import GRPOObjective
 from whet.errors import RunError
-from whet.rl.rewards.worker_pool import Judged, RewardPool
+from whet.rl.rewards.worker_pool import RewardInput, RewardPool
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and adopts orphans")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and PR_SET_CHILD_SUBREAPER")
 
-# each returns the length of the completion, after what it does to "evil" ones
+# each reward returns the length of the completion; for the completion "evil" it first calls the function `kind`
 REWARDS = """
 import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
 
@@ -161,23 +161,23 @@ def rewards(tmp_path):
 
 @pytest.fixture
 def marker(monkeypatch):
-    """A value in the environment of all that is started from here."""
+    """A unique environment variable that all processes started by the test inherit."""
     name = uuid.uuid4().hex
     monkeypatch.setenv("WHET_TEST_MARKER", name)
     yield name
-    for process in marked(name):
+    for process in marked_processes(name):
         process.kill()
 
 
-def marked(name):
-    found = []
+def marked_processes(name):
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("WHET_TEST_MARKER") == name and process.pid != os.getpid():
-                found.append(process)
-        except psutil.Error:  # somebody else's, or gone
+                processes.append(process)
+        except psutil.Error:  # owned by another user, or exited
             continue
-    return found
+    return processes
 
 
 def pool(path, kind, **settings):
@@ -188,43 +188,43 @@ def pool(path, kind, **settings):
 
 
 @pytest.mark.parametrize("kind", [*HARMLESS, *FATAL])
-def test_no_reward_changes_the_value_of_another_or_leaves_a_process(rewards, marker, kind):
-    limit = 2.0 if kind in ("hangs", "stops_itself") else 60.0
+def test_reward_cannot_change_other_values_or_leak_processes(rewards, marker, kind):
+    timeout_s = 2.0 if kind in ("hangs", "stops_itself") else 60.0
     evil = -1.0 if kind in FATAL else 4.0
     texts = ["evil", "a", "abc", "evil", "ab", "abcdef"]
-    with pool(rewards, kind, on_error=-1.0, reward_timeout=limit) as running:
+    with pool(rewards, kind, on_error=-1.0, reward_timeout=timeout_s) as reward_pool:
         for _ in range(2):
-            values = running.score([Judged("", text, {}) for text in texts])
+            values = reward_pool.score([RewardInput("", text, {}) for text in texts])
             assert values == [[evil if text == "evil" else float(len(text))] for text in texts]
-        assert running.take_failures() == (4 if kind in FATAL else 0)
-        assert marked(marker)
-    assert marked(marker) == []
+        assert reward_pool.pop_failure_count() == (4 if kind in FATAL else 0)
+        assert marked_processes(marker)
+    assert marked_processes(marker) == []
 
 
-def test_a_reward_that_takes_too_much_memory_is_named_with_the_limit(rewards, marker):
+def test_memory_error_names_the_limit(rewards, marker):
     with (
-        pool(rewards, "takes_memory", reward_timeout=60.0) as running,
+        pool(rewards, "takes_memory", reward_timeout=60.0) as reward_pool,
         pytest.raises(
             RunError, match="more memory than objective.reward_memory allows \\(1 GiB\\)"
         ) as caught,
     ):
-        running.score([Judged("", "evil", {})])
+        reward_pool.score([RewardInput("", "evil", {})])
     assert "completion: 'evil'" in caught.value.message
-    assert marked(marker) == []
+    assert marked_processes(marker) == []
 
 
 SCRIPT = """
 import os, signal, sys
 from whet.config.objectives.grpo import GRPOObjective
-from whet.rl.rewards.worker_pool import Judged, RewardPool
+from whet.rl.rewards.worker_pool import RewardInput, RewardPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 path, kind, ending = sys.argv[1:]
 reward = {"function": path + ":reward", "arguments": {"kind": kind}}
-limit = 2.0 if ending == "time-out" else 50.0
-with RewardPool(GRPOObjective(rewards=[reward], reward_workers=2, reward_timeout=limit)) as pool:
+timeout_s = 2.0 if ending == "time-out" else 50.0
+with RewardPool(GRPOObjective(rewards=[reward], reward_workers=2, reward_timeout=timeout_s)) as pool:
     print("started", flush=True)
-    pool.score([Judged("", "evil", {})] * 2)
+    pool.score([RewardInput("", "evil", {})] * 2)
     print("scored", flush=True)
     if ending == "error":
         raise ValueError
@@ -245,9 +245,7 @@ with RewardPool(GRPOObjective(rewards=[reward], reward_workers=2, reward_timeout
         ("SIGKILL", "hangs", -signal.SIGKILL),
     ],
 )
-def test_every_process_of_the_rewards_ends_with_the_run_however_that_ends(
-    rewards, marker, ending, kind, code
-):
+def test_reward_processes_end_with_the_run(rewards, marker, ending, kind, code):
     run = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(rewards), kind, ending],
         stdout=subprocess.PIPE,
@@ -257,14 +255,14 @@ def test_every_process_of_the_rewards_ends_with_the_run_however_that_ends(
     with run:
         assert run.stdout.readline() == "started\n"
         if ending.startswith("SIG"):
-            # this process, two supervisors, two workers, and the daemon and the program that each worker left
-            assert within(60, lambda: len(marked(marker)) >= 1 + 2 * 4)
+            # the script, two supervisors, two workers, and the daemon and the program of each worker
+            assert wait_until(60, lambda: len(marked_processes(marker)) >= 1 + 2 * 4)
             run.send_signal(getattr(signal, ending))
         assert run.wait(60) == code
-    assert within(20, lambda: not marked(marker))
+    assert wait_until(20, lambda: not marked_processes(marker))
 
 
-def within(seconds, condition):
+def wait_until(seconds, condition):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

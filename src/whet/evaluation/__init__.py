@@ -1,1 +1,1 @@
-"""`whet eval`, metrics of answers and classifiers."""
+"""`whet eval`, and metrics of generated answers and classifiers."""

@@ -1,4 +1,4 @@
-"""Metrics of a user's own on greedy answers, `eval.metrics`: functions of the answers and the records."""
+"""User-defined metrics (`eval.metrics`): functions of the model's greedy answers and the data records."""
 
 import copy
 import logging
@@ -23,16 +23,19 @@ Functions = Mapping[str, Callable[..., Any]]  # Any: whatever a user's function 
 
 
 class AnswerMetrics:
-    """The functions of `eval.metrics`, imported when this is made.
+    """The functions of `eval.metrics`, which the constructor imports.
 
     Args:
         named: "package.module:function", "path/to/file.py:function" or a placeholder, by the metric's name.
-        given: functions passed from Python, for the placeholders, by name.
+        given: functions passed from Python, by the name of their placeholder.
+
+    Raises:
+        ConfigError: a function cannot be imported or called, or was not passed.
     """
 
     def __init__(self, named: Mapping[str, str], given: Functions = MappingProxyType({})) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}  # Any: whatever a user's function returns
-        self._computed: set[str] = set()  # those that have given a number before
+        self._computed: set[str] = set()  # names of metrics that were computed at least once
         for name, reference in named.items():
             with blamed_on(f"eval.metrics.{name}"):
                 self._functions[name] = _load(reference, given)
@@ -47,11 +50,16 @@ class AnswerMetrics:
         *,
         world: World = SOLO,
     ) -> dict[str, float]:
-        """Return eval_NAME of every metric, computed on the main rank, in the order of the config.
+        """Return eval_NAME of every metric in the order of the config; the main rank computes them.
+
+        Args:
+            answers: the generated texts.
+            records: the data record of each answer.
+            world: the processes of the run; all of them must call this.
 
         Raises:
-            RunError: a metric raises or returns no number the first time. Later its value is NaN instead:
-                a long run is not given up for it.
+            RunError: a metric fails or returns no number in its first call. If a later call fails, the value
+                is NaN, because a long run should not stop for it.
         """
         values: dict[str, float] = {}
         with world.watch.patiently("computing metrics"), world.abreast():
@@ -71,11 +79,11 @@ class AnswerMetrics:
     ) -> float:
         try:
             value = float(function(list(answers), copy.deepcopy(list(records))))
-        except Exception as error:  # whatever somebody else's code raises
+        except Exception as error:  # user code may raise anything
             problem = f"the metric {name} failed: {reason(error)}"
             if name not in self._computed:
                 raise RunError(
-                    problem, hint="it is called with the lists (answers, records), and returns a number"
+                    problem, hint="it is called with the lists (answers, records), and must return a number"
                 ) from error
             log.warning("%s; its value is nan", problem)
             return math.nan
@@ -94,32 +102,34 @@ def answer_evaluator(
     pause: Callable[[], None] = lambda: None,
     world: World = SOLO,
 ) -> Callable[[], dict[str, float]]:
-    """Return what generates an answer to each question once, each rank its share, and measures them.
+    """Return a function that generates one greedy answer per question and computes their metrics.
+
+    The questions are distributed over the ranks.
 
     Args:
-        model: who answers.
-        tokenizer: of the model.
-        questions: what is asked.
-        max_tokens: longest answer.
-        exact: whether exact match is among the results.
-        metrics: those of the config.
-        pause: called before each new token, and may raise.
-        world: the processes that take part.
+        model: generates the answers.
+        tokenizer: the model's tokenizer.
+        questions: the prompts, with their expected answers.
+        max_tokens: the largest number of tokens per answer.
+        exact: whether to compute exact match.
+        metrics: the user-defined metrics of `eval.metrics`.
+        pause: called before each new token; it may raise.
+        world: the processes of the run.
     """
 
-    def judge(mine: Sequence[Question]) -> list[bool]:
-        return exact_match(model, tokenizer, mine, max_tokens=max_tokens, pause=pause).correct
+    def compute_matches(part: Sequence[Question]) -> list[bool]:
+        return exact_match(model, tokenizer, part, max_tokens=max_tokens, pause=pause).correct
 
-    def ask(mine: Sequence[Question]) -> list[str]:
-        return greedy_answers(model, tokenizer, mine, max_tokens=max_tokens, pause=pause)
+    def generate_answers(part: Sequence[Question]) -> list[str]:
+        return greedy_answers(model, tokenizer, part, max_tokens=max_tokens, pause=pause)
 
     def evaluate() -> dict[str, float]:
         groups = [question.group for question in questions]
-        if not metrics:  # whole answers are not needed
+        if not metrics:  # exact match alone does not need complete answers
             with gathered(model):
-                return ExactMatch(world.each(questions, judge), groups).metrics()
+                return ExactMatch(world.each(questions, compute_matches), groups).metrics()
         with gathered(model):
-            answers = world.each(questions, ask)
+            answers = world.each(questions, generate_answers)
         matches = compare_answers(answers, questions).metrics() if exact else {}
         return matches | metrics.compute(answers, [question.record for question in questions], world=world)
 
@@ -130,11 +140,11 @@ def _load(reference: str, given: Functions) -> Callable[..., Any]:  # Any: whate
     placeholder = parse_placeholder(reference)
     if placeholder is not None and placeholder.name not in given:
         raise ConfigError(
-            f"{reference} stands for a function that is passed from Python, and it is not here",
-            hint=f"whet.train and whet.resume take it: metrics={{{placeholder.name!r}: function}}",
+            f"{reference} is a placeholder for a function passed from Python, and it was not passed",
+            hint=f"pass it to whet.train or whet.resume: metrics={{{placeholder.name!r}: function}}",
         )
     try:
         function = load_user_object(reference) if placeholder is None else given[placeholder.name]
         return bind_arguments(function, ("answers", "records"))
-    except Exception as error:  # a module raises what it likes while it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise ConfigError(f"{reference} cannot be used: {reason(error)}") from error

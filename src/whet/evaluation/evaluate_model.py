@@ -1,4 +1,4 @@
-"""The loss and the exact match of a model on data: what `whet eval` reports."""
+"""Evaluate the loss and the exact match of a model on data, for `whet eval`."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,19 +25,31 @@ from whet.training.loss import evaluate_loss
 log = logging.getLogger("whet")
 
 
-def _unmeasured(record: Record) -> DataError:
-    """Why the loss of next tokens cannot be told of a record."""
-    hint = "give messages, prompt + completion or text"
+def _unsupported_record(record: Record) -> DataError:
+    """Return the error for a record without a next-token loss."""
+    hint = "use records with messages, with prompt and completion, or with text"
     if record.shape == "preference":
-        hint += "; pairs are evaluated in their run, as data.valid or data.test"
+        hint += "; a run evaluates preference pairs as data.valid or data.test"
     return DataError(
-        f"{record.origin}: whet eval measures the loss of next tokens, and a {record.shape} record has none",
+        f"{record.origin}: whet eval computes a next-token loss, and a {record.shape} record has none",
         hint=hint,
     )
 
 
 class ModelEvaluation:
-    """A model on some records: loss, exact match, and a few answers to look at."""
+    """Evaluates a model on the records of a source: loss, exact match, and sample answers.
+
+    Args:
+        model: the model to evaluate.
+        tokenizer: the model's tokenizer.
+        source: the records.
+        max_length: the largest number of tokens per example.
+        supervise: which messages of a chat count in the loss.
+        too_long: how examples longer than `max_length` are treated.
+
+    Raises:
+        DataError: a record has no next-token loss.
+    """
 
     def __init__(
         self,
@@ -56,7 +68,7 @@ class ModelEvaluation:
             store = preparation.store(source)
             examples = cut(store, max_length=max_length, too_long=too_long)
         except NothingToLearnError as error:
-            raise _unmeasured(error.record) from error
+            raise _unsupported_record(error.record) from error
         self.summary = examples.summary()
         for message, _ in unread_fields(store.notes["unread"], used={"group"}):
             log.warning("%s: %s", source.name, message)
@@ -67,21 +79,26 @@ class ModelEvaluation:
         self.questions = preparation.questions(source)
 
     def loss(self) -> dict[str, float]:
-        """eval_loss, eval_perplexity and eval_s."""
-        compute = self.model.head().weight.dtype
-        precision = Precision(compute, compute, compute, "as loaded")
+        """Return eval_loss, eval_perplexity and eval_s."""
+        dtype = self.model.head().weight.dtype
+        precision = Precision(dtype, dtype, dtype, "as loaded")
         return evaluate_loss(self.model, SFT(), self.batches, precision=precision)
 
     def exact_match(
         self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None
     ) -> dict[str, float]:
-        """Share of questions answered exactly as expected, by group where records name one."""
+        """Return the fraction of questions with exactly the expected answer, overall and per group.
+
+        Args:
+            max_tokens: the largest number of tokens per answer.
+            progress: called with the number of answered questions.
+        """
         return exact_match(
             self.model, self.tokenizer, self.questions, max_tokens=max_tokens, progress=progress
         ).metrics()
 
     def answers(self, count: int, *, max_tokens: int) -> Iterator[tuple[Question, str]]:
-        """The first questions with the model's greedy answers."""
+        """Yield the first `count` questions with the model's greedy answers."""
         stops = stop_tokens(self.model, self.tokenizer)
         for question in self.questions[:count]:
             [tokens] = generate_tokens(

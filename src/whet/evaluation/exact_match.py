@@ -1,4 +1,4 @@
-"""Greedy answers to the questions of a data set, and exact match: how many are the one expected."""
+"""Greedy answers to the questions of a data set, and how many exactly match the expected answer."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,24 +10,24 @@ from whet.generation.engine import generate_tokens
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
 
-_ROWS = 64  # questions decoded together
+_BATCH_SIZE = 64  # questions decoded as one batch
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Which questions were answered exactly as expected."""
+    """Whether each question was answered exactly as expected."""
 
     correct: list[bool]  # in the order of the questions
-    groups: list[str | None]
+    groups: list[str | None]  # of the questions' records
 
     def metrics(self) -> dict[str, float]:
-        """exact_match over all, and by group where records name one."""
+        """Return exact_match over all questions, and exact_match_GROUP for each group."""
         by_group: dict[str, list[bool]] = defaultdict(list)
         for correct, group in zip(self.correct, self.groups, strict=True):
             by_group["exact_match"].append(correct)
             if group is not None:
                 by_group[f"exact_match_{group}"].append(correct)
-        return {name: sum(found) / len(found) for name, found in by_group.items()}
+        return {name: sum(values) / len(values) for name, values in by_group.items()}
 
 
 def exact_match(
@@ -39,13 +39,20 @@ def exact_match(
     pause: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ExactMatch:
-    """Greedy answers against the expected ones, surrounding white space aside.
+    """Compare greedy answers with the expected ones, ignoring surrounding whitespace.
 
-    A row is dropped as soon as its text can no longer become the answer: same verdict, less work. `pause` is
-    called before each new token, and may raise; `progress` is called with the number of questions answered.
+    Generation of an answer stops as soon as it can no longer match, which does not change the result.
+
+    Args:
+        model: generates the answers.
+        tokenizer: the model's tokenizer.
+        questions: the prompts, with their expected answers.
+        max_tokens: the largest number of tokens per answer.
+        pause: called before each new token; it may raise.
+        progress: called with the number of answered questions.
     """
 
-    def possible(question: Question, tokens: list[int]) -> bool:
+    def can_match(question: Question, tokens: list[int]) -> bool:
         text = tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd").lstrip()
         return question.answer.strip().startswith(text.rstrip())
 
@@ -54,7 +61,7 @@ def exact_match(
         tokenizer,
         questions,
         max_tokens=max_tokens,
-        possible=possible,
+        can_match=can_match,
         pause=pause,
         progress=progress,
     )
@@ -62,7 +69,7 @@ def exact_match(
 
 
 def compare_answers(answers: Sequence[str], questions: Sequence[Question]) -> ExactMatch:
-    """Return which answers are the expected ones, surrounding white space aside."""
+    """Return which answers equal the expected ones, ignoring surrounding whitespace."""
     correct = [
         answer.strip() == question.answer.strip() for answer, question in zip(answers, questions, strict=True)
     ]
@@ -75,30 +82,30 @@ def greedy_answers(
     questions: Sequence[Question],
     *,
     max_tokens: int = 256,
-    possible: Callable[[Question, list[int]], bool] | None = None,
+    can_match: Callable[[Question, list[int]], bool] | None = None,
     pause: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Return the text that the model answers to each question, special tokens left out.
+    """Return the greedy answer to each question as text, without special tokens.
 
     Args:
-        model: who answers.
-        tokenizer: of the model.
-        questions: what is asked; those of similar length are decoded together.
-        max_tokens: longest answer.
-        possible: an answer is broken off where this is false of its tokens so far.
-        pause: called before each new token, and may raise.
-        progress: called with the number of questions answered.
+        model: generates the answers.
+        tokenizer: the model's tokenizer.
+        questions: the prompts; those of similar length are decoded as one batch.
+        max_tokens: the largest number of tokens per answer.
+        can_match: called with a question and the answer's tokens so far; returning False ends the answer.
+        pause: called before each new token; it may raise.
+        progress: called with the number of answered questions.
     """
     stops = stop_tokens(model, tokenizer)
     texts = [""] * len(questions)
     by_length = sorted(range(len(questions)), key=lambda index: len(questions[index].tokens))
-    for start in range(0, len(by_length), _ROWS):
-        chunk = by_length[start : start + _ROWS]
+    for start in range(0, len(by_length), _BATCH_SIZE):
+        chunk = by_length[start : start + _BATCH_SIZE]
 
         def watch(row: int, tokens: list[int], chunk: list[int] = chunk) -> bool:
             pause()
-            return possible is None or possible(questions[chunk[row]], tokens)
+            return can_match is None or can_match(questions[chunk[row]], tokens)
 
         outputs = generate_tokens(
             model,

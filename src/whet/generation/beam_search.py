@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations, not one token at a time."""
+"""Beam search for the most likely continuations of a prompt."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ import torch
 
 from whet.errors import ConfigError
 from whet.generation.decode_batch import DecodeBatch
-from whet.generation.engine import check_prompts, generating
+from whet.generation.engine import check_prompts, decoding_mode
 from whet.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One continuation that beam search found."""
+    """One continuation found by beam search."""
 
-    tokens: list[int]  # with the stop token, where one ended it
+    tokens: list[int]  # including the stop token, if one ended it
     logprob: float  # the sum over its tokens
     score: float  # logprob / length ** length_penalty
-    finished: bool  # ended by a stop token, not by length
+    finished: bool  # ended by a stop token, not by the length limit
 
 
 def beam_search(
@@ -30,20 +30,33 @@ def beam_search(
     stop_tokens: Collection[int],
     length_penalty: float = 1.0,
 ) -> list[Hypothesis]:
-    """The best continuations of a prompt, at most `beams` of them, the best first.
+    """Return the best continuations of a prompt, at most `beams` of them, the best first.
 
-    What transformers' `generate(num_beams=...)` finds: ended hypotheses are kept apart from the beams that go
-    on; the search is over when the best beam, at its present length, cannot enter the full list of ended
-    ones; what is still open at `max_tokens` counts as ended there. Scores are log-probabilities over the
-    number of tokens to the power of `length_penalty`: above 0, longer continuations are favoured.
+    The results equal those of transformers' `generate(num_beams=...)`. Finished hypotheses are stored apart
+    from the open beams. The search ends when `beams` hypotheses are finished and the best open beam, scored
+    at its current length, is not better than the worst of them. Beams still open at `max_tokens` count as
+    finished there.
+
+    Args:
+        model: the model to decode with.
+        prompt: the token ids of the prompt.
+        beams: the number of beams, and of results.
+        max_tokens: the largest number of new tokens.
+        stop_tokens: tokens that end a hypothesis.
+        length_penalty: the score is the log-probability divided by the number of tokens to this power; values
+            above 0 favor longer continuations.
+
+    Raises:
+        ConfigError: `beams` is below 1.
+        DataError: the prompt is empty, exceeds the model's context, or has tokens outside its vocabulary.
     """
     check_prompts(model, [prompt])
     if beams < 1:
-        raise ConfigError(f"beams={beams}: at least one is needed")
+        raise ConfigError(f"beams={beams} must be at least 1")
     max_tokens = min(max_tokens, model.max_positions - len(prompt))
     if max_tokens < 1:
         return []
-    with generating(model):
+    with decoding_mode(model):
         return _Search(model, prompt, beams, max_tokens, stop_tokens, length_penalty).run()
 
 
@@ -60,55 +73,57 @@ class _Search:
         self.beams, self.max_tokens = beams, max_tokens
         self.stop_tokens, self.length_penalty = stop_tokens, length_penalty
         self.rows = DecodeBatch(model, [prompt], new_tokens=max_tokens)
-        self.ended: list[Hypothesis] = []
+        self.hypotheses: list[Hypothesis] = []  # the finished ones, the best first
         self.open: list[tuple[list[int], float]] = [([], 0.0)]  # tokens and log-probability, the best first
 
     def run(self) -> list[Hypothesis]:
-        """Extend the beams until nothing better can come."""
+        """Extend the beams until no open beam can improve the result."""
         while True:
             parents = self._extend()
-            if not self.open or self._settled():
-                return self.ended
+            if not self.open or self._is_done():
+                return self.hypotheses
             device = self.rows.visible.device
             self.rows.keep(torch.tensor(parents, device=device))
             self.rows.advance(torch.tensor([tokens[-1] for tokens, _ in self.open], device=device))
 
     def _extend(self) -> list[int]:
-        """The beams one token longer; returns which of the old ones each of them goes on from."""
+        """Extend the beams by one token; return the index of the previous beam that each one extends."""
         logits = self.rows.logits()
         logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        before = torch.tensor([found for _, found in self.open], dtype=logprobs.dtype, device=logprobs.device)
-        totals = logprobs + before[:, None]
-        # enough for `beams` that go on, even if every beam may also end in every stop token
-        wanted = min(max(2, 1 + len(self.stop_tokens)) * self.beams, totals.numel())
-        best, places = totals.flatten().topk(wanted)
-        vocabulary = totals.shape[1]
+        previous = torch.tensor(
+            [total for _, total in self.open], dtype=logprobs.dtype, device=logprobs.device
+        )
+        totals = logprobs + previous[:, None]
+        # enough candidates for `beams` open ones, even if every beam can also end in every stop token
+        count = min(max(2, 1 + len(self.stop_tokens)) * self.beams, totals.numel())
+        best, indices = totals.flatten().topk(count)
+        vocab_size = totals.shape[1]
         candidates = [
-            (place // vocabulary, place % vocabulary, total)
-            for place, total in zip(places.tolist(), best.tolist(), strict=True)
+            (index // vocab_size, index % vocab_size, total)
+            for index, total in zip(indices.tolist(), best.tolist(), strict=True)
         ]
-        going_on: list[tuple[list[int], float]] = []
+        extended: list[tuple[list[int], float]] = []
         parents = []
         for rank, (parent, token, total) in enumerate(candidates):
             tokens = [*self.open[parent][0], token]
-            stopped = token in self.stop_tokens
-            if stopped or len(tokens) == self.max_tokens:
-                if rank < self.beams:  # what is worse than all beams is no result, even if it has ended
-                    self._end(tokens, total, finished=stopped)
-            elif len(going_on) < self.beams:
-                going_on.append((tokens, total))
+            is_stop = token in self.stop_tokens
+            if is_stop or len(tokens) == self.max_tokens:
+                if rank < self.beams:  # a finished candidate outside the top `beams` is not a result
+                    self._finish(tokens, total, finished=is_stop)
+            elif len(extended) < self.beams:
+                extended.append((tokens, total))
                 parents.append(parent)
-        self.open = going_on
+        self.open = extended
         return parents
 
-    def _end(self, tokens: list[int], logprob: float, *, finished: bool) -> None:
+    def _finish(self, tokens: list[int], logprob: float, *, finished: bool) -> None:
         score = logprob / len(tokens) ** self.length_penalty
-        self.ended.append(Hypothesis(tokens, logprob, score, finished))
-        self.ended.sort(key=lambda found: found.score, reverse=True)
-        del self.ended[self.beams :]
+        self.hypotheses.append(Hypothesis(tokens, logprob, score, finished))
+        self.hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
+        del self.hypotheses[self.beams :]
 
-    def _settled(self) -> bool:
-        """Whether the best open beam, at its present length, is no better than the worst of a full list."""
+    def _is_done(self) -> bool:
+        """Return whether the best open beam, at its current length, cannot enter the full list of results."""
         tokens, logprob = self.open[0]
-        possible = logprob / len(tokens) ** self.length_penalty
-        return len(self.ended) == self.beams and possible <= self.ended[-1].score
+        score = logprob / len(tokens) ** self.length_penalty
+        return len(self.hypotheses) == self.beams and score <= self.hypotheses[-1].score

@@ -1,14 +1,14 @@
-"""Several answers to one prompt, and a choice among them: best of n, majority vote."""
+"""Sample several completions of one prompt and choose one: best of n, majority vote."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.generation.engine import complete, without_stop
+from whet.generation.engine import complete, strip_stop_token
 from whet.generation.generate import Messages, encode_prompt
 from whet.generation.sampling import Sampling, row_seeds
-from whet.generation.stop_strings import check_stops, cut, decoded, stop_watch
+from whet.generation.stop_strings import check_stops, decode, stop_watcher, truncate_at_stop
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
 
@@ -17,20 +17,20 @@ _SAMPLING = Sampling(temperature=1.0)
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer."""
+    """One sampled completion of a prompt."""
 
     text: str
-    mean_logprob: float  # over its tokens, the stop token with them
-    finished: bool  # ended by a stop token or stop string, not by length
+    mean_logprob: float  # over its tokens, including the stop token
+    finished: bool  # ended by a stop token or stop string, not by the length limit
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What most answers agree on."""
+    """The result of a majority vote."""
 
-    answer: Answer  # the likeliest of those
-    votes: int
-    answers: list[Answer]
+    answer: Answer  # the most likely answer of the majority
+    votes: int  # size of the majority
+    answers: list[Answer]  # all sampled answers
 
 
 def sample_answers(
@@ -44,28 +44,42 @@ def sample_answers(
     stop: str | Sequence[str] = (),
     seed: int | None = None,
 ) -> list[Answer]:
-    """n answers to one prompt, decoded together; the prompt is read once."""
+    """Return `n` sampled completions of one prompt, decoded as one batch with a single prefill.
+
+    Args:
+        model: the model to decode with.
+        tokenizer: a transformers tokenizer.
+        prompt_or_messages: a prompt or chat messages. A string is one user message if the tokenizer has a
+            chat template.
+        n: the number of completions.
+        max_tokens: the largest number of new tokens per completion.
+        sampling: how tokens are sampled; the temperature must not be 0 if `n` is above 1.
+        stop: strings that end a completion; it is truncated before the first of them.
+        seed: makes the completions reproducible. None: the seed is random.
+    """
     if n < 1:
-        raise ConfigError(f"n={n}: at least one answer is needed")
+        raise ConfigError(f"n={n} must be at least 1")
     if n > 1 and sampling.temperature == 0:
-        raise ConfigError(f"at temperature 0 all {n} answers would be the same", hint="temperature: 1, say")
-    stops, ends = check_stops(stop), stop_tokens(model, tokenizer)
+        raise ConfigError(
+            f"at temperature 0 all {n} answers would be the same", hint="set a temperature above 0, such as 1"
+        )
+    stops, stop_ids = check_stops(stop), stop_tokens(model, tokenizer)
     completions = complete(
         model,
         [encode_prompt(tokenizer, prompt_or_messages)] * n,
         max_tokens=max_tokens,
-        stop_tokens=ends,
+        stop_tokens=stop_ids,
         sampling=sampling,
         seeds=row_seeds(n, seed=seed),
-        watch=stop_watch(tokenizer, stops) if stops else None,
+        watch=stop_watcher(tokenizer, stops) if stops else None,
     )
     return [
         Answer(
-            cut(decoded(tokenizer, without_stop(found, ends)), stops),
-            sum(found.logprobs) / max(len(found.logprobs), 1),
-            found.finished,
+            truncate_at_stop(decode(tokenizer, strip_stop_token(completion, stop_ids)), stops),
+            sum(completion.logprobs) / max(len(completion.logprobs), 1),
+            completion.finished,
         )
-        for found in completions
+        for completion in completions
     ]
 
 
@@ -81,7 +95,23 @@ def best_of_n(
     stop: str | Sequence[str] = (),
     seed: int | None = None,
 ) -> Answer:
-    """The best of n answers, the first of equals: by a scorer of texts, or by mean log-probability."""
+    """Return the best of `n` sampled completions; of equally good ones, the first.
+
+    Args:
+        model: the model to decode with.
+        tokenizer: a transformers tokenizer.
+        prompt_or_messages: a prompt or chat messages. A string is one user message if the tokenizer has a
+            chat template.
+        n: the number of completions.
+        scorer: returns the score of a text, higher is better. None: the mean log-probability is the score.
+        max_tokens: the largest number of new tokens per completion.
+        sampling: how tokens are sampled; the temperature must not be 0 if `n` is above 1.
+        stop: strings that end a completion; it is truncated before the first of them.
+        seed: makes the completions reproducible. None: the seed is random.
+
+    Raises:
+        ConfigError: `n` is below 1, or the temperature is 0 and `n` is above 1.
+    """
     answers = sample_answers(
         model,
         tokenizer,
@@ -109,10 +139,28 @@ def majority_vote(
     stop: str | Sequence[str] = (),
     seed: int | None = None,
 ) -> Vote:
-    """What most of n answers agree on (self-consistency, arXiv 2203.11171).
+    """Return the most frequent answer among `n` sampled completions (self-consistency, arXiv 2203.11171).
 
-    `key` reads from a text what is compared, the final number for instance; None is no vote. Of equally
-    frequent ones the first to appear wins.
+    Of equally frequent answers, the first to appear wins.
+
+    Args:
+        model: the model to decode with.
+        tokenizer: a transformers tokenizer.
+        prompt_or_messages: a prompt or chat messages. A string is one user message if the tokenizer has a
+            chat template.
+        n: the number of completions.
+        key: extracts the value to compare from a text, for example the final number. A completion with the
+            key None has no vote.
+        max_tokens: the largest number of new tokens per completion.
+        sampling: how tokens are sampled; the temperature must not be 0 if `n` is above 1.
+        stop: strings that end a completion; it is truncated before the first of them.
+        seed: makes the completions reproducible. None: the seed is random.
+
+    Returns:
+        The vote; `votes` is 0 if no completion has a key, and `answer` is then the most likely completion.
+
+    Raises:
+        ConfigError: `n` is below 1, or the temperature is 0 and `n` is above 1.
     """
     answers = sample_answers(
         model,
@@ -126,8 +174,8 @@ def majority_vote(
     )
     groups: dict[Hashable, list[Answer]] = {}
     for answer in answers:
-        if (found := key(answer.text)) is not None:
-            groups.setdefault(found, []).append(answer)
-    winners = max(groups.values(), key=len, default=answers)
-    votes = len(winners) if groups else 0
-    return Vote(max(winners, key=lambda answer: answer.mean_logprob), votes, answers)
+        if (value := key(answer.text)) is not None:
+            groups.setdefault(value, []).append(answer)
+    majority = max(groups.values(), key=len, default=answers)
+    votes = len(majority) if groups else 0
+    return Vote(max(majority, key=lambda answer: answer.mean_logprob), votes, answers)

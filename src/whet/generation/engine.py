@@ -1,4 +1,4 @@
-"""Batched decoding with a key/value cache over prompts of any lengths."""
+"""Batched decoding with a key/value cache, for prompts of any lengths."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -9,23 +9,23 @@ import torch
 
 from whet.adapters.adapter import unchanging
 from whet.errors import DataError
-from whet.generation.cuda_graph import StaticDecodeBatch, graphs_problem
+from whet.generation.cuda_graph import StaticDecodeBatch, graph_unsupported_reason
 from whet.generation.decode_batch import DecodeBatch
-from whet.generation.sampling import Picker, Sampling, row_seeds
+from whet.generation.sampling import Sampling, TokenSampler, row_seeds
 from whet.models.language_model import LanguageModel, evaluating, uncompiled
 from whet.ops.kernels import fused_decode
 
-# called with a row and its tokens so far, a stop token left out; False ends the row
+# called with the index of a row and its tokens so far, without stop tokens; returning False ends the row
 StopWatcher = Callable[[int, list[int]], bool]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed a prompt."""
+    """The generated continuation of a prompt."""
 
-    tokens: list[int]  # with the stop token, where one ended it
-    logprobs: list[float]  # of each of the tokens, under the model's plain distribution
-    finished: bool  # ended by a stop token or by the watcher (a stop string), not by length
+    tokens: list[int]  # including the stop token, if one ended it
+    logprobs: list[float]  # one per token: at temperature 1, without filters and penalties
+    finished: bool  # ended by a stop token or by the watcher (a stop string), not by the length limit
 
 
 def complete(
@@ -38,30 +38,45 @@ def complete(
     seeds: Sequence[int] | None = None,
     watch: StopWatcher | None = None,
 ) -> list[Completion]:
-    """What follows each prompt, up to a stop token (which is the last of its tokens) or `max_tokens`.
+    """Generate a completion for each prompt, as one batch.
 
-    `seeds` has one for each row: a row's tokens depend on its prompt and its seed, not on its neighbours, on
-    the batch size or on the device, wherever its two best candidates differ by more than rounding. The
-    log-probabilities are those of the sampled tokens at temperature 1, without filters and penalties, in
-    float32. `watch` is called with each token of each row, in order, but not with stop tokens; on a GPU some
-    tokens late.
+    The tokens of a row depend on its prompt and its seed only, not on the other rows, the batch size or the
+    device, unless its two best candidates differ by no more than rounding.
+
+    Args:
+        model: the model to decode with.
+        prompts: the token ids of each prompt.
+        max_tokens: the largest number of new tokens per prompt.
+        stop_tokens: tokens that end a row; the stop token is the last token of its completion.
+        sampling: how tokens are sampled. None: greedy decoding.
+        seeds: one seed per prompt. None: the seeds are random.
+        watch: called with the index of a row and its tokens so far, after each new token except stop tokens;
+            returning False ends the row. On a GPU it is called a few tokens late.
+
+    Returns:
+        One completion per prompt, in order. Log-probabilities are computed in float32, at temperature 1 and
+        without filters and penalties.
+
+    Raises:
+        DataError: a prompt is empty, does not fit the model's context or has tokens outside its vocabulary,
+            or the number of seeds is not the number of prompts.
     """
     check_prompts(model, prompts)
     if seeds is None:
         seeds = row_seeds(len(prompts), seed=None)
     elif len(seeds) != len(prompts):
-        raise DataError(f"{len(seeds)} seeds for {len(prompts)} prompts", hint="one seed a row")
+        raise DataError(f"{len(seeds)} seeds for {len(prompts)} prompts", hint="pass one seed per prompt")
     limits = [min(max_tokens, model.max_positions - len(prompt)) for prompt in prompts]
     rows = [_Row(index, limit) for index, limit in enumerate(limits)]
     if prompts and max_tokens > 0:
-        with generating(model):
+        with decoding_mode(model):
             _decode(model, prompts, rows, stop_tokens, sampling or Sampling(), seeds, watch)
     return [Completion(row.tokens, row.logprobs, row.finished) for row in rows]
 
 
 @contextlib.contextmanager
-def generating(model: LanguageModel) -> Iterator[None]:
-    """The model as it is read token by token, for the time of a `with` block."""
+def decoding_mode(model: LanguageModel) -> Iterator[None]:
+    """Prepare a model for token-by-token decoding within the `with` block: eval mode, no compilation."""
     with evaluating(model), uncompiled(model), unchanging(model), fused_decode.decoding():
         yield
 
@@ -76,7 +91,17 @@ def generate_tokens(
     seed: int | None = None,
     watch: StopWatcher | None = None,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, up to a stop token (left out) or `max_tokens`."""
+    """Return the generated tokens of each prompt, without stop tokens.
+
+    Args:
+        model: the model to decode with.
+        prompts: the token ids of each prompt.
+        max_tokens: the largest number of new tokens per prompt.
+        stop_tokens: tokens that end a row.
+        sampling: how tokens are sampled. None: greedy decoding.
+        seed: determines the seeds of all rows. None: the seeds are random.
+        watch: called with the index of a row and its tokens so far; returning False ends the row.
+    """
     completions = complete(
         model,
         prompts,
@@ -86,36 +111,36 @@ def generate_tokens(
         seeds=row_seeds(len(prompts), seed=seed),
         watch=watch,
     )
-    return [without_stop(completion, stop_tokens) for completion in completions]
+    return [strip_stop_token(completion, stop_tokens) for completion in completions]
 
 
-def without_stop(completion: Completion, stop_tokens: Collection[int]) -> list[int]:
-    """Its tokens, less the stop token at the end."""
+def strip_stop_token(completion: Completion, stop_tokens: Collection[int]) -> list[int]:
+    """Return the tokens of a completion without a stop token at the end."""
     tokens = completion.tokens
     return tokens[:-1] if tokens and tokens[-1] in stop_tokens else tokens
 
 
 @dataclass
 class _Row:
-    """One row as it grows."""
+    """A row of the batch during decoding."""
 
     index: int
-    limit: int  # tokens
+    limit: int  # of new tokens
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
 
-    def take(
+    def append(
         self, token: int, logprob: float, stop_tokens: Collection[int], watch: StopWatcher | None
     ) -> None:
-        if self.ended:
+        if self.is_done:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.finished = token in stop_tokens or (watch is not None and not watch(self.index, self.tokens))
 
     @property
-    def ended(self) -> bool:
+    def is_done(self) -> bool:
         return self.finished or len(self.tokens) >= self.limit
 
 
@@ -128,8 +153,8 @@ def _decode(
     seeds: Sequence[int],
     watch: StopWatcher | None,
 ) -> None:
-    """Fill the rows."""
-    picker = Picker(
+    """Decode until all rows are done."""
+    sampler = TokenSampler(
         sampling,
         prompts,
         seeds,
@@ -137,69 +162,70 @@ def _decode(
         vocab_size=model.head().weight.shape[0],
         device=model.device,
     )
-    decoding = start_decoding(model, prompts, picker, max_tokens=max(row.limit for row in rows))
+    decoding = start_decoding(model, prompts, sampler, max_tokens=max(row.limit for row in rows))
     while rows:
         for tokens, logprobs in decoding.decode():
             for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-                row.take(token, logprob, stop_tokens, watch)
-        alive = [place for place, row in enumerate(rows) if not row.ended]
-        if len(alive) < len(rows):
-            decoding.keep(alive)
-            rows = [rows[place] for place in alive]
+                row.append(token, logprob, stop_tokens, watch)
+        live = [i for i, row in enumerate(rows) if not row.is_done]
+        if len(live) < len(rows):
+            decoding.keep(live)
+            rows = [rows[i] for i in live]
 
 
 class Decoding(Protocol):
-    """Rows under way."""
+    """A batch in decoding, static or growing."""
 
     def decode(self) -> list[tuple[list[int], list[float]]]:
-        """The next tokens and log-probabilities of all rows, step by step."""
+        """Return the next tokens and log-probabilities of all rows, one pair of lists per step."""
 
-    def keep(self, places: list[int]) -> None:
-        """Go on with these of the rows."""
+    def keep(self, indices: list[int]) -> None:
+        """Continue with the given rows only."""
 
 
 def start_decoding(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], picker: Picker, *, max_tokens: int
+    model: LanguageModel, prompts: Sequence[Sequence[int]], sampler: TokenSampler, *, max_tokens: int
 ) -> Decoding:
-    """Read the prompts, and choose how to go on: by recorded steps where there are CUDA graphs."""
+    """Prefill the prompts, and return a batch that decodes with CUDA graphs if the model supports them."""
     rows = DecodeBatch(model, prompts, new_tokens=max_tokens)
-    if graphs_problem(model, rows.cache) is None:
-        return StaticDecodeBatch(rows, picker, max_tokens=max_tokens)
-    return GrowingDecodeBatch(rows, picker)
+    if graph_unsupported_reason(model, rows.cache) is None:
+        return StaticDecodeBatch(rows, sampler, max_tokens=max_tokens)
+    return GrowingDecodeBatch(rows, sampler)
 
 
 class GrowingDecodeBatch:
-    """Rows decoded token by token; those that ended are dropped at once."""
+    """A batch decoded token by token with a growing cache; finished rows are dropped at once."""
 
-    def __init__(self, rows: DecodeBatch, picker: Picker) -> None:
-        self.rows, self.picker = rows, picker
-        self._chosen: torch.Tensor | None = None
+    def __init__(self, rows: DecodeBatch, sampler: TokenSampler) -> None:
+        self.rows, self.sampler = rows, sampler
+        self._tokens: torch.Tensor | None = None  # the last token of each row
 
     def decode(self) -> list[tuple[list[int], list[float]]]:
-        """One more token of each row."""
-        if self._chosen is not None:
-            self.rows.advance(self._chosen)
-        self._chosen, logprobs = self.picker(self.rows.logits())
-        return [(self._chosen.tolist(), logprobs.tolist())]
+        """Return the next token of each row and its log-probability."""
+        if self._tokens is not None:
+            self.rows.advance(self._tokens)
+        self._tokens, logprobs = self.sampler(self.rows.logits())
+        return [(self._tokens.tolist(), logprobs.tolist())]
 
-    def keep(self, places: list[int]) -> None:
-        """Go on with these of the rows."""
-        if not places or self._chosen is None:
+    def keep(self, indices: list[int]) -> None:
+        """Continue with the given rows only."""
+        if not indices or self._tokens is None:
             return
-        kept = torch.tensor(places, device=self._chosen.device)
-        self.rows.keep(kept)
-        self.picker.keep(kept)
-        self._chosen = self._chosen[kept]
+        rows = torch.tensor(indices, device=self._tokens.device)
+        self.rows.keep(rows)
+        self.sampler.keep(rows)
+        self._tokens = self._tokens[rows]
 
 
 def check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse prompts that the model cannot go on from."""
+    """Raise DataError for prompts that are empty, too long, or have tokens outside the vocabulary."""
     for prompt in prompts:
         if not prompt:
-            raise DataError("an empty prompt has nothing to go on from")
+            raise DataError("an empty prompt cannot be completed: it must have at least one token")
         if len(prompt) >= model.max_positions:
             raise DataError(
-                f"a prompt of {len(prompt)} tokens leaves no room in the {model.max_positions} of the model"
+                f"a prompt of {len(prompt)} tokens leaves no room for new tokens in the model's context of "
+                f"{model.max_positions} tokens"
             )
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < model.vocab_size:

@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Generate text from a prompt or chat messages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from whet.generation.stop_strings import TextStream, check_stops
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
 
-Messages = Sequence[dict[str, Any]]  # Any: templates read fields of their own choice
+Messages = Sequence[dict[str, Any]]  # Any: chat templates may read any field
 
 
 def generate(
@@ -30,10 +30,26 @@ def generate(
     stop: str | Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
 ) -> str:
-    """The model's answer. A string is one user message where the tokenizer has a chat template.
+    """Return the text that the model generates for a prompt or chat messages.
 
-    The answer ends before the first of the `stop` strings, if there is one in it. `on_text` is handed each
-    new piece of text as soon as it is certain.
+    Args:
+        model: the model to decode with.
+        tokenizer: a transformers tokenizer.
+        prompt_or_messages: a prompt or chat messages. A string is one user message if the tokenizer has a
+            chat template.
+        max_tokens: the largest number of new tokens.
+        temperature: 0 is greedy decoding.
+        top_p: sample from the smallest set of tokens with this total probability.
+        top_k: sample from this number of most likely tokens. 0: no limit.
+        min_p: exclude tokens less likely than this fraction of the most likely token's probability.
+        seed: makes sampling reproducible. None: the seed is random.
+        repetition_penalty: above 1, tokens of the prompt and of the generated text become less likely.
+        stop: strings that end the text; it is truncated before the first of them.
+        on_text: called with each new piece of text as soon as later tokens cannot change it.
+
+    Raises:
+        ConfigError: a sampling setting is out of range, or a stop string is empty.
+        DataError: there is no tokenizer, or the prompt or the messages cannot be encoded.
     """
     stream = TextStream(tokenizer, check_stops(stop), on_text)
     sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty)
@@ -50,29 +66,38 @@ def generate(
 
 
 def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[int]:
-    """Token ids of a prompt, through the chat template where there is one."""
+    """Return the token ids of a prompt, rendered with the chat template if the tokenizer has one.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt_or_messages: a prompt or chat messages. A string is one user message if the tokenizer has a
+            chat template.
+
+    Raises:
+        DataError: there is no tokenizer, or the prompt or the messages are invalid.
+    """
     if tokenizer is None:
         raise DataError("this model directory has no tokenizer, so it cannot read text")
     messages = prompt_or_messages
     if isinstance(messages, str):
         if not tokenizer.chat_template:
-            return open_ids(tokenizer, _checked(messages))
+            return open_ids(tokenizer, _check_unicode(messages))
         messages = [{"role": "user", "content": messages}]
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
     if not messages:
-        raise DataError("there are no messages to answer")
+        raise DataError("the list of messages is empty", hint="pass at least one message")
     if not all(isinstance(message, dict) for message in messages):
         raise DataError(
-            "messages must be objects, with a role and a content", hint="pass plain text as a string"
+            "messages must be objects with a role and a content", hint="pass plain text as a string"
         )
-    rendered = _checked(render_chat(tokenizer, messages, prompt=True))
+    rendered = _check_unicode(render_chat(tokenizer, messages, prompt=True))
     return tokenize(tokenizer, rendered, special=False)
 
 
-def _checked(text: str) -> str:
+def _check_unicode(text: str) -> str:
     try:
-        text.encode()  # half characters, which stand for bytes of a terminal that are none
+        text.encode()  # fails for lone surrogates, which Python uses for invalid bytes of a terminal
     except UnicodeEncodeError as error:
         raise DataError("the prompt is not UTF-8 text") from error
     return text

@@ -1,4 +1,4 @@
-"""Picking the next token."""
+"""Sampling settings, and the sampling of next tokens from logits."""
 
 import random
 from collections.abc import Sequence
@@ -12,10 +12,20 @@ from whet.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy at temperature 0; otherwise a draw from what top_k, top_p and min_p leave.
+    """How the next token is sampled. Temperature 0 is greedy decoding.
 
-    `repetition_penalty` comes first, as in transformers: logits of tokens that the prompt or the answer
-    already has are divided by it where they are positive, and multiplied where they are negative.
+    The settings are applied in this order: repetition_penalty, temperature, top_k, top_p, min_p.
+
+    Args:
+        temperature: the divisor of the logits. 0: take the most likely token.
+        top_p: sample from the smallest set of tokens with this total probability, in (0, 1].
+        top_k: sample from this number of most likely tokens. 0: no limit.
+        min_p: exclude tokens below this fraction of the most likely token's probability, in [0, 1].
+        repetition_penalty: as in transformers, the logits of tokens in the prompt or in the generated text
+            are divided by it if they are positive, and multiplied by it if they are negative.
+
+    Raises:
+        ConfigError: a setting is out of range.
     """
 
     temperature: float = 0.0
@@ -36,23 +46,23 @@ class Sampling:
         if not self.repetition_penalty > 0:
             raise ConfigError(
                 f"repetition_penalty {self.repetition_penalty} is not positive",
-                hint="1 changes nothing; 1.1 to 1.3 makes repetitions rarer",
+                hint="1 has no effect; 1.1 to 1.3 reduces repetition",
             )
 
 
 def row_seeds(count: int, *, seed: int | None) -> list[int]:
-    """One seed a row, from one for all of them, or from the system's randomness.
+    """Return one seed per row, derived from `seed`, or from the system's random source if it is None.
 
-    None of torch's global randomness is used: generating during a run must not change the run.
+    torch's global random state is not used, because generation must not change the run that it is part of.
     """
     root = random.SystemRandom().getrandbits(63) if seed is None else seed
     return [random.Random(f"{root}/{row}").getrandbits(63) for row in range(count)]
 
 
-class Picker:
-    """Picks every row's next token; a row's choice depends on its logits, its tokens and its seed only.
+class TokenSampler:
+    """Samples the next token of every row, depending on the row's logits, tokens and seed only.
 
-    Nothing here waits for the device or changes a shape, so a CUDA graph can hold it.
+    A call neither synchronizes with the device nor changes a shape, so that a CUDA graph can capture it.
     """
 
     def __init__(
@@ -66,11 +76,11 @@ class Picker:
         device: torch.device,
     ) -> None:
         self.sampling = sampling
-        self.count = torch.zeros(1, dtype=torch.long, device=device)  # tokens picked so far
-        self.keys = self.scrambled = self.seen = None
+        self.count = torch.zeros(1, dtype=torch.long, device=device)  # tokens sampled so far
+        self.keys = self.hashed_ids = self.seen = None
         if sampling.temperature:
             self.keys = _noise_keys(seeds, max_tokens).to(device)  # [rows, max_tokens]
-            self.scrambled = _scramble(torch.arange(vocab_size, dtype=torch.int32, device=device))
+            self.hashed_ids = _hash_(torch.arange(vocab_size, dtype=torch.int32, device=device))
         if sampling.repetition_penalty != 1:
             seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
             for row, prompt in zip(seen, prompts, strict=True):
@@ -78,54 +88,54 @@ class Picker:
             self.seen = seen.to(device)
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next token of each row of logits [rows, V], and its log-probability under those very logits."""
-        # contiguous: reading a transposed product row by row is slow
+        """Return the next token of each row, and its log-probability under the raw logits [rows, V]."""
+        # contiguous, because reading a transposed matmul output row by row is slow
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
         scores = logits
         if self.seen is not None:
-            scores = penalised(scores, self.seen, self.sampling.repetition_penalty)
-        if self.keys is None or self.scrambled is None:
-            chosen = scores.argmax(-1)
+            scores = penalize_repetition(scores, self.seen, self.sampling.repetition_penalty)
+        if self.keys is None or self.hashed_ids is None:
+            tokens = scores.argmax(-1)
         else:
-            noise = _noise(self.scrambled, self.keys.index_select(1, self.count))
-            chosen = draw(scores, self.sampling, noise)
+            noise = _exponential_noise(self.hashed_ids, self.keys.index_select(1, self.count))
+            tokens = sample_tokens(scores, self.sampling, noise)
         if self.seen is not None:
-            self.seen.scatter_(1, chosen[:, None], True)
+            self.seen.scatter_(1, tokens[:, None], True)
         self.count += 1
-        return chosen, logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)
+        return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop every row that is not listed."""
+        """Continue with the rows of these indices only."""
         self.keys = None if self.keys is None else self.keys[rows]
         self.seen = None if self.seen is None else self.seen[rows]
 
 
-def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Logits [rows, V] with those of the tokens in `seen` [rows, V] made less likely."""
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Apply the repetition penalty to the logits [rows, V] of the tokens in the mask `seen` [rows, V]."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> torch.Tensor:
-    """A token of each row of logits [rows, V]; noise: exponential numbers [rows, V].
+def sample_tokens(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> torch.Tensor:
+    """Sample one token per row of logits [rows, V], with exponential noise [rows, V] (the Gumbel-max trick).
 
-    A race of exponentials (or Gumbel's trick) is a draw from the distribution. Rounding changes its winner
-    only where two are about equal; a search in the cumulated probabilities would be lost in the tail.
+    Rounding changes the result only if two candidates are nearly equal. A search in the cumulative
+    probabilities would lose precision in the tail.
     """
-    left = filtered(logits / sampling.temperature, sampling)
-    return (left - noise.log()).argmax(-1)
+    candidates = filter_logits(logits / sampling.temperature, sampling)
+    return (candidates - noise.log()).argmax(-1)
 
 
-def filtered(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits with everything outside top_k, top_p and min_p at minus infinity, in this order."""
+def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Set the logits of tokens excluded by top_k, top_p and min_p, in this order, to minus infinity."""
     if sampling.top_k:
         kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        removed = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= sampling.top_p)
-        logits = logits.masked_fill(removed, -torch.inf)
+        preceding = probabilities.cumsum(-1) - probabilities  # total probability of the more likely tokens
+        excluded = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, preceding >= sampling.top_p)
+        logits = logits.masked_fill(excluded, -torch.inf)
     if sampling.min_p:
         probabilities = logits.softmax(-1)
         floor = sampling.min_p * probabilities.amax(-1, keepdim=True)
@@ -134,23 +144,23 @@ def filtered(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _noise_keys(seeds: Sequence[int], count: int) -> torch.Tensor:
-    """32 random bits [rows, count] for each token; a larger count leaves the first ones as they are."""
+    """Return 32 random bits per row and token, [rows, count]; a larger count appends bits."""
     rows = [np.frombuffer(random.Random(str(seed)).randbytes(4 * count), dtype="<i4") for seed in seeds]
     return torch.from_numpy(np.stack(rows))
 
 
-def _noise(scrambled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Exponential numbers [rows, V] from scrambled token ids [V] and keys [rows, 1].
+def _exponential_noise(hashed_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return exponentially distributed values [rows, V] for hashed token ids [V] and keys [rows, 1].
 
-    Made from a hash, on the device, so that they are the same on every device and need no stream of numbers.
+    They are computed by a hash function, so they are equal on every device and need no random state.
     """
-    # without a sign, and small ones with all their digits: by them unlikely tokens are drawn
-    bits = _scramble(scrambled ^ keys).float().remainder_(2.0**32)
+    # remainder_ makes the bits unsigned; small values keep full precision, as they select unlikely tokens
+    bits = _hash_(hashed_ids ^ keys).float().remainder_(2.0**32)
     return bits.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def _scramble(bits: torch.Tensor) -> torch.Tensor:
-    """A hash of 32-bit integers in which every bit depends on every other (Wellons' lowbias32), in place."""
+def _hash_(bits: torch.Tensor) -> torch.Tensor:
+    """Hash 32-bit integers in place (Wellons' lowbias32)."""
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))

@@ -1,4 +1,4 @@
-"""Training on several workers."""
+"""Training on several processes: process groups, FSDP2, tensor parallelism, gradient synchronization."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""FSDP2: every rank holds a part of each weight, and has a layer whole only while it computes it."""
+"""FSDP2: every rank stores a shard of each weight, and gathers a layer only while it computes it."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -16,28 +16,28 @@ from whet.models.language_model import LanguageModel
 from whet.parallel.process_group import World
 
 DATA, TENSOR = "data", "tensor"
-CUTS_INTEGERS = torch.__version__ >= "2.13"  # before, each rank has 4-bit weights whole
+SHARDS_INTEGERS = torch.__version__ >= "2.13"  # with older versions every rank stores all 4-bit weights
 
 
 def device_mesh(world: World, device: torch.device) -> DeviceMesh:
-    """The ranks as shares of the data by ranks that compute layers together."""
+    """Return the mesh of all ranks: data-parallel by tensor-parallel ranks."""
     return init_device_mesh(device.type, (world.shares, world.tensor), mesh_dim_names=(DATA, TENSOR))
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
-    """Cut a model's weights into parts, layer by layer; gradients become sums over ranks, not means.
+    """Shard a model's weights with FSDP2, layer by layer; gradients become sums over ranks, not means.
 
-    Layers are gathered in the dtype that is computed in, and gradients added up in float32. Weights in 4 bits
-    are cut as well where torch can. What surrounds the layers (embedding, last norm, head) stays gathered
-    from a forward pass to the end of its backward pass: losses read the head after the forward pass.
+    Layers are gathered in the compute dtype, and gradients are summed in float32. 4-bit weights are sharded
+    if torch supports it. The embedding, the last norm and the head stay gathered from a forward pass to the
+    end of its backward pass, because losses read the head after the forward pass.
     """
-    mixed = precision.compute != precision.trained
+    is_mixed = precision.compute != precision.trained
     policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute if mixed else None,
+        param_dtype=precision.compute if is_mixed else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    _buffers_to_weights(model)
+    _convert_nf4_buffers(model)
     for block in model.blocks():
         fully_shard(block, mesh=mesh[DATA], mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh[DATA], mp_policy=policy, reshard_after_forward=False)
@@ -47,9 +47,9 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
     register_fsdp_forward_method(model, "hidden")
 
 
-def _buffers_to_weights(model: nn.Module) -> None:
-    """FSDP cuts parameters only: 4-bit codes become some, which never train, where it takes integers."""
-    if not CUTS_INTEGERS:
+def _convert_nf4_buffers(model: nn.Module) -> None:
+    """Convert the buffers of 4-bit layers to frozen parameters, because FSDP shards parameters only."""
+    if not SHARDS_INTEGERS:
         return
     for layer in model.modules():
         if isinstance(layer, NF4Linear):
@@ -60,15 +60,16 @@ def _buffers_to_weights(model: nn.Module) -> None:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules that gather their weights on their own."""
+    """Return the modules that FSDP gathers as a unit."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextlib.contextmanager
 def gathered(*models: nn.Module) -> Iterator[None]:
-    """Have models whole on every rank for a while, so that each may run them as often as it likes.
+    """Gather all weights of the models on every rank within the `with` block.
 
-    Takes the memory of the whole models, in the dtype they are computed in.
+    Each rank may then run forward passes independently. The gathered weights need memory for the complete
+    models in the compute dtype.
     """
     modules = [module for model in models for module in sharded_modules(model)]
     for module in modules:
@@ -84,8 +85,11 @@ def gathered(*models: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_on_main(model: nn.Module, world: World) -> Iterator[None]:
-    """Let rank 0 have a model with whole weights, on the host, to save it; the others help and wait."""
-    owners = [
+    """Replace the sharded weights on rank 0 with the full ones, on the CPU, within the `with` block.
+
+    It is for saving the model. All ranks must enter it, because gathering is a collective.
+    """
+    sharded = [
         (module, name, cast("Any", parameter))  # Any: a parameter that is a DTensor
         for module in model.modules()
         for name, parameter in module._parameters.items()
@@ -95,29 +99,30 @@ def whole_on_main(model: nn.Module, world: World) -> Iterator[None]:
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if owners and buffer is not None
+        if sharded and buffer is not None
     ]
-    found: dict[int, nn.Parameter | None] = {}  # tied ones stay tied
-    for _, _, parameter in owners:
-        if id(parameter) not in found:
+    full_parameters: dict[int, nn.Parameter | None] = {}  # by id, so that tied parameters stay tied
+    for _, _, parameter in sharded:
+        if id(parameter) not in full_parameters:
             full = parameter.full_tensor().detach()
-            kept = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad) if world.is_main else None
-            found[id(parameter)] = kept
+            full_parameters[id(parameter)] = (
+                nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad) if world.is_main else None
+            )
     try:
         if world.is_main:
-            for module, name, parameter in owners:
-                module._parameters[name] = found[id(parameter)]
+            for module, name, parameter in sharded:
+                module._parameters[name] = full_parameters[id(parameter)]
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer.cpu()
         yield
     finally:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
-        for module, name, parameter in owners:
+        for module, name, parameter in sharded:
             module._parameters[name] = parameter
 
 
 def local_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this rank holds of some tensors."""
-    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(part.numel() * part.element_size() for part in parts)
+    """Return the number of bytes that this rank stores of the tensors."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -1,4 +1,4 @@
-"""Several processes of one command on this machine, as torchrun would start them, without torch."""
+"""Start one command in several processes on this machine, as torchrun does, without importing torch."""
 
 import ctypes
 import os
@@ -14,69 +14,79 @@ from typing import Any
 from whet.errors import ConfigError, RunError
 
 FAILED, UNFINISHED, INTERRUPTED = 1, 3, 130  # exit codes; only the first is a failure
-_GRACE_S = 10.0  # for the others to notice that one has failed
+_GRACE_S = 10.0  # for the other processes to end after one has failed
 
 
 def launch(arguments: Sequence[str], count: int, *, restarts: int = 0) -> int:
-    """Run `whet ARGUMENTS` in `count` processes and return the exit code of all together.
+    """Run `whet ARGUMENTS` in `count` processes and return their common exit code.
 
-    A process that fails takes the others with it; all are started again as often as `restarts` says, and go
-    on from the last checkpoint.
+    If one process fails, the others are ended.
+
+    Args:
+        arguments: the command line after `whet`.
+        count: the number of processes.
+        restarts: how often all processes are restarted after a failure; they resume from the last checkpoint.
+
+    Raises:
+        ConfigError: torchrun has started this process.
+        RunError: a signal ended a process, and no restarts are left.
     """
     if "RANK" in os.environ:
-        raise ConfigError("--nproc starts processes, and torchrun has started this one", hint="leave out one")
-    stopped: list[int] = []  # signals that came
+        raise ConfigError(
+            "--nproc cannot be used in a process that torchrun has started", hint="use --nproc or torchrun"
+        )
+    signals: list[int] = []  # received stop signals
     for restart in range(restarts):
         try:
-            code = _launch_once(arguments, count, restart, stopped)
+            code = _launch_once(arguments, count, restart, signals)
         except RunError as error:
-            code = _complain(f"error: {error}")
-        if code != FAILED or stopped:
+            code = _print_failure(f"error: {error}")
+        if code != FAILED or signals:
             return code
-        _complain(f"starting again ({restart + 1} of {restarts})")
-    return _launch_once(arguments, count, restarts, stopped)
+        _print_failure(f"restarting ({restart + 1} of {restarts})")
+    return _launch_once(arguments, count, restarts, signals)
 
 
 def catch_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:  # Any: handlers
-    """Install a handler for Ctrl-C, SIGTERM and SIGHUP, and return the handlers that were there before.
+    """Install a handler for SIGINT, SIGTERM and SIGHUP, and return the previous handlers.
 
-    A signal that the process was started with as ignored stays ignored: SIGHUP under nohup, SIGINT in a
-    background job of a script. Such a run is stopped with SIGTERM.
+    Signals that the process was started to ignore stay ignored: SIGHUP under nohup, SIGINT in a background
+    job of a script. Such a run is stopped with SIGTERM.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [number for number in stop_signals if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in caught}
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Get a signal as soon as the thread that started this process is gone, however it goes."""
+    """Ask Linux to send this process a signal when the thread that started it ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def _complain(message: str) -> int:
+def _print_failure(message: str) -> int:
     sys.stderr.write(f"{message}\n")
     return FAILED
 
 
-def _launch_once(arguments: Sequence[str], count: int, restart: int, stopped: list[int]) -> int:
-    """The same, once. Signals are passed on to all processes, and noted in `stopped`."""
+def _launch_once(arguments: Sequence[str], count: int, restart: int, signals: list[int]) -> int:
+    """Launch without restarts; forward stop signals to all processes, and append them to `signals`."""
     port = str(_free_port())
-    started = [_start(arguments, rank, count, port, restart) for rank in range(count)]
+    processes = [_start(arguments, rank, count, port, restart) for rank in range(count)]
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        stopped.append(number)
-        _pass_on(number, started)
+    def forward(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        _send_signal(number, processes)
 
-    before = catch_stop_signals(pass_on)
+    previous_handlers = catch_stop_signals(forward)
     try:
-        return _wait(started, stopped)
+        return _wait(processes, signals)
     finally:
-        for process in started:
+        for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -84,7 +94,7 @@ def _start(
     arguments: Sequence[str], rank: int, count: int, port: str, restart: int
 ) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // count)
-    place = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -96,45 +106,45 @@ def _start(
     }
     return subprocess.Popen(
         [sys.executable, "-m", "whet", *arguments],
-        env={**os.environ, **place},
-        start_new_session=True,  # Ctrl-C comes to this process only, which passes it on: once
-        preexec_fn=end_with_parent,  # noqa: PLW1509 # no threads are running here
+        env={**os.environ, **variables},
+        start_new_session=True,  # Ctrl-C reaches the launcher only, which forwards it once
+        preexec_fn=end_with_parent,  # noqa: PLW1509 # the launcher has no threads
     )
 
 
-def _pass_on(number: int, started: Sequence["subprocess.Popen[bytes]"]) -> None:
-    for process in started:
+def _send_signal(number: int, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for process in processes:
         if process.poll() is None:
             process.send_signal(number)
 
 
-def _wait(started: Sequence["subprocess.Popen[bytes]"], stopped: Sequence[int]) -> int:
-    """Until all have ended; 0 only where all of them did well."""
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], signals: Sequence[int]) -> int:
+    """Wait until all processes have ended; return 0 only if all of them succeeded."""
     failed_at: float | None = None
-    bad: list[int] = []  # ranks that failed, the first one first
+    failed_ranks: list[int] = []  # in the order of failure
     while True:
-        now = [process.poll() for process in started]
-        failed = (rank for rank, code in enumerate(now) if code not in (None, 0, UNFINISHED))
-        bad += [rank for rank in failed if rank not in bad]
-        if None not in now:
+        current = [process.poll() for process in processes]
+        failed = (rank for rank, code in enumerate(current) if code not in (None, 0, UNFINISHED))
+        failed_ranks += [rank for rank in failed if rank not in failed_ranks]
+        if None not in current:
             break
-        if bad and failed_at is None:
+        if failed_ranks and failed_at is None:
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > _GRACE_S:
-            _pass_on(signal.SIGKILL, started)
+            _send_signal(signal.SIGKILL, processes)
         time.sleep(0.05)
-    codes = [process.returncode for process in started]
-    said = [codes[rank] for rank in bad if codes[rank] > 0]
-    if stopped and any(codes):  # whatever a rank made of it: a second signal ends some where they are
+    codes = [process.returncode for process in processes]
+    error_codes = [codes[rank] for rank in failed_ranks if codes[rank] > 0]
+    if signals and any(codes):  # for any exit codes, because a second signal ends ranks abruptly
         return UNFINISHED if UNFINISHED in codes else INTERRUPTED
-    if bad and not said:  # else: one that failed has said why, and the others were ended for it
-        by = signal.Signals(-codes[bad[0]]).name
-        raise RunError(f"rank {bad[0]} of {len(codes)} was ended by {by}")
-    return said[0] if said else max(codes)
+    if failed_ranks and not error_codes:  # otherwise a failed rank has printed the reason
+        name = signal.Signals(-codes[failed_ranks[0]]).name
+        raise RunError(f"rank {failed_ranks[0]} of {len(codes)} was terminated by {name}")
+    return error_codes[0] if error_codes else max(codes)
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
     return port

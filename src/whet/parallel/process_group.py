@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and what they tell one another."""
+"""The processes of a distributed run, and the collectives between them."""
 
 import contextlib
 import datetime
@@ -23,16 +23,18 @@ from whet.parallel.watchdog import Watch
 T = TypeVar("T")
 R = TypeVar("R")
 
-RENDEZVOUS_S = 120.0  # for all processes to find one another; they are started together
-COLLECTIVE_S = 7200.0  # for the slowest of them: rank 0 writes files; the watch knows sooner who hangs
+RENDEZVOUS_S = 120.0  # timeout of the rendezvous; all processes are started at the same time
+COLLECTIVE_S = (
+    7200.0  # timeout of collectives: rank 0 may write files, and the watchdog detects hangs earlier
+)
 
 
 @dataclass(frozen=True)
 class World:
-    """All processes of a run, as one of them sees it. The default is a run of one.
+    """The processes of a run, from the view of one rank. The default is a run of one process.
 
-    Ranks that compute the same layers together (`tensor` of them) take the same share of the data: there are
-    `shares` shares, and this rank's is number `share`.
+    A tensor-parallel group consists of `tensor` ranks, which compute the same layers on the same data. The
+    data is split into `shares` shares, one per group, and this rank's group has the share with index `share`.
     """
 
     rank: int = 0
@@ -43,103 +45,110 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the run's files and speaks for all."""
+        """Whether this process has rank 0, which writes the run's files and logs."""
         return self.rank == 0
 
     @property
     def share(self) -> int:
-        """Which share of the data is this rank's."""
+        """The index of this rank's share of the data (its data-parallel rank)."""
         return self.rank // self.tensor
 
     @property
     def shares(self) -> int:
-        """How many shares the data is cut into."""
+        """The number of shares of the data (the data-parallel size)."""
         return self.size // self.tensor
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's value, in the order of the ranks: JSON values, tensors and arrays."""
+        """Return the values of all ranks, in order; values are JSON values, tensors and arrays."""
         if self.size == 1:
             return [value]
-        with self.watch.collective("a gathering"):
+        with self.watch.collective("gather"):
             return object_exchange.gather(value)
 
     def gather_shares(self, value: T) -> list[T]:
-        """One value for each share of the data, in order."""
+        """Return one value per share of the data, in order."""
         return self.gather(value)[:: self.tensor]
 
     def from_main(self, value: T) -> T:
-        """The value that rank 0 has."""
+        """Return the value of rank 0 on all ranks."""
         if self.size == 1:
             return value
-        with self.watch.collective("a word from rank 0"):
-            received: T = object_exchange.from_first(value)
+        with self.watch.collective("broadcast from rank 0"):
+            received: T = object_exchange.broadcast(value)
             return received
 
     def barrier(self) -> None:
-        """Wait for everyone."""
+        """Wait until all ranks have reached the barrier."""
         if self.size > 1:
-            with self.watch.collective("a barrier"):
-                dist.all_reduce(torch.zeros(()))  # on the host: torch's barrier may choose the device
+            with self.watch.collective("barrier"):
+                dist.all_reduce(torch.zeros(()))  # on the CPU, while torch's barrier may use the device
 
     def new_group(self) -> dist.ProcessGroup:
-        """All ranks again, for exchanges on the host that go on beside the others."""
+        """Return a new CPU group of all ranks, for collectives concurrent with those of other groups."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the shares."""
+        """Return the sum of a tensor over the shares."""
         if self.shares == 1:
             return tensor
         total = tensor.clone() if self.rank % self.tensor == 0 else torch.zeros_like(tensor)
-        with self.watch.collective("a sum of numbers"):
+        with self.watch.collective("all-reduce"):
             dist.all_reduce(total)
         return total
 
     def sums(self, found: Mapping[str, Any]) -> dict[str, Any]:  # Any: numbers, and lists of numbers
-        """Numbers by name, added up over the shares; some ranks may have some that others have not."""
+        """Return the sums of named values over the shares; names may be missing on some ranks."""
         if self.shares == 1:
             return dict(found)
-        total: dict[str, Any] = {}  # Any: as above
-        for each in self.gather_shares(dict(found)):
-            for name, value in each.items():
-                total[name] = np.add(total[name], value).tolist() if name in total else value
-        return total
+        totals: dict[str, Any] = {}  # Any: as above
+        for values in self.gather_shares(dict(found)):
+            for name, value in values.items():
+                totals[name] = np.add(totals[name], value).tolist() if name in totals else value
+        return totals
 
     def rounds(self, items: Sequence[T], *, matched: bool = False) -> Iterator[tuple[int, T, bool]]:
-        """This rank's share of some items, each with its place, and whether it counts.
+        """Yield this rank's items as (index, item, whether it counts).
 
-        `matched`: every rank gets as many as any other; what fills up a shorter share does not count.
+        Args:
+            items: the items of all ranks.
+            matched: give every rank equally many items, by adding items that do not count.
         """
         for first in range(0, len(items), self.shares):
-            place = first + self.share
-            if place < len(items):
-                yield place, items[place], True
+            index = first + self.share
+            if index < len(items):
+                yield index, items[index], True
             elif matched:
                 yield first, items[first], False
 
     def in_order(self, mine: Sequence[R], count: int) -> list[R]:
-        """What the shares of `count` items became, in the order of the items."""
-        found = self.gather_shares(list(mine))
-        return [found[place % self.shares][place // self.shares] for place in range(count)]
+        """Gather the results of all ranks in the order of the `count` items that `rounds` distributed.
+
+        Args:
+            mine: this rank's results.
+            count: the number of items of all ranks.
+        """
+        by_share = self.gather_shares(list(mine))
+        return [by_share[index % self.shares][index // self.shares] for index in range(count)]
 
     def each(self, items: Sequence[T], compute: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
-        """What `compute` makes of each item: of this rank's share here, of the others' elsewhere.
+        """Apply `compute` to the items, each rank to its share; return all results, in order, on all ranks.
 
-        What one rank raises is raised on all of them: nobody is left waiting.
+        If `compute` raises on one rank, the error is raised on all ranks, so that none of them waits forever.
         """
         if self.size == 1:
             return list(compute(items))
-        mine: Sequence[R] = ()
+        results: Sequence[R] = ()
         error: Exception | None = None
         try:
-            mine = compute(items[self.share :: self.shares])
+            results = compute(items[self.share :: self.shares])
         except Exception as raised:
             error = raised
         self.together(error)
-        return self.in_order(mine, len(items))
+        return self.in_order(results, len(items))
 
     def together(self, error: Exception | None) -> None:
-        """Raise the first error that any rank brings here, on all of them."""
+        """Raise the error of the first rank that passes one, on all ranks; return if no rank does."""
         for rank, described in enumerate(
             self.gather(None if error is None else object_exchange.describe_error(error))
         ):
@@ -147,12 +156,12 @@ class World:
                 first = object_exchange.restore_error(described)
                 if error is not None and rank == self.rank:
                     first = error
-                first.is_of_all = True  # type: ignore[attr-defined]  # no rank is to blame alone
+                first.is_collective = True  # type: ignore[attr-defined]  # so no single rank is named
                 raise first
 
     @contextlib.contextmanager
     def abreast(self) -> Iterator[None]:
-        """Do something that has no exchange in it; where one rank fails, all do."""
+        """Run a block without collectives on all ranks; if it raises on one rank, all ranks raise."""
         error: Exception | None = None
         try:
             yield
@@ -162,7 +171,10 @@ class World:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Let rank 0 go first, then the first of every machine, then the rest: they find what is ready."""
+        """Run a block on rank 0, then on the first rank of every machine, then on the remaining ranks.
+
+        The later ranks can use files that the earlier ones have written.
+        """
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         for _ in range(turn):
             self.barrier()
@@ -172,33 +184,40 @@ class World:
 
 
 SOLO = World()
-_JOINED: ContextVar[World] = ContextVar("joined")  # what a run inside another call of `joined` is part of
+_CURRENT: ContextVar[World] = ContextVar("world")  # the world of an enclosing call of `joined`
 
 
 def started_as_one_of_many() -> bool:
-    """Whether torchrun, or `--nproc`, has started this process as one of several."""
+    """Return whether torchrun or `--nproc` has started this process as one of several."""
     return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def was_restarted() -> bool:
-    """Whether torchrun, or `--nproc`, has started this process again, after a failure of any rank."""
+    """Return whether torchrun or `--nproc` has restarted this process after a failure of any rank."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 @contextlib.contextmanager
 def joined(*, timeout_s: float | None = None) -> Iterator[World]:
-    """The world that this process was started in, for as long as it lasts."""
+    """Join the process group that this process was started for, and leave it at the end of the block.
+
+    Args:
+        timeout_s: the timeout of the rendezvous. None: WHET_RENDEZVOUS_S, or 120 seconds.
+
+    Raises:
+        UnreachableError: not all processes joined in time.
+    """
     if not started_as_one_of_many():
         yield SOLO
         return
-    rank, size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if (around := _JOINED.get(None)) is not None:
-        yield around
+    rank, size, local_rank = (_env_int(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if (current := _CURRENT.get(None)) is not None:
+        yield current
         return
-    if dist.is_initialized():  # by the caller, who looks after it
+    if dist.is_initialized():  # by the caller, who also destroys the group
         yield World(rank, size, local_rank)
         return
-    store = _meet(rank, size, timeout_s or float(os.environ.get("WHET_RENDEZVOUS_S", RENDEZVOUS_S)))
+    store = _rendezvous(rank, size, timeout_s or float(os.environ.get("WHET_RENDEZVOUS_S", RENDEZVOUS_S)))
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -208,47 +227,47 @@ def joined(*, timeout_s: float | None = None) -> Iterator[World]:
     )
     world = World(rank, size, local_rank, watch=Watch(PrefixStore("watch", store), rank=rank, size=size))
     world.watch.start()
-    token = _JOINED.set(world)
+    token = _CURRENT.set(world)
     try:
         yield world
     except BaseException as error:
-        # others may be waiting in a collective, so that taking the group apart would hang
+        # destroying the group would hang, because other ranks may be waiting in a collective
         world.watch.fail(error)
         raise
     finally:
-        _JOINED.reset(token)
+        _CURRENT.reset(token)
     world.barrier()
     world.watch.stop()
     dist.destroy_process_group()
 
 
-def _number(name: str) -> int:
+def _env_int(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
         raise ConfigError(
-            f"{name}={text!r} in the environment is no number",
+            f"the environment variable {name}={text!r} is not an integer",
             hint="start several processes with torchrun or with --nproc",
         )
     return int(text)
 
 
-def _store(rank: int, size: int, limit: datetime.timedelta) -> Any:  # Any: torch's store
-    """The store at MASTER_ADDR; where that is a loopback address, nothing listens on any other."""
+def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> Any:  # Any: torch's store
+    """Return the store at MASTER_ADDR; if that is a loopback address, listen on this interface only."""
     address = os.environ.get("MASTER_ADDR", "")
     is_local = _is_loopback(address)
     if is_local and (interface := _loopback_interface()) is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface)
-    if not is_local or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has a store
+    if not is_local or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts a store
         from torch.distributed.rendezvous import rendezvous
 
-        store, *_ = next(iter(rendezvous("env://", rank, size, timeout=limit)))
+        store, *_ = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
         return store
-    port, descriptor = _number("MASTER_PORT"), None
-    if rank == 0:  # torch would listen on all interfaces
+    port, fd = _env_int("MASTER_PORT"), None
+    if rank == 0:  # because torch would listen on all interfaces
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        descriptor = socket.create_server((address, port), family=family, backlog=size).detach()
-    return TCPStore(address, port, size, rank == 0, limit, multi_tenant=True, master_listen_fd=descriptor)
+        fd = socket.create_server((address, port), family=family, backlog=size).detach()
+    return TCPStore(address, port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=fd)
 
 
 def _loopback_interface() -> str | None:
@@ -263,23 +282,23 @@ def _is_loopback(address: str) -> bool:
 
 
 class UnreachableError(RunError):
-    """The processes of a run did not find one another."""
+    """The rendezvous of a run's processes failed."""
 
 
-def _meet(rank: int, size: int, timeout_s: float) -> Any:  # Any: torch's store
-    """The store through which ranks find one another, once all of them are there."""
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    limit = datetime.timedelta(seconds=timeout_s)
+def _rendezvous(rank: int, size: int, timeout_s: float) -> Any:  # Any: torch's store
+    """Return the store of the process group, once all ranks have connected to it."""
+    address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        store = _store(rank, size, limit)
+        store = _open_store(rank, size, timeout)
         store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         store.set(f"here/{rank}", "")
-        for other in range(size):
-            store.wait([f"here/{other}"], limit)
+        for each in range(size):
+            store.wait([f"here/{each}"], timeout)
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnreachableError(
-            f"rank {rank} of {size} waited {timeout_s:g} s at {where} for the others: {reason[:200]}",
-            hint="MASTER_ADDR and MASTER_PORT must be reachable from every machine, and all must be started",
+            f"rank {rank} of {size} waited {timeout_s:g} s at {address} for the other ranks: {reason[:200]}",
+            hint="start all processes, and make MASTER_ADDR:MASTER_PORT reachable from every machine",
         ) from error
     return store

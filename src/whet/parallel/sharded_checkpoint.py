@@ -1,8 +1,7 @@
-"""Checkpoints that all ranks write together: safetensors files in the layout of torch's distributed
-checkpoints (DCP), which reads them.
+"""Sharded checkpoints written by all ranks, as safetensors files that torch's DCP can read.
 
-The bytes go through whet's one writer. DCP's own saving pickles its plans and its metadata: here each
-safetensors file says itself which parts it holds.
+The files are written by `whet.storage`, because DCP's writer pickles its plans and metadata. The metadata of
+each safetensors file describes its shards.
 """
 
 import contextlib
@@ -28,69 +27,75 @@ from whet.storage import Written, new_directory, sha256_of, write_manifest, writ
 def write_sharded(
     path: Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str], *, group: ProcessGroup = None
 ) -> None:
-    """Write a checkpoint directory together, complete or not at all; every rank calls this.
+    """Write a checkpoint directory atomically; every rank must call this.
 
-    Each writes its own shards (of what all of them hold, one does) and reads them again; the first rank
-    makes the directory, adds the texts and the manifest, and gives it its name when all have written. Where
-    anybody fails, everybody gets the StorageError, and nothing is left.
+    Each rank writes its shards and reads them back; one rank writes the replicated tensors. The first rank
+    creates the directory, adds the texts and the manifest, and renames it when all ranks have finished. If
+    any rank fails, all ranks raise the StorageError, and the directory is removed.
+
+    Args:
+        path: the checkpoint directory; an existing one is replaced.
+        tensors: the tensors by name, sharded (DTensor) or replicated.
+        texts: the contents of further files by name.
+        group: the ranks that write.
     """
-    with contextlib.ExitStack() as held:
-        staging = Path(on_first(lambda: str(held.enter_context(new_directory(path, replace=True))), group))
+    with contextlib.ExitStack() as stack:
+        staging = Path(on_first(lambda: str(stack.enter_context(new_directory(path, replace=True))), group))
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
         parts = {name: part for name, part in parts.items() if part.numel() or not tensors[name].numel()}
         offsets = {name: _offset(tensor) for name, tensor in tensors.items()}
-        mine, rank = _to_write(parts, offsets, group), dist.get_rank(group)
-        files = _on_all(lambda: _write_part(staging, mine, offsets, rank), path, group)
+        assigned, rank = _assign_parts(parts, offsets, group), dist.get_rank(group)
+        files = _on_all(lambda: _write_shard(staging, assigned, offsets, rank), path, group)
 
         def finish() -> None:
-            _check_whole(staging, tensors)
-            written = {name: Written(**fields) for part in files for name, fields in part.items()}
+            _check_complete(staging, tensors)
+            written = {name: Written(**fields) for shard in files for name, fields in shard.items()}
             written |= {name: write_text(staging / name, text) for name, text in texts.items()}
             write_manifest(staging, written)
-            held.close()
+            stack.close()
 
         on_first(finish, group)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: all of it, unless it is in shards."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor like another one, with other numbers here: wherever they are, they stay (on the CPU, say)."""
+    """Return a tensor sharded like `tensor`, with `part` (on any device) as this rank's shard."""
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
 def on_first(do: Callable[[], Any], group: ProcessGroup) -> Any:  # Any: JSON values
-    """Let the first rank do something; all get its result, or its error."""
+    """Call `do` on the first rank; return its result, or raise its error, on all ranks."""
     result, failure = None, None
     if dist.get_rank(group) == 0:
         try:
             result = do()
         except Exception as error:
             failure = object_exchange.describe_error(error)
-    result, failure = object_exchange.from_first([result, failure], group)
+    result, failure = object_exchange.broadcast([result, failure], group)
     if failure is not None:
         raise object_exchange.restore_error(failure)
     return result
 
 
 def _on_all(do: Callable[[], Any], path: Path, group: ProcessGroup) -> list[Any]:  # Any: JSON values
-    """Let every rank do something; all get everyone's result, or the first error of any."""
+    """Call `do` on every rank; return the results of all ranks, or raise the first error, on all ranks."""
     result, failure = None, None
     try:
         result = do()
     except Exception as error:
-        failure = object_exchange.describe_error(_naming_rank(error, dist.get_rank(group), path))
-    everyone = object_exchange.gather([result, failure], group)
-    for _, failed in everyone:
+        failure = object_exchange.describe_error(_add_rank(error, dist.get_rank(group), path))
+    outcomes = object_exchange.gather([result, failure], group)
+    for _, failed in outcomes:
         if failed is not None:
             raise object_exchange.restore_error(failed)
-    return [each for each, _ in everyone]
+    return [each for each, _ in outcomes]
 
 
-def _naming_rank(error: Exception, rank: int, path: Path) -> Exception:
+def _add_rank(error: Exception, rank: int, path: Path) -> Exception:
     if isinstance(error, OSError):
         return StorageError(f"{path} could not be written by rank {rank}: {error.strerror or error}")
     if isinstance(error, StorageError):
@@ -98,65 +103,66 @@ def _naming_rank(error: Exception, rank: int, path: Path) -> Exception:
     return error
 
 
-def _check_whole(staging: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The files, as a reader sees them, hold every tensor in its full shape."""
-    found = stored_tensors(staging)
+def _check_complete(staging: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless the written files contain every tensor in its full shape."""
+    stored = stored_tensors(staging)
     for name, tensor in tensors.items():
-        if name not in found or found[name].shape != tensor.shape:
-            raise CheckpointError(f"{staging}: {name} was not written as a whole")
+        if name not in stored or stored[name].shape != tensor.shape:
+            raise CheckpointError(f"{staging}: {name} was not written completely")
 
 
-def _write_part(
+def _write_shard(
     staging: Path, parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:  # Any: the fields of a Written
-    """Write what this rank has to, as one file, and read it again."""
+    """Write this rank's file and read it back."""
     if not staging.is_dir():
         raise StorageError(
-            f"{staging.parent} is not the directory that the first rank writes to",
+            f"{staging.parent} on this rank is not the directory that the first rank writes to",
             hint="set run.dir to a file system that all nodes share",
         )
     if not parts:
         return {}
     path = staging / SHARD.format(rank + 1)
     sharding = {name: {"saved_offsets": list(offsets[name])} for name in parts}
-    about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
-    written = write_safetensors(path, parts, metadata=about)
-    _reread(path, written, names=set(parts))
+    metadata = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
+    written = write_safetensors(path, parts, metadata=metadata)
+    _verify(path, written, names=set(parts))
     return {path.name: vars(written)}
 
 
-def _to_write(
+def _assign_parts(
     parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], group: ProcessGroup
 ) -> dict[str, torch.Tensor]:
-    """The parts that this rank writes: of those that several ranks hold, one does, the least busy."""
+    """Return the parts that this rank writes; of replicated parts, the rank with the least to write does."""
     sizes = object_exchange.gather(
         {name: [offsets[name], part.nbytes] for name, part in parts.items()}, group
     )
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
-    for rank, held in enumerate(sizes):
-        for name, (offset, _) in held.items():
-            holders[name, tuple(offset)].append(rank)
-    load, mine = [0] * len(sizes), set[str]()
-    for (name, _), ranks in sorted(holders.items()):
+    owners: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for rank, rank_parts in enumerate(sizes):
+        for name, (offset, _) in rank_parts.items():
+            owners[name, tuple(offset)].append(rank)
+    load, names = [0] * len(sizes), set[str]()
+    for (name, _), ranks in sorted(owners.items()):
         writer = min(ranks, key=lambda rank: load[rank])
         load[writer] += sizes[writer][name][1]
-        mine |= {name} if writer == dist.get_rank(group) else set()
-    return {name: part for name, part in parts.items() if name in mine}
+        names |= {name} if writer == dist.get_rank(group) else set()
+    return {name: part for name, part in parts.items() if name in names}
 
 
 def _offset(tensor: torch.Tensor) -> Sequence[int]:
-    """Where in the whole this rank's part begins."""
+    """Return the offset of this rank's shard in the full tensor, one value per dimension."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.dim()
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return list(offset)
 
 
-def _reread(path: Path, written: Written, *, names: set[str]) -> None:
+def _verify(path: Path, written: Written, *, names: set[str]) -> None:
+    """Read a file back, and raise StorageError unless it is what was written."""
     try:
         with safe_open(path, framework="pt") as file:
-            readable = set(file.keys()) == names
+            has_all_names = set(file.keys()) == names
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} cannot be read again: {error}") from error
-    if not readable or sha256_of(path) != written.sha256:
-        raise StorageError(f"{path} does not hold what was written to it")
+        raise StorageError(f"{path} cannot be read back: {error}") from error
+    if not has_all_names or sha256_of(path) != written.sha256:
+        raise StorageError(f"{path} differs from the data that was written to it")

@@ -1,8 +1,8 @@
-"""Tensor parallelism: neighbouring ranks compute each layer together, each some of its heads and channels.
+"""Tensor parallelism: the ranks of a group compute each layer collectively, each some heads and channels.
 
-Queries, keys, values, gate and up are cut by their outputs, the projections back by their inputs, so that a
-layer needs two sums over the ranks forward and two backward. Norms, embeddings and the head are whole on
-each rank: what goes into a layer and what comes out of it is the same on all of them.
+The q, k, v, gate and up projections are sharded column-wise, o and down row-wise, so a layer needs two
+all-reduces in the forward pass and two in the backward pass. Norms, embeddings and the head are replicated,
+so the inputs and outputs of a layer are the same on all ranks.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from whet.models.decoder import Decoder
 from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec
 from whet.parallel.process_group import World
 
-_HEADS = 1  # the dimension of heads in queries and keys [B, heads, T, head_dim]
+_HEADS_AXIS = 1  # the dimension of heads in queries and keys [B, heads, T, head_dim]
 
 
 def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep of each layer's matrices what this rank of a mesh computes with; all ranks hold the same model."""
+    """Shard each layer's matrices over the ranks of a mesh; all ranks must have the same weights."""
     if mesh.size() == 1:
         return
     assert isinstance(model, Decoder)
@@ -39,49 +39,49 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def refuse_uncuttable(model: nn.Module, ranks: int) -> None:
-    """Raise a ConfigError that says why a model cannot be computed by so many ranks together."""
+    """Raise ConfigError with the reason if a model does not support tensor parallelism over `ranks` ranks."""
     if ranks == 1:
         return
-    if (reason := _obstacle(model, ranks)) is not None:
+    if (reason := _unsupported_reason(model, ranks)) is not None:
         raise ConfigError(
             f"parallel.tensor={ranks}: {reason}",
-            hint="set parallel.tensor=1; parallel.kind=fsdp alone may do",
+            hint="set parallel.tensor=1; parallel.kind=fsdp alone may be enough",
         )
 
 
-def _obstacle(model: nn.Module, ranks: int) -> str | None:
+def _unsupported_reason(model: nn.Module, ranks: int) -> str | None:
     if not isinstance(model, Decoder):
-        return "only whet's own decoders can be cut, and this model comes through transformers"
+        return "tensor parallelism needs a native whet decoder, and this model runs through transformers"
     if any(not p.requires_grad for p in model.parameters()):
-        return "only method.kind=full trains layers that are cut"
+        return "tensor parallelism supports method.kind=full only"
     if model.spec.positions == "alibi":
-        return "ALiBi positions differ from head to head, and are not cut"
+        return "ALiBi positions are not supported, because they differ between heads"
     for block in model.spec.blocks:
-        if (reason := _obstacle_in_block(block, ranks)) is not None:
+        if (reason := _unsupported_block_reason(block, ranks)) is not None:
             return reason
     return None
 
 
-def _obstacle_in_block(block: BlockSpec, ranks: int) -> str | None:
+def _unsupported_block_reason(block: BlockSpec, ranks: int) -> str | None:
     attention, feedforward = block.attention, block.feedforward
-    odd: dict[str, bool] = {}
+    problems: dict[str, bool] = {}
     if isinstance(attention, AttentionSpec):
-        odd |= {
-            "one projection for queries, keys and values is not cut": attention.fused,
-            "a norm over the queries of all heads is not cut": attention.qk_norm == "all",
-            # which divide the heads
+        problems |= {
+            "a fused projection of queries, keys and values is not supported": attention.fused,
+            "a norm over the queries of all heads is not supported": attention.qk_norm == "all",
+            # the number of query heads is a multiple of it
             f"it does not divide the {attention.kv_heads} key/value heads": attention.kv_heads % ranks != 0,
         }
     elif attention is not None:
-        odd["latent attention is not cut"] = True
+        problems["latent attention is not supported"] = True
     if isinstance(feedforward, FeedForwardSpec):
-        odd |= {
-            "one projection for gate and up is not cut": feedforward.fused,
-            f"it does not divide a feed-forward width of {feedforward.width}": feedforward.width % ranks != 0,
+        problems |= {
+            "a fused projection of gate and up is not supported": feedforward.fused,
+            f"it does not divide the feed-forward width {feedforward.width}": feedforward.width % ranks != 0,
         }
     elif feedforward is not None:
-        odd["experts are not cut"] = True
-    return next((reason for reason, holds in odd.items() if holds), None)
+        problems["experts are not supported"] = True
+    return next((reason for reason, applies in problems.items() if applies), None)
 
 
 def _plan(block: BlockSpec) -> dict[str, ParallelStyle]:
@@ -89,39 +89,40 @@ def _plan(block: BlockSpec) -> dict[str, ParallelStyle]:
     if isinstance(block.attention, AttentionSpec):
         plan |= {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
         plan["self_attn.o_proj"] = RowwiseParallel()
-        if block.attention.qk_norm == "head":  # one weight for all heads: its gradient is a sum over ranks
+        if block.attention.qk_norm == "head":  # one weight for all heads, so its gradient is a sum over ranks
             plan |= {
-                f"self_attn.{name}_norm": SequenceParallel(sequence_dim=_HEADS, use_local_output=True)
+                f"self_attn.{name}_norm": SequenceParallel(sequence_dim=_HEADS_AXIS, use_local_output=True)
                 for name in "qk"
             }
     if isinstance(block.feedforward, FeedForwardSpec):
-        into = ("gate_proj", "up_proj") if block.feedforward.gated else ("up_proj",)
-        plan |= {f"mlp.{name}": ColwiseParallel() for name in into}
+        input_projections = ("gate_proj", "up_proj") if block.feedforward.gated else ("up_proj",)
+        plan |= {f"mlp.{name}": ColwiseParallel() for name in input_projections}
         plan["mlp.down_proj"] = RowwiseParallel()
     return plan
 
 
 class NeighbourGradients:
-    """Gradients of what neighbours hold twice: all of them take those of the first.
+    """Makes the gradients of replicated parameters equal on all ranks of a tensor-parallel group.
 
-    They compute the same, and yet a GPU may add up in another order each time: without this, embeddings and
-    norms would slowly differ between ranks that compute layers together.
+    The ranks compute the same gradients, but a GPU may sum in a different order each time. Without this,
+    embeddings and norms would slowly diverge between the ranks of a group.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
         self.world = world
-        self.twice = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
+        self.replicated = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
         self._group: dist.ProcessGroup | None = None
-        if world.tensor > 1 and self.twice:
+        if world.tensor > 1 and self.replicated:
             self._group, _ = dist.new_subgroups(world.tensor)
 
     def align(self) -> None:
-        """After the gradients of a step are complete."""
+        """Copy the gradients of the group's first rank to the others; call it when gradients are complete."""
         if self._group is None:
             return
-        parts = [cast("DTensor", p.grad).to_local() for p in self.twice if p.grad is not None]
-        vector = torch.cat([part.flatten() for part in parts])
-        with self.world.watch.collective("the gradients of neighbours"):
+        gradients = [cast("DTensor", p.grad).to_local() for p in self.replicated if p.grad is not None]
+        vector = torch.cat([gradient.flatten() for gradient in gradients])
+        with self.world.watch.collective("broadcast of replicated gradients"):
             dist.broadcast(vector, group=self._group, group_src=0)
-        for part, same in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
-            part.copy_(same.view_as(part))
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, received in zip(gradients, vector.split(sizes), strict=True):
+            gradient.copy_(received.view_as(gradient))

@@ -1,7 +1,7 @@
-"""Signs of life: a rank that dies, hangs or fails ends the run for all, soon, and with one message.
+"""A watchdog that ends all ranks soon, with one error message, if one rank dies, hangs or fails.
 
-Each rank puts what it is doing into the store that the ranks met through, and a thread looks at the signs of
-the others. Collectives themselves would wait for many minutes, and then know neither who nor where.
+Each rank writes heartbeats with its current activity into the store of the rendezvous, and a thread reads
+those of the other ranks. Collectives alone would time out after many minutes, without naming rank and step.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from typing import Any
 
 from whet.errors import RunError, WhetError
 
-LIMIT_S = 50.0  # after the first step; with the time to tell everybody, under a minute
-START_S = 1800.0  # models are read and layers compiled before the first step is done
-PATIENT_S = 3600.0  # for what may take long without a sign: a large model on its way to a slow disk
+TIMEOUT_S = 50.0  # after the first step; including the time to end all ranks, under a minute
+START_TIMEOUT_S = 1800.0  # before the first step, when models are loaded and layers compiled
+LONG_TIMEOUT_S = 3600.0  # of long operations, such as saving a large model to a slow disk
 FAILED = 1
 STARTING = "starting"
-_FAILURE = "failure"  # in the store: which rank was the first to say why the run is over
-_UNKNOWN_S = 5.0  # for a death to be seen after its connections broke
+_FAILURE_KEY = "failure"  # in the store: the rank that reports why the run failed
+_DEATH_S = 5.0  # time to detect a dead process after its connections broke
 
 
 def _machine() -> str:
@@ -39,262 +39,282 @@ def _machine() -> str:
 
 
 @dataclass
-class Sign:
-    """What a rank was last known to do. Only the rank itself changes it."""
+class Heartbeat:
+    """The state of a rank, which it writes to the store. Only the rank itself changes it."""
 
     step: int = 0
     doing: str = STARTING
-    collective: str = "none"  # the last one it has entered
-    waiting: bool = False  # and is still in
-    patience_s: float = START_S  # how long it may do the same
-    count: int = 0  # of the things it has done
-    beat: int = 0  # of its thread: a stopped process has none
+    collective: str = "none"  # the last collective that the rank has entered
+    waiting: bool = False  # whether it is still in that collective
+    patience_s: float = START_TIMEOUT_S  # timeout of the current activity
+    count: int = 0  # increases with every change of activity
+    beat: int = 0  # increases with every heartbeat; a suspended process sends none
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
-    machine: str = field(default_factory=_machine)  # where a process has this number: hosts may share names
+    machine: str = field(default_factory=_machine)  # where `pid` is valid; host names may not be unique
 
     def describe(self) -> str:
-        """Where it is, in words."""
-        where = f"in {self.collective}" if self.waiting else f"{self.doing}, after {self.collective}"
-        return f"at step {self.step}, {where}"
+        """Return the step, the activity and the last collective for a message."""
+        if self.waiting:
+            return f"at step {self.step}, waiting in {self.collective}"
+        after = "" if self.collective == "none" else f", after {self.collective}"
+        return f"at step {self.step}, {self.doing}{after}"
 
 
 @dataclass
-class _Seen:
-    """What another rank was seen to do, and since when; by the clock of this one."""
+class _PeerState:
+    """The last heartbeat of a rank, and when it changed, by the clock of the observing rank."""
 
-    sign: Sign
-    beat_at: float
-    moved_at: float
+    heartbeat: Heartbeat
+    beat_at: float  # when the last heartbeat arrived
+    progress_at: float  # when the activity last changed
 
-    def update(self, sign: Sign, now: float) -> None:
-        if sign.beat != self.sign.beat:
+    def update(self, heartbeat: Heartbeat, now: float) -> None:
+        if heartbeat.beat != self.heartbeat.beat:
             self.beat_at = now
-        if sign.count != self.sign.count:
-            self.moved_at = now
-        self.sign = sign
+        if heartbeat.count != self.heartbeat.count:
+            self.progress_at = now
+        self.heartbeat = heartbeat
 
 
 class Watch:
-    """Keeps an eye on all ranks, from one of them. For a run of one rank there is nothing to see."""
+    """The watchdog of one rank, which observes all ranks. It does nothing in a run of one rank.
 
-    def __init__(self, store: Any = None, *, rank: int = 0, size: int = 1, limit_s: float = LIMIT_S) -> None:
+    Args:
+        store: a torch store that all ranks share.
+        rank: this process's rank.
+        size: the number of ranks.
+        timeout_s: how long a rank may send no heartbeat or make no progress after its first step.
+    """
+
+    def __init__(
+        self, store: Any = None, *, rank: int = 0, size: int = 1, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.rank, self.size = rank, size
-        self.limit_s = limit_s  # for which a rank may give no sign
-        self.sign = Sign()
-        # a connection of its own, as the other one may be waiting; Any: torch's stores have no types
+        self.timeout_s = timeout_s
+        self.heartbeat = Heartbeat()
+        # a separate connection, because the original may be blocked; Any: torch's stores have no types
         self._store: Any = None if store is None else store.clone()
-        self._seen: dict[int, _Seen] = {}
+        self._peers: dict[int, _PeerState] = {}
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._usual_s = START_S
+        self._activity_timeout_s = START_TIMEOUT_S
 
     @property
-    def _pause_s(self) -> float:
-        return min(1.0, self.limit_s / 20)
+    def _interval_s(self) -> float:
+        return min(1.0, self.timeout_s / 20)
 
     def start(self) -> None:
-        """Begin to give signs and to look for those of others."""
+        """Start to send heartbeats and to observe those of the other ranks."""
         if self._store is None or self.size == 1:
             return
-        self._looked_at = time.monotonic()
-        self._thread = threading.Thread(target=self._look, name="whet-watch", daemon=True)
+        self._checked_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="whet-watch", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._guard, name="whet-guard", daemon=True).start()
+        threading.Thread(target=self._run_guard, name="whet-guard", daemon=True).start()
 
     def stop(self) -> None:
-        """Everybody is done: nobody's silence means anything from now on."""
+        """Stop observing, because all ranks are done."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(self.limit_s)
+            self._thread.join(self.timeout_s)
             self._thread = None
 
     def doing(self, what: str, *, exchanging: str | None = None) -> None:
-        """Note what this rank does now, and what is exchanged on the way: it is alive."""
-        self.sign.doing = what
-        self.sign.collective = exchanging or self.sign.collective
-        self.sign.patience_s = self._usual_s
-        self.sign.count += 1
+        """Report the current activity of this rank, which counts as progress.
+
+        Args:
+            what: the activity.
+            exchanging: a collective that is part of the activity.
+        """
+        self.heartbeat.doing = what
+        self.heartbeat.collective = exchanging or self.heartbeat.collective
+        self.heartbeat.patience_s = self._activity_timeout_s
+        self.heartbeat.count += 1
 
     def at_step(self, step: int) -> None:
-        """Note that a step is done; from then on all should go quickly."""
-        self.sign.step = step
-        self._usual_s = self.limit_s
+        """Report a completed step; from now on the normal timeout applies."""
+        self.heartbeat.step = step
+        self._activity_timeout_s = self.timeout_s
         self.doing("between steps")
         if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # the thread sees it, too, and knows what to do
-                self._beat()  # a step may be shorter than the pauses of the thread
+            with contextlib.suppress(RuntimeError):  # the thread gets the same error and handles it
+                self._send_heartbeat()  # a step may be shorter than the interval of the thread
 
     @contextlib.contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Note a collective, in which this rank waits for others."""
-        self.sign.collective, self.sign.waiting = name, True
-        self.sign.count += 1
-        yield  # a failure leaves it as it is: that is where the rank was
-        self.sign.waiting = False
-        self.sign.count += 1
+        """Report that this rank is in a collective within the `with` block."""
+        self.heartbeat.collective, self.heartbeat.waiting = name, True
+        self.heartbeat.count += 1
+        yield  # not in a try block: after an error the heartbeat still names the collective
+        self.heartbeat.waiting = False
+        self.heartbeat.count += 1
 
     @contextlib.contextmanager
     def patiently(self, what: str) -> Iterator[None]:
-        """Note something that takes as long as it takes."""
-        before, usual_s = self.sign.doing, self._usual_s
-        self._usual_s = max(usual_s, PATIENT_S)
+        """Report a long operation within the `with` block, with a timeout of at least an hour."""
+        previous, previous_timeout_s = self.heartbeat.doing, self._activity_timeout_s
+        self._activity_timeout_s = max(previous_timeout_s, LONG_TIMEOUT_S)
         self.doing(what)
         yield
-        self._usual_s = usual_s
-        self.doing(before)
+        self._activity_timeout_s = previous_timeout_s
+        self.doing(previous)
 
     def speaks(self, error: BaseException) -> bool:
-        """Whether it is for this rank to say why the run is over; from now on the others end.
+        """Return whether this rank should print the reason why the run failed; the other ranks then end.
 
-        What breaks when another rank dies looks like a failure of this one, so the culprit is looked for
-        first: the thread finds it, says so, and ends this process.
+        If another rank dies, the broken connection looks like a failure of this rank. For such errors, wait
+        first: the watchdog thread may find the dead rank, report it and end this process.
         """
         if self._thread is None:
             return True
-        ends = time.monotonic() + max(_UNKNOWN_S, 4 * self._pause_s)
-        while _is_broken_connection(error) and time.monotonic() < ends:
+        deadline = time.monotonic() + max(_DEATH_S, 4 * self._interval_s)
+        while _is_broken_connection(error) and time.monotonic() < deadline:
             time.sleep(0.05)
-        first = self._claim()
+        is_first = self._claim_report()
         self._stopped.set()
-        return first
+        return is_first
 
     def located(self, error: Exception) -> Exception:
-        """An error with the place where it happened: the rank, the step and the last collective."""
-        if self._thread is None or self.sign.doing == STARTING or getattr(error, "is_of_all", False):
+        """Return an error that names the rank, the step, the activity and the last collective."""
+        if self._thread is None or self.heartbeat.doing == STARTING or getattr(error, "is_collective", False):
             return error
-        told = error.message if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
+        text = error.message if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
         hint = error.hint if isinstance(error, WhetError) else "run it again with --debug for the traceback"
-        found = RunError(f"rank {self.rank} failed {self.sign.describe()}: {told}", hint=hint)
-        found.exit_code = getattr(error, "exit_code", FAILED)
-        return found
+        located = RunError(f"rank {self.rank} failed {self.heartbeat.describe()}: {text}", hint=hint)
+        located.exit_code = getattr(error, "exit_code", FAILED)
+        return located
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends with an error: nobody shall wait for it."""
+        """Report that this rank ends with an error, so that the other ranks end, too."""
         if self._thread is not None:
             self.speaks(error)
-            self._linger()
+            self._keep_store_alive()
 
-    def _look(self) -> None:
-        """The thread: a sign, a look at the others, a pause."""
+    def _run(self) -> None:
+        """Send a heartbeat and check the other ranks, in a loop."""
         try:
-            self._beat()
-            self._store.wait([f"sign/{rank}" for rank in range(self.size)], timedelta(seconds=START_S))
+            self._send_heartbeat()
+            keys = [f"sign/{rank}" for rank in range(self.size)]
+            self._store.wait(keys, timedelta(seconds=START_TIMEOUT_S))
             while True:
-                self._look_at_others(time.monotonic())
-                self._looked_at = time.monotonic()
-                if self._stopped.wait(self._pause_s):
+                self._check_peers(time.monotonic())
+                self._checked_at = time.monotonic()
+                if self._stopped.wait(self._interval_s):
                     return
-                self._beat()
-        except RuntimeError:  # the store is gone, and with it whoever kept it
-            if not self._stopped.wait(2 * self._pause_s):
-                self._lose_store("died")
+                self._send_heartbeat()
+        except RuntimeError:  # the store is gone, and with it the process that hosted it
+            if not self._stopped.wait(2 * self._interval_s):
+                self._handle_lost_store("died")
 
-    def _guard(self) -> None:
-        """Another thread, for the one that looks may wait for ever for a store that has been stopped."""
-        while not self._stopped.wait(self._pause_s):
-            if time.monotonic() - self._looked_at > self._silence_s(self.sign):
-                self._lose_store(f"gave no sign for {self.limit_s:g} s,")
+    def _run_guard(self) -> None:
+        """Detect that the thread in `_run` is blocked, as happens if the host of the store is suspended."""
+        while not self._stopped.wait(self._interval_s):
+            if time.monotonic() - self._checked_at > self._heartbeat_timeout_s(self.heartbeat):
+                self._handle_lost_store(f"sent no heartbeat for {self.timeout_s:g} s,")
 
-    def _silence_s(self, sign: Sign) -> float:
-        """How long a process may be silent: loading may hold on to the interpreter, steps do not."""
-        return self.limit_s if sign.step else START_S
+    def _heartbeat_timeout_s(self, heartbeat: Heartbeat) -> float:
+        """Return how long a rank may send no heartbeat; loading may hold the interpreter lock for long."""
+        return self.timeout_s if heartbeat.step else START_TIMEOUT_S
 
-    def _beat(self) -> None:
-        self.sign.beat += 1
-        self._store.set(f"sign/{self.rank}", json.dumps(asdict(self.sign)))
+    def _send_heartbeat(self) -> None:
+        self.heartbeat.beat += 1
+        self._store.set(f"sign/{self.rank}", json.dumps(asdict(self.heartbeat)))
 
-    def _look_at_others(self, now: float) -> None:
-        if self._store.check([_FAILURE]):
+    def _check_peers(self, now: float) -> None:
+        if self._store.check([_FAILURE_KEY]):
             self._end(None)
         for rank, text in enumerate(self._store.multi_get([f"sign/{rank}" for rank in range(self.size)])):
-            sign = Sign(**json.loads(text))
-            if rank in self._seen:
-                self._seen[rank].update(sign, now)
+            heartbeat = Heartbeat(**json.loads(text))
+            if rank in self._peers:
+                self._peers[rank].update(heartbeat, now)
             else:
-                self._seen[rank] = _Seen(sign, now, now)
-        if (trouble := self._find_trouble(now)) is not None and not self._stopped.is_set():
-            self._end(*trouble)
+                self._peers[rank] = _PeerState(heartbeat, now, now)
+        if (failure := self._find_failure(now)) is not None and not self._stopped.is_set():
+            self._end(*failure)
 
-    def _find_trouble(self, now: float) -> tuple[str, Sign] | None:
-        """Who has died, stopped or hangs, in words, and its last sign."""
-        for rank, seen in self._seen.items():
-            name = f"rank {rank} (process {seen.sign.pid} on {seen.sign.host})"
-            if seen.sign.machine == self.sign.machine and not _is_running(seen.sign.pid):
-                return f"{name} died {seen.sign.describe()}", seen.sign
-            if now - seen.beat_at > self._silence_s(seen.sign):
-                return f"{name} gave no sign for {self.limit_s:g} s, {seen.sign.describe()}", seen.sign
+    def _find_failure(self, now: float) -> tuple[str, Heartbeat] | None:
+        """Return a message about a rank that died, is suspended or hangs, and its last heartbeat."""
+        for rank, peer in self._peers.items():
+            last = peer.heartbeat
+            name = f"rank {rank} (process {last.pid} on {last.host})"
+            if last.machine == self.heartbeat.machine and not _is_running(last.pid):
+                return f"{name} died {last.describe()}", last
+            if now - peer.beat_at > self._heartbeat_timeout_s(last):
+                return f"{name} sent no heartbeat for {self.timeout_s:g} s, {last.describe()}", last
         late = {
-            rank: seen
-            for rank, seen in self._seen.items()
-            if now - seen.moved_at > max(self.limit_s, seen.sign.patience_s)
+            rank: peer
+            for rank, peer in self._peers.items()
+            if now - peer.progress_at > max(self.timeout_s, peer.heartbeat.patience_s)
         }
-        working = {rank: seen for rank, seen in late.items() if not seen.sign.waiting}
-        if not working and len(late) < len(self._seen):
-            return None  # those who wait do so for somebody who moves
+        working = {rank: peer for rank, peer in late.items() if not peer.heartbeat.waiting}
+        if not working and len(late) < len(self._peers):
+            return None  # the late ranks wait in a collective for a rank that makes progress
         culprits = working or late
         if not culprits:
             return None
-        first = min(culprits, key=lambda rank: culprits[rank].moved_at)
-        found = culprits[first]
+        first = min(culprits, key=lambda rank: culprits[rank].progress_at)
+        culprit = culprits[first]
         others = "; ".join(
-            f"rank {rank} is {seen.sign.describe()}" for rank, seen in self._seen.items() if rank != first
+            f"rank {rank} is {peer.heartbeat.describe()}"
+            for rank, peer in self._peers.items()
+            if rank != first
         )
-        since = f"for {now - found.moved_at:.0f} s"
-        return f"rank {first} hangs {found.sign.describe()}, {since} ({others})", found.sign
+        duration = f"for {now - culprit.progress_at:.0f} s"
+        return f"rank {first} hangs {culprit.heartbeat.describe()}, {duration} ({others})", culprit.heartbeat
 
-    def _kill(self, sign: Sign) -> None:
-        """What neither listens nor works cannot be asked to end."""
-        if sign.machine == self.sign.machine and sign.pid not in (0, self.sign.pid):
+    def _kill(self, heartbeat: Heartbeat) -> None:
+        """Kill a rank of this machine, which may hang and cannot be asked to end."""
+        if heartbeat.machine == self.heartbeat.machine and heartbeat.pid not in (0, self.heartbeat.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(sign.pid, signal.SIGKILL)
+                os.kill(heartbeat.pid, signal.SIGKILL)
 
-    def _claim(self) -> bool:
-        """Whether this rank is the first to say why the run is over."""
+    def _claim_report(self) -> bool:
+        """Return whether this rank is the first to claim the report of the failure."""
         try:
-            return bool(self._store.compare_set(_FAILURE, "", str(self.rank)) == str(self.rank).encode())
-        except RuntimeError:  # with the store went a rank, which is the reason
+            return bool(self._store.compare_set(_FAILURE_KEY, "", str(self.rank)) == str(self.rank).encode())
+        except RuntimeError:  # the rank that hosted the store has ended, which is the failure
             return False
 
-    def _end(self, message: str | None, culprit: Sign | None = None) -> None:
-        """End this process, whatever it waits in, and whoever is to blame; one rank says why."""
-        if message is not None and self._claim():
-            _say(message)
+    def _end(self, message: str | None, culprit: Heartbeat | None = None) -> None:
+        """Kill the culprit and end this process, even if it is blocked; one rank prints the message."""
+        if message is not None and self._claim_report():
+            _print_error(message)
         if culprit is not None:
-            time.sleep(4 * self._pause_s)  # it may keep the store
+            time.sleep(4 * self._interval_s)  # it may host the store, which the other ranks still read
             self._kill(culprit)
-        self._linger()
+        self._keep_store_alive()
         os._exit(FAILED)
 
-    def _linger(self) -> None:
-        """The store may end with this process: not before all have read why, or have ended."""
-        ends = time.monotonic() + 4 * self._pause_s
-        others = [seen.sign for rank, seen in self._seen.items() if rank != self.rank]
-        while self.rank == 0 and time.monotonic() < ends:
-            here = [sign for sign in others if sign.machine == self.sign.machine]
-            if others == here and others and not any(_is_running(sign.pid) for sign in here):
+    def _keep_store_alive(self) -> None:
+        """Wait on rank 0, which may host the store, until the other ranks have read the failure or ended."""
+        deadline = time.monotonic() + 4 * self._interval_s
+        others = [peer.heartbeat for rank, peer in self._peers.items() if rank != self.rank]
+        while self.rank == 0 and time.monotonic() < deadline:
+            local = [heartbeat for heartbeat in others if heartbeat.machine == self.heartbeat.machine]
+            if others == local and others and not any(_is_running(each.pid) for each in local):
                 return
             time.sleep(0.05)
 
-    def _lose_store(self, how: str) -> None:
-        """Rank 0 keeps the store, unless torchrun does: the first of the others says so."""
+    def _handle_lost_store(self, reason: str) -> None:
+        """End this process; rank 1 reports that the host of the store (rank 0, or torchrun) has failed."""
         if self.rank == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _say(f"torchrun on the first machine {how} {self.sign.describe()}")
+            _print_error(f"torchrun on the first machine {reason} {self.heartbeat.describe()}")
         elif self.rank != 0:
-            keeper = self._seen[0].sign if self._seen else Sign(pid=0)
-            self._kill(keeper)
+            host = self._peers[0].heartbeat if self._peers else Heartbeat(pid=0)
+            self._kill(host)
             if self.rank == 1:
-                _say(f"rank 0 (process {keeper.pid} on {keeper.host}) {how} {keeper.describe()}")
+                _print_error(f"rank 0 (process {host.pid} on {host.host}) {reason} {host.describe()}")
         os._exit(FAILED)
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process of this machine is there and no zombie."""
+    """Return whether a process of this machine exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -308,6 +328,6 @@ def _is_running(pid: int) -> bool:
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether an error is what gloo or NCCL say when another process has gone."""
-    signs = ("connection", "gloo", "nccl", "timed out", "socket")
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+    """Return whether gloo or NCCL may have raised the error because another process has ended."""
+    words = ("connection", "gloo", "nccl", "timed out", "socket")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

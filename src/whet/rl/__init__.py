@@ -1,4 +1,4 @@
-"""Rollouts and rewards. The names here are the built-in rewards and what GRPO computes from them."""
+"""Rollouts and rewards. The public names are the built-in rewards and the GRPO loss and advantages."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Sample completions from the model in training, and evaluate the rewards of greedy answers."""
+"""Sample completions from the model in training, and evaluate the rewards of greedy completions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,13 +16,13 @@ from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
 from whet.parallel.fsdp import gathered
 from whet.parallel.process_group import SOLO, World
-from whet.rl.rewards.worker_pool import Judged, RewardPool
+from whet.rl.rewards.worker_pool import RewardInput, RewardPool
 from whet.training.callbacks import Metrics
 from whet.training.loss import in_precision
 
 
 class Sampler:
-    """Completions of some prompts, and what they are worth."""
+    """Generates completions with the model in training, and scores them with the rewards."""
 
     def __init__(
         self,
@@ -49,20 +49,23 @@ class Sampler:
         seeds: Sequence[int] | None = None,
         pause: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
-        """What the model makes of each prompt, computed as in training; greedy without a sampling.
+        """Return the completions of all prompts, on every rank; each rank generates a share of them.
 
-        Each rank completes its share. `pause` is called before each new token, and may raise.
+        Args:
+            prompts: the prompts of all ranks.
+            sampling: how tokens are sampled. None: greedy decoding.
+            seeds: one seed per prompt.
+            pause: called before each new token; it may raise.
         """
-        places = range(len(prompts))
         with gathered(self.model):
             completions = self.world.each(
-                places,
-                lambda mine: [
+                range(len(prompts)),
+                lambda indices: [
                     vars(completion)
                     for completion in self._complete(
-                        [prompts[place] for place in mine],
+                        [prompts[i] for i in indices],
                         sampling=sampling,
-                        seeds=None if seeds is None else [seeds[place] for place in mine],
+                        seeds=None if seeds is None else [seeds[i] for i in indices],
                         pause=pause,
                     )
                 ],
@@ -85,9 +88,9 @@ class Sampler:
 
         rows = self.settings.generate_rows
         for start in range(0, len(prompts), rows):
-            # as the trainer computes: a sampler in another precision would be another policy
+            # the trainer's precision, because sampling in another precision would sample another policy
             with in_precision(self.precision, self.model.device):
-                found = complete(
+                completions = complete(
                     self.model,
                     [prompt.tokens for prompt in prompts[start : start + rows]],
                     max_tokens=self.settings.max_new_tokens,
@@ -96,31 +99,31 @@ class Sampler:
                     seeds=None if seeds is None else seeds[start : start + rows],
                     watch=watch,
                 )
-            yield from found
+            yield from completions
 
     def text(self, completion: Completion) -> str:
-        """What a completion says."""
+        """Return the decoded text of a completion, without its stop token."""
         tokens = completion.tokens[:-1] if completion.finished else completion.tokens
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
-        """What each reward says of each completion, [completions, rewards], before weighting."""
-        judged = [
-            Judged(prompt.question.text, text, prompt.fields)
+        """Return the unweighted value of each reward for each completion, [completions, rewards]."""
+        inputs = [
+            RewardInput(prompt.question.text, text, prompt.fields)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        with self.world.watch.patiently("judging completions"):  # rewards have a time limit of their own
-            scores = self.world.each(judged, lambda mine: self.pool.score(mine) if mine else [])
+        with self.world.watch.patiently("scoring completions"):  # the calls of rewards have a time limit
+            scores = self.world.each(inputs, lambda part: self.pool.score(part) if part else [])
         return np.array(scores, dtype=np.float64)
 
-    def take_failures(self) -> int:
-        """Calls of rewards that counted as on_error since this was asked last, on all ranks."""
-        return sum(self.world.gather_shares(self.pool.take_failures()))
+    def pop_failure_count(self) -> int:
+        """Return the number of failed reward calls of all ranks since the last call, and reset it to 0."""
+        return sum(self.world.gather_shares(self.pool.pop_failure_count()))
 
     @property
     def reward_weights(self) -> np.ndarray:
-        """[rewards]."""
+        """The weights of the rewards, [rewards]."""
         return np.array([reward.weight for reward in self.settings.rewards])
 
 
@@ -131,24 +134,31 @@ def evaluate_rewards(
     metrics: AnswerMetrics | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> Metrics:
-    """The rewards and metrics of greedy completions, and how many are exactly the expected answer."""
+    """Return the evaluation metrics of greedy completions: rewards, exact match and user-defined metrics.
+
+    Args:
+        sampler: generates and scores the completions.
+        prompts: the prompts of the evaluation split.
+        metrics: user-defined metrics of the completions.
+        pause: called before each new token; it may raise.
+    """
     completions = sampler.complete(prompts, pause=pause)
     texts = [sampler.text(completion) for completion in completions]
     scores = sampler.score(prompts, texts)
-    found: Metrics = {"eval_reward": float((scores @ sampler.reward_weights).mean())}
-    for place, reward in enumerate(sampler.settings.rewards):
-        found[f"eval_reward_{reward.label}"] = float(scores[:, place].mean())
+    results: Metrics = {"eval_reward": float((scores @ sampler.reward_weights).mean())}
+    for index, reward in enumerate(sampler.settings.rewards):
+        results[f"eval_reward_{reward.label}"] = float(scores[:, index].mean())
     if sampler.settings.on_error is not None:
-        found["eval_reward_errors"] = sampler.take_failures()
-    found["eval_truncated_fraction"] = sum(not c.finished for c in completions) / len(completions)
-    answered = [
+        results["eval_reward_errors"] = sampler.pop_failure_count()
+    results["eval_truncated_fraction"] = sum(not c.finished for c in completions) / len(completions)
+    matches = [
         (text.strip() == prompt.question.answer.strip(), prompt.question.group)
         for text, prompt in zip(texts, prompts, strict=True)
         if prompt.question.answer
     ]
-    if answered:
-        correct, groups = zip(*answered, strict=True)
-        found |= ExactMatch(list(correct), list(groups)).metrics()
+    if matches:
+        correct, groups = zip(*matches, strict=True)
+        results |= ExactMatch(list(correct), list(groups)).metrics()
     if metrics:
-        found |= metrics.compute(texts, [prompt.fields for prompt in prompts], world=sampler.world)
-    return found
+        results |= metrics.compute(texts, [prompt.fields for prompt in prompts], world=sampler.world)
+    return results

@@ -1,4 +1,4 @@
-"""Rollouts: prompts completed by the model that is trained, judged, and handed to the trainer as steps."""
+"""Rollouts: prompts completed by the model in training, scored by rewards, and batched into steps."""
 
 import random
 import time
@@ -27,30 +27,37 @@ from whet.training.loss import in_precision
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions and all that was found out about them, in plain values: a checkpoint holds it."""
+    """Completions with their advantages, log-probabilities and metrics, as plain values for checkpoints."""
 
-    prompts: list[int]  # places in the data
-    completions: list[list[int]]  # tokens; group_size of them to each prompt, in order
-    kept: list[int]  # completions that are learned from
-    advantages: list[float]  # of all
-    old_logprobs: list[list[float]]  # of those kept
-    reference_logprobs: list[list[float]] | None  # of those kept
+    prompts: list[int]  # indices into the data
+    completions: list[list[int]]  # tokens; group_size completions per prompt, in order
+    kept: list[int]  # indices of the completions to train on
+    advantages: list[float]  # one per completion
+    old_logprobs: list[list[float]]  # one list per entry of `kept`
+    reference_logprobs: list[list[float]] | None  # one list per entry of `kept`
     metrics: Metrics
     samples: list[dict[str, Any]]  # Any: JSON values
 
 
 @dataclass(frozen=True)
 class RolloutStep(Step):
-    """A step on completions."""
+    """One optimizer step on completions of a rollout."""
 
-    is_fresh: bool = False  # the first on its rollout: the policy is still the one that sampled
+    is_fresh: bool = False  # the first step of its rollout: the policy is still the one that sampled
 
 
 class RolloutStream(StepStream):
-    """An endless stream of optimizer steps over completions that are sampled as the model changes.
+    """An endless stream of optimizer steps on completions sampled from the current model.
 
-    Which prompts, seeds and completions are in a step are pure functions of (seed, rollout, step). What the
-    model made of the prompts is not: so a state in the middle of a rollout holds the rollout.
+    The prompts, the seeds and the positions of completions in a step are pure functions of (seed, rollout,
+    step). The completions are not, so a state saved in the middle of a rollout includes the rollout.
+
+    Args:
+        sampler: generates and scores the completions.
+        prompts: the prompts of the training split.
+        steps: the settings of steps; `batch_size` is the number of prompts per step.
+        seed: determines the order of prompts and the seeds of completions.
+        reference: the reference model; "adapters-off" is the model in training without its adapters.
     """
 
     def __init__(
@@ -70,33 +77,35 @@ class RolloutStream(StepStream):
         self.steps = steps
         self.seed = seed
         self.reference = reference
-        self.number = 0  # of the rollout that the next step is from
-        self.step = 0  # within it
+        self.number = 0  # index of the current rollout
+        self.step = 0  # index of the next step within it
         self.current: Rollout | None = None
-        self._ordered: tuple[int, np.ndarray] | None = None
-        self._per_step = steps.batch_size
-        self._per_rollout = steps.batch_size * self.settings.minibatches
+        self._epoch_order: tuple[int, np.ndarray] | None = None  # cached (epoch, order of the prompts)
+        self._prompts_per_step = steps.batch_size
+        self._prompts_per_rollout = steps.batch_size * self.settings.minibatches
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         tokens = len(longest.tokens) + self.settings.max_new_tokens
         steps.check(tokens - 1, longest.question.origin, texts=0)
-        what = (len(prompts), self._per_rollout, seed, steps.order, self.settings.group_size)
-        self._mark = zlib.crc32(repr(what).encode())
+        identity = (len(prompts), self._prompts_per_rollout, seed, steps.order, self.settings.group_size)
+        self._fingerprint = zlib.crc32(repr(identity).encode())
 
     def steps_in(self, epoch: int) -> int:
-        """Optimizer steps of the rollouts that begin in one pass over the prompts."""
-        before, after = (-(-passes * len(self.prompts) // self._per_rollout) for passes in (epoch, epoch + 1))
+        """Return the number of optimizer steps on the rollouts that start in one epoch."""
+        before, after = (
+            -(-epochs * len(self.prompts) // self._prompts_per_rollout) for epochs in (epoch, epoch + 1)
+        )
         return (after - before) * self.settings.inner_epochs * self.settings.minibatches
 
     def state(self) -> dict[str, Any]:  # Any: JSON values
-        """Where it is, and the rollout where steps of it are still to come."""
+        """Return the position in the stream, with the current rollout if it has steps left."""
         current = None if self.current is None else dict(vars(self.current))
-        return {"rollout": self.number, "step": self.step, "stream": self._mark, "current": current}
+        return {"rollout": self.number, "step": self.step, "stream": self._fingerprint, "current": current}
 
     def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
-        """Go to where `state` was taken, in a stream of the same prompts and settings."""
-        if state["stream"] != self._mark:
+        """Move to the position of `state`, which a stream with the same prompts and settings saved."""
+        if state["stream"] != self._fingerprint:
             raise CheckpointError(
-                "the prompts, their order or the size of a rollout have changed since this was saved",
+                "the prompts, their order or the rollout size have changed since the checkpoint was saved",
                 hint="restore data, run.seed, run.batch_size and objective, or start a new run",
             )
         self.number, self.step = state["rollout"], state["step"]
@@ -104,9 +113,9 @@ class RolloutStream(StepStream):
 
     def __next__(self) -> RolloutStep:
         if self.current is None:
-            self.current = self._roll()
+            self.current = self._sample_rollout()
         rollout = self.current
-        plan = self._plan(rollout)
+        plan = self._plan_steps(rollout)
         batches = list(self._batches(rollout, plan[self.step]))
         step = RolloutStep(batches, rollout.metrics, rollout.samples, is_fresh=self.step == 0)
         self.step += 1
@@ -115,47 +124,52 @@ class RolloutStream(StepStream):
         return step
 
     def can_prefetch(self) -> bool:
-        """Return whether the next step needs no new completions: these cost too much to discard."""
+        """Return whether the next step needs no new completions, which are too expensive to discard."""
         return self.current is not None
 
     def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # Any: JSON values
-        """Check that the first step on a rollout found the policy that sampled it."""
-        apart = metrics.get("log_ratio", 0.0)
-        if isinstance(step, RolloutStep) and step.is_fresh and apart > self.tolerance:
+        """Check that the first step on a rollout used the policy that sampled it.
+
+        Raises:
+            RunError: its log-probabilities differ from those computed for the rollout.
+        """
+        log_ratio = metrics.get("log_ratio", 0.0)
+        if isinstance(step, RolloutStep) and step.is_fresh and log_ratio > self.tolerance:
             raise RunError(
-                f"step {number}: the trainer's log-probabilities are {apart:.3g} away from its own of a "
-                f"moment before, and {self.tolerance:g} is tolerated: something is random in the model",
-                hint="turn off what drops or routes at random, or raise objective.mismatch_tolerance",
+                f"step {number}: the trainer's log-probabilities differ by {log_ratio:.3g} from those it "
+                f"computed with the same weights before the step (limit: {self.tolerance:g}). The forward "
+                "pass is not deterministic",
+                hint="turn off dropout and random routing, or raise objective.mismatch_tolerance",
             )
 
-    def _plan(self, rollout: Rollout) -> list[list[int]]:
-        """Places in `kept` of the completions of each step; whole groups, in another order in each epoch."""
+    def _plan_steps(self, rollout: Rollout) -> list[list[int]]:
+        """Return the indices into `kept` of each step: complete groups, in a new order per inner epoch."""
         size, count = self.settings.group_size, len(rollout.prompts)
-        found = []
+        steps = []
         for epoch in range(self.settings.inner_epochs):
             order = np.arange(count)
             if self.settings.minibatches > 1:
                 inner = self.number * self.settings.inner_epochs + epoch
                 order = permutation(count, seed=self.seed, epoch=inner, salt=2)
-            for start in range(0, count, self._per_step):
-                groups = set(order[start : start + self._per_step].tolist())
-                found.append([place for place, index in enumerate(rollout.kept) if index // size in groups])
-        return [step for step in found if step]  # all of a step's completions may have been truncated
+            for start in range(0, count, self._prompts_per_step):
+                groups = set(order[start : start + self._prompts_per_step].tolist())
+                steps.append([i for i, index in enumerate(rollout.kept) if index // size in groups])
+        return [step for step in steps if step]  # all completions of a step may have been truncated
 
     def _batches(self, rollout: Rollout, step: Sequence[int]) -> Iterator[Batch]:
         examples = self._examples(rollout)
         for rows in split_step(step, [example.length for example in examples], self.steps):
-            places = [place for row in rows for place in row]
+            indices = [i for row in rows for i in row]
             reference = rollout.reference_logprobs
             batch = rows_batch(rows, examples, self.steps).with_columns(
                 "token",
-                old_logprobs=_joined(rollout.old_logprobs, places),
-                reference_logprobs=None if reference is None else _joined(reference, places),
+                old_logprobs=_concatenate(rollout.old_logprobs, indices),
+                reference_logprobs=None if reference is None else _concatenate(reference, indices),
             )
             yield batch.with_columns(
                 "document",
-                advantages=torch.tensor([rollout.advantages[rollout.kept[place]] for place in places]),
-                lengths=torch.tensor([len(rollout.completions[rollout.kept[place]]) for place in places]),
+                advantages=torch.tensor([rollout.advantages[rollout.kept[i]] for i in indices]),
+                lengths=torch.tensor([len(rollout.completions[rollout.kept[i]]) for i in indices]),
             )
 
     def _examples(self, rollout: Rollout) -> list[Example]:
@@ -166,11 +180,11 @@ class RolloutStream(StepStream):
             for index in rollout.kept
         ]
 
-    def _roll(self) -> Rollout:
-        """Sample, judge and measure the next rollout."""
-        chosen = self._next_prompts()
+    def _sample_rollout(self) -> Rollout:
+        """Generate and score the next rollout, and compute its advantages and log-probabilities."""
+        prompt_indices = self._next_prompts()
         size = self.settings.group_size
-        prompts = [self.prompts[place] for place in chosen for _ in range(size)]
+        prompts = [self.prompts[i] for i in prompt_indices for _ in range(size)]
         started = time.perf_counter()
         seeds = [row_seed(self.seed, self.number, row) for row in range(len(prompts))]
         sampling = Sampling(temperature=self.settings.temperature)
@@ -178,82 +192,93 @@ class RolloutStream(StepStream):
         generated = time.perf_counter()
         texts = [self.sampler.text(completion) for completion in completions]
         scores = self.sampler.score(prompts, texts)
-        judged = time.perf_counter()
+        scored = time.perf_counter()
         rewards = scores @ self.sampler.reward_weights
         grouped = torch.from_numpy(rewards).view(-1, size)
-        how, std = self.settings.advantage, self.settings.advantage_std
-        advantages = advantages_of(grouped, how, std=std).flatten().tolist()
+        kind, std = self.settings.advantage, self.settings.advantage_std
+        advantages = advantages_of(grouped, kind, std=std).flatten().tolist()
         kept = [i for i, c in enumerate(completions) if c.finished or not self.settings.mask_truncated]
         if not kept:
             raise RunError(
                 f"none of the {len(completions)} completions of rollout {self.number + 1} ended within "
                 f"objective.max_new_tokens={self.settings.max_new_tokens}, and objective.mask_truncated "
-                "leaves out what did not: there is nothing to learn from",
+                "excludes truncated completions, so there is nothing to train on",
                 hint="raise objective.max_new_tokens, or set objective.mask_truncated to false",
             )
         examples = [_example(prompts[i], completions[i].tokens) for i in kept]
-        old, reference, trained = self._measure(examples)
+        old, reference, plain = self._compute_logprobs(examples)
         lengths = np.array([len(completion.tokens) for completion in completions])
         metrics: Metrics = {
             **self._reward_metrics(scores, rewards),
             "no_signal_fraction": float((grouped.amax(1) == grouped.amin(1)).double().mean()),
             "completion_tokens": float(lengths.mean()),
             "truncated_fraction": sum(not c.finished for c in completions) / len(completions),
-            **self._mismatch([completions[i].logprobs for i in kept], trained),
+            **self._check_mismatch([completions[i].logprobs for i in kept], plain),
             "generation_tokens_per_s": float(lengths.sum()) / (generated - started),
             "generation_s": generated - started,
-            "reward_s": judged - generated,
+            "reward_s": scored - generated,
         }
         samples = [
             self._sample(prompts[i], texts[i], completions[i].finished, scores[i], rewards[i], advantages[i])
             for i in range(0, len(prompts), size)[: self.settings.samples]
         ]
         return Rollout(
-            chosen, [c.tokens for c in completions], kept, advantages, old, reference, metrics, samples
+            prompt_indices,
+            [c.tokens for c in completions],
+            kept,
+            advantages,
+            old,
+            reference,
+            metrics,
+            samples,
         )
 
     def _next_prompts(self) -> list[int]:
-        """The prompts of this rollout: a slice of the epochs' orders, put one behind the other."""
-        first, count = self.number * self._per_rollout, len(self.prompts)
-        found = []
-        for number in range(first, first + self._per_rollout):
-            epoch, place = divmod(number, count)
-            found.append(place if self.steps.order == "sequential" else int(self._order(epoch)[place]))
-        return found
+        """Return the prompt indices of this rollout: a slice of the concatenated orders of all epochs."""
+        first, count = self.number * self._prompts_per_rollout, len(self.prompts)
+        indices = []
+        for position in range(first, first + self._prompts_per_rollout):
+            epoch, index = divmod(position, count)
+            indices.append(index if self.steps.order == "sequential" else int(self._order(epoch)[index]))
+        return indices
 
     def _order(self, epoch: int) -> np.ndarray:
-        if self._ordered is None or self._ordered[0] != epoch:
-            self._ordered = (epoch, permutation(len(self.prompts), seed=self.seed, epoch=epoch))
-        return self._ordered[1]
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
+            self._epoch_order = (epoch, permutation(len(self.prompts), seed=self.seed, epoch=epoch))
+        return self._epoch_order[1]
 
-    def _measure(
+    def _compute_logprobs(
         self, examples: Sequence[Example]
     ) -> tuple[list[list[float]], list[list[float]] | None, list[list[float]]]:
-        """Log-probabilities by the trainer's own forward pass: tempered, of the reference, and plain."""
+        """Return log-probabilities from the trainer's forward pass, one list per example and kind.
+
+        The kinds are: of the policy at the sampling temperature, of the reference model at the same
+        temperature, and of the policy at temperature 1.
+        """
         model, temperature = self.sampler.model, self.settings.temperature
         old: list[list[float]] = [[] for _ in examples]
         plain = old if temperature == 1.0 else [[] for _ in examples]
         reference: list[list[float]] | None = None if self.reference is None else [[] for _ in examples]
         lengths, world = [example.length for example in examples], self.sampler.world
-        cut = split_step(range(len(examples)), lengths, self.steps)
-        mine: list[list[torch.Tensor]] = []
-        for _, rows, counts in world.rounds(cut, matched=is_sharded(model)):
+        microbatches = split_step(range(len(examples)), lengths, self.steps)
+        local: list[list[torch.Tensor]] = []
+        for _, rows, counts in world.rounds(microbatches, matched=is_sharded(model)):
             batch = rows_batch(rows, examples, self.steps).to(model.device)
             with evaluating(model), in_precision(self.sampler.precision, model.device):
                 states = model.states(batch)
-                found = [head_logprobs(model, states, batch, temperature=temperature)]
+                logprobs = [head_logprobs(model, states, batch, temperature=temperature)]
                 if temperature != 1.0:
-                    found.append(head_logprobs(model, states, batch, temperature=1.0))
+                    logprobs.append(head_logprobs(model, states, batch, temperature=1.0))
                 if reference is not None:
-                    found.append(self._reference_logprobs(batch))
-            mine += [[values.float().cpu() for values in found]] if counts else []
-        wanted = [
+                    logprobs.append(self._reference_logprobs(batch))
+            local += [[values.float().cpu() for values in logprobs]] if counts else []
+        targets = [
             values for values in (old, None if plain is old else plain, reference) if values is not None
         ]
-        for rows, found in zip(cut, world.in_order(mine, len(cut)), strict=True):
-            places = [place for row in rows for place in row]
-            for values, into in zip(found, wanted, strict=True):
-                _spread(values, [examples[place].supervised_count for place in places], places, into)
+        for rows, logprobs in zip(microbatches, world.in_order(local, len(microbatches)), strict=True):
+            indices = [i for row in rows for i in row]
+            for values, target in zip(logprobs, targets, strict=True):
+                _scatter(values, [examples[i].supervised_count for i in indices], indices, target)
         return old, reference, plain
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
@@ -264,32 +289,36 @@ class RolloutStream(StepStream):
             return completion_logprobs(self.sampler.model, batch, temperature=temperature)
 
     def _reward_metrics(self, scores: np.ndarray, rewards: np.ndarray) -> Metrics:
-        found: Metrics = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
-        for place, reward in enumerate(self.settings.rewards):
-            found[f"reward_mean_{reward.label}"] = float(scores[:, place].mean())
-            found[f"reward_std_{reward.label}"] = float(scores[:, place].std())
+        metrics: Metrics = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
+        for index, reward in enumerate(self.settings.rewards):
+            metrics[f"reward_mean_{reward.label}"] = float(scores[:, index].mean())
+            metrics[f"reward_std_{reward.label}"] = float(scores[:, index].std())
         if self.settings.on_error is not None:
-            found["reward_errors"] = self.sampler.take_failures()
-        return found
+            metrics["reward_errors"] = self.sampler.pop_failure_count()
+        return metrics
 
-    def _mismatch(self, sampled: list[list[float]], trained: list[list[float]]) -> Metrics:
-        """How far the trainer's log-probabilities are from the sampler's, both at temperature 1."""
-        apart = np.abs(np.concatenate(sampled) - np.concatenate(trained))
-        found = {"mismatch": float(apart.mean()), "mismatch_max": float(apart.max())}
-        if not found["mismatch"] <= self.tolerance:
+    def _check_mismatch(self, sampled: list[list[float]], trained: list[list[float]]) -> Metrics:
+        """Return the difference between the sampler's and the trainer's log-probabilities (temperature 1).
+
+        Raises:
+            RunError: the mean difference is larger than the tolerance.
+        """
+        difference = np.abs(np.concatenate(sampled) - np.concatenate(trained))
+        metrics = {"mismatch": float(difference.mean()), "mismatch_max": float(difference.max())}
+        if not metrics["mismatch"] <= self.tolerance:
             raise RunError(
-                f"the sampler and the trainer disagree: their log-probabilities of the same tokens are "
-                f"{found['mismatch']:.3g} apart on average ({found['mismatch_max']:.3g} at most), and "
-                f"{self.tolerance:g} is tolerated: the completions are not those of the policy in training",
-                hint="raise objective.mismatch_tolerance only if you know why (routing in bf16, say)",
+                "the sampler's and the trainer's log-probabilities of the same tokens differ by "
+                f"{metrics['mismatch']:.3g} on average ({metrics['mismatch_max']:.3g} at most; limit: "
+                f"{self.tolerance:g}). The completions were not sampled from the policy in training",
+                hint="raise objective.mismatch_tolerance only if you know the cause (e.g. routing in bf16)",
             )
-        return found
+        return metrics
 
     @property
     def tolerance(self) -> float:
-        """The largest mean distance between log-probabilities that should be the same."""
-        exact = self.sampler.precision.compute in (torch.float32, torch.float64)
-        return self.settings.mismatch_tolerance or (1e-3 if exact else 0.1)
+        """The largest accepted mean difference between log-probabilities that should be equal."""
+        is_full_precision = self.sampler.precision.compute in (torch.float32, torch.float64)
+        return self.settings.mismatch_tolerance or (1e-3 if is_full_precision else 0.1)
 
     def _sample(
         self, prompt: Prompt, text: str, finished: bool, scores: np.ndarray, reward: float, advantage: float
@@ -307,23 +336,23 @@ class RolloutStream(StepStream):
 
 
 def row_seed(seed: int, rollout: int, row: int) -> int:
-    """The seed of one completion."""
+    """Return the seed of one completion."""
     return random.Random(f"{seed}/{rollout}/{row}").getrandbits(63)
 
 
 def _example(prompt: Prompt, completion: Sequence[int]) -> Example:
-    marks = [False] * len(prompt.tokens) + [True] * len(completion)
-    return Example([*prompt.tokens, *completion], marks, prompt.question.origin)
+    loss_mask = [False] * len(prompt.tokens) + [True] * len(completion)
+    return Example([*prompt.tokens, *completion], loss_mask, prompt.question.origin)
 
 
-def _joined(values: Sequence[Sequence[float]], places: Sequence[int]) -> torch.Tensor:
-    """One value a supervised token, in the order of a batch's examples."""
-    return torch.tensor([value for place in places for value in values[place]])
+def _concatenate(values: Sequence[Sequence[float]], indices: Sequence[int]) -> torch.Tensor:
+    """Return one value per supervised token, in the order of a batch's examples."""
+    return torch.tensor([value for i in indices for value in values[i]])
 
 
-def _spread(
-    found: torch.Tensor, sizes: Sequence[int], places: Sequence[int], into: list[list[float]]
+def _scatter(
+    values: torch.Tensor, sizes: Sequence[int], indices: Sequence[int], target: list[list[float]]
 ) -> None:
-    """Values of a batch's supervised tokens back to the examples they belong to."""
-    for place, values in zip(places, found.split(list(sizes)), strict=True):
-        into[place] = values.tolist()
+    """Split the values of a batch's supervised tokens by example, and store them in `target`."""
+    for i, part in zip(indices, values.split(list(sizes)), strict=True):
+        target[i] = part.tolist()

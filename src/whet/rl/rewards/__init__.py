@@ -1,1 +1,1 @@
-"""Reward functions in worker processes."""
+"""Built-in reward functions, and the worker processes that run rewards."""
