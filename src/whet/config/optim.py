@@ -134,7 +134,7 @@ class Optim(Section):
         return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
 
     def warmup_steps(self, total: int | None) -> int:
-        """Return the warmup in steps, for a run of `total` steps (None: unknown); fractions are rounded up."""
+        """Return the warmup in steps of a run of `total` steps (None: unknown), fractions rounded up."""
         if isinstance(self.warmup, int):
             return self.warmup
         if total is None:
